@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
-from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
+from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, stats_of_twin, transfers_of
 
 import pagepool
 from pagepool._core import pack_dirty_windows
@@ -53,7 +53,7 @@ class PoolState(NamedTuple):
     free_page_ids: list[int]  # front of the queue first
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
     hashes: dict[int, int]  # by cached page; empty if a side has none
-    stats: dict[str, int]
+    stats: pagepool.PagePoolStats
     pins: dict[int, int]  # of pinned pages
     levels: dict[int, int]  # of pages with any
 
@@ -81,17 +81,16 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         pool.free_page_ids_in_order().tolist(),
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
-        asdict(pool.stats),
+        pool.stats,
         pins_of(pool),
         levels_of(pool),
     )
 
 
 def oracle_pool_state(manager: OracleManager) -> PoolState:
-    """Return the state of the oracle's pool, whose counters have other names."""
+    """Return the state of the oracle's pool."""
     pool = manager.page_pool
-    stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
-    stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
+    stats = stats_of_twin(pool)
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
     return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins), levels_of_twin(pool))
 
@@ -420,11 +419,8 @@ class OracleRows(Rows):
             raise ValueError("too few pages")
         self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
-            self.requests[target], self.num_hits[target], self.shards[target] = (
-                new_request,
-                self.num_hits[row],
-                self.shards[row],
-            )
+            self.requests[target] = new_request
+            self.num_hits[target], self.shards[target] = self.num_hits[row], self.shards[row]
             self.admissions[target] = next(self._numbers)
             self._show(target)
 
@@ -518,9 +514,8 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
-        if (
-            self.manager.host_tier is not None
-        ):  # the oracle remembers no refusals: with new features a request is looked up again
+        if self.manager.host_tier is not None:
+            # The oracle remembers no refusals: with new features a request is looked up again.
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)

@@ -193,19 +193,16 @@ class BatchWorkload(Workload):
             most = min(map(self.num_uncomputed, rows), default=0)
             self.grow_all(rows, rng.randint(0, most), rng.choice((0, 1, 5)))
             return
-        nums_new = [rng.choice((self.num_uncomputed(row), rng.randint(0, self.num_uncomputed(row)))) for row in rows]
-        self.grow_all(rows, nums_new, [rng.choice((0, 0, 1, 3, self.max_tokens)) for _ in rows])
+        nums_new = {row: rng.choice((self.num_uncomputed(row), rng.randint(0, self.num_uncomputed(row)))) for row in rows}
+        self.grow_all(rows, nums_new, {row: rng.choice((0, 0, 1, 3, self.max_tokens)) for row in rows})
 
-    def grow_all(self, rows: list[int], num_new: Any, num_ahead: Any) -> None:
+    def grow_all(self, rows: list[int], num_new: int | dict[int, int], num_ahead: int | dict[int, int]) -> None:
         """Grow, and continue with the rest after a preemption."""
 
-        def of(values: Any, rows: list[int]) -> Any:
+        def of(values: int | dict[int, int], rows: list[int]) -> int | list[int]:
             return values if isinstance(values, int) else [values[row] for row in rows]
 
-        new, ahead = (
-            values if isinstance(values, int) else dict(zip(rows, values, strict=True)) for values in (num_new, num_ahead)
-        )
-        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(new, rows), of(ahead, rows)))
+        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(num_new, rows), of(num_ahead, rows)))
 
     def step(self) -> None:
         """Decode a token of some rows."""
@@ -232,14 +229,13 @@ class BatchWorkload(Workload):
         """Compute some rows up to the next checkpoint, with all the tokens that it takes, or without."""
         rows = self.some(self.rows())
         stops = self.twins.call("find_next_checkpoint", rows)
-        nums_new = []
+        nums_new = {}
         for row, stop in zip(rows, stops, strict=True):
             num_unknown = stop - self.num_tokens(row)
             if num_unknown > 0 and self.rng.random() < 0.6:
                 self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
-            nums_new.append(min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row)))
-        some = [(row, num) for row, num in zip(rows, nums_new, strict=True) if num]
-        self._persist([row for row, _ in some], lambda rows: self.twins.call("grow", rows, [dict(some)[row] for row in rows]))
+            nums_new[row] = min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row))
+        self.grow_all([row for row in rows if nums_new[row]], nums_new, 0)
 
     def find_checkpoints(self) -> None:
         self.twins.call("find_next_checkpoint", self.some(self.rows()))
@@ -261,7 +257,7 @@ class BatchWorkload(Workload):
         nums_drafts = {row: min(rng.randint(0, 4), self.num_appendable(row)) for row in rows}
         repeated = [row for row in rows for _ in range(nums_drafts[row])]
         self.twins.call("append", repeated, self._tokens(len(repeated)))
-        self.grow_all(rows, [self.num_uncomputed(row) for row in rows], rng.choice((0, 2)))
+        self.grow_all(rows, {row: self.num_uncomputed(row) for row in rows}, rng.choice((0, 2)))
         rows = [row for row in rows if self.model.requests[row] is not None]
         self.twins.call("trim", rows, [self.num_tokens(row) - rng.randint(0, nums_drafts[row]) for row in rows])
 
@@ -285,7 +281,7 @@ class BatchWorkload(Workload):
         self.twins.call("trim", [row], cut)
         if self.num_tokens(row) == cut:  # nothing prevented it
             self.twins.call("append", [row] * len(token_ids), token_ids)
-            self.grow_all([row], [self.num_uncomputed(row)], 0)
+            self.grow_all([row], self.num_uncomputed(row), 0)
 
     def _cut(self, row: int) -> int:
         num_shared = self._num_shared_tokens(row)
@@ -401,9 +397,13 @@ class BatchWorkload(Workload):
                 self.pinned.append((list(self.model.requests[row].all_token_ids), self.attributes[row], span))
 
     def pin_neighbour(self) -> None:
+        self._call_for_neighbour("pin_neighbour")
+
+    def _call_for_neighbour(self, call: str, **options: Any) -> None:
+        """Make a call for some tokens of a request beside the rows."""
         name = self.neighbour()
         if name is not None:
-            self.twins.call("pin_neighbour", name, *random_span(self.rng, self.model.neighbours[name].num_tokens))
+            self.twins.call(call, name, *random_span(self.rng, self.model.neighbours[name].num_tokens), **options)
 
     def unpin(self) -> None:
         """Unpin by what was pinned, as it was then, or by any row."""
@@ -421,10 +421,7 @@ class BatchWorkload(Workload):
             self.twins.call("retain", row, *random_span(self.rng, self.num_tokens(row)), **random_retention(self.rng))
 
     def retain_neighbour(self) -> None:
-        name = self.neighbour()
-        if name is not None:
-            span = random_span(self.rng, self.model.neighbours[name].num_tokens)
-            self.twins.call("retain_neighbour", name, *span, **random_retention(self.rng))
+        self._call_for_neighbour("retain_neighbour", **random_retention(self.rng))
 
     def protect(self) -> None:
         self.twins.call("protect", [self._new_request() for _ in range(self.rng.choice((0, 1, 2, 4)))])

@@ -176,10 +176,6 @@ class OracleManager:
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
 
-    @property
-    def usage(self) -> float:
-        return self.page_pool.usage
-
     # looking up
 
     def get_computed_pages(
@@ -708,7 +704,8 @@ class OracleManager:
 
     def find_next_checkpoint(self, request: Any) -> int:
         """Return the number of tokens after which a checkpoint can be made next."""
-        return self.states.find_next_checkpoint(request)
+        interval, most = self.states.interval, self.max_model_len
+        return min(most, (request.num_computed_tokens // interval + 1) * interval) if interval else most
 
     def fork(self, request: Any, new_request: Any) -> PagesByGroup | None:
         """Let a new request go on where another one is; return its pages, or None if the pool has too few."""

@@ -20,7 +20,7 @@ from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
 from settings import HASHING, Setting
-from twins import OracleTwin, PackageTwin, Twins, share_hashes
+from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
@@ -56,21 +56,8 @@ class FeaturedTwins(Twins):
         """Mismatch unless the counters and what the policies keep are the same in the end, too."""
         oracle, manager = self.oracle.manager, self.system.manager
         manager.check()
-        self.require_equal("stats", expected_stats(oracle), manager.page_pool.stats)
+        self.require_equal("stats", stats_of_twin(oracle.page_pool), manager.page_pool.stats)
         self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager.page_pool.store))
-
-
-def expected_stats(oracle: OracleManager) -> pagepool.PagePoolStats:
-    """Return the oracle's counters."""
-    counts = oracle.page_pool.counts
-    return pagepool.PagePoolStats(
-        num_allocated_pages=counts["allocated"],
-        num_freed_pages=counts["freed"],
-        num_evicted_pages=counts["evicted"],
-        num_cached_pages=counts["cached"],
-        num_queried_tokens=counts["queried"],
-        num_hit_tokens=counts["hit"],
-    )
 
 
 def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import numpy as np
 from eviction_oracle import NULL_PAGE, Adaptive, Arc, Policy, hash_key, make_policy
 from features import Driver, draw_placement
 from oracle_pool import OraclePool, PageIds, shard_of_hint
-from twins import Twins
+from twins import Twins, stats_of_twin
 
 import pagepool
 from pagepool._core import copy_records
@@ -32,7 +32,7 @@ class PoolState(NamedTuple):
     ref_counts: list[int]
     free_page_ids: list[int]
     entries: dict[int, tuple[int, int]]  # key and group, by page
-    counters: list[int]
+    stats: pagepool.PagePoolStats
     policy: dict[str, Any]
 
 
@@ -140,9 +140,8 @@ class OracleSide(OracleCalls):
 
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
-        counters = [pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")]
         entries = dict(sorted(pool.entry_of_page.items()))
-        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, counters, describe_twin(pool.policy))
+        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, stats_of_twin(pool), describe_twin(pool.policy))
 
 
 class PackageSide(PackageCalls):
@@ -184,14 +183,13 @@ class PackageSide(PackageCalls):
         self.pool = pagepool.PagePool.restore(self.pool.snapshot())
 
     def state(self, _request_ids: Iterable[str]) -> PoolState:
-        store, stats = self.pool.store, self.pool.stats
+        store = self.pool.store
         keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
         entries = {page_id: key for page_id, key in keys.items() if key is not None}
         assert len(entries) == store.num_cached_pages
-        counters = [stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages, stats.num_cached_pages]
         free_ids = self.pool.free_page_ids_in_order().tolist()
         self._check()
-        return PoolState(self.pool.ref_counts().tolist()[1:], free_ids, entries, counters, describe_policy(store))
+        return PoolState(self.pool.ref_counts().tolist()[1:], free_ids, entries, self.pool.stats, describe_policy(store))
 
     def _check(self) -> None:
         """Check the pool, unless there are pages in nobody's hands, which only a queue can have."""

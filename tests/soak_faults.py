@@ -87,24 +87,19 @@ class Faults:
         require_equal(what, answers)
         return answers[0]
 
-    def _running_row(self) -> int | None:
-        running = self.first.running
-        return int(self.rng.choice(running)) if running.size else None
-
     # ending requests
 
     def abort_prefill(self) -> None:
-        rows = self.first.find_prefilling_rows()
+        self._abort(self.first.find_prefilling_rows(), "aborts in prefill")
+
+    def abort(self) -> None:
+        self._abort(self.first.running, "aborts")
+
+    def _abort(self, rows: Any, name: str) -> None:
         if rows.size:
             row = int(self.rng.choice(rows))
             self._ask("abort", lambda engine: engine.abort(row))
-            self._count("aborts in prefill")
-
-    def abort(self) -> None:
-        row = self._running_row()
-        if row is not None:
-            self._ask("abort", lambda engine: engine.abort(row))
-            self._count("aborts")
+            self._count(name)
 
     def abort_waiting(self) -> None:
         if self.first.waiting:

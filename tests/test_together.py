@@ -19,7 +19,7 @@ from batch_workload import NUM_ROWS, BatchWorkload
 from features import Features, Workload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import NULL_PAGE, OraclePool
+from oracle import NULL_PAGE
 from pairs import make_requests, make_rows, with_room
 from pool_workload import OracleCalls, PackageCalls
 from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
@@ -37,12 +37,32 @@ randoms = st.randoms(use_true_random=False)
 # --- actions beside rows and requests ---------------------------------------------------------------------------
 
 
-class OracleTogether(OracleCalls, OracleRows):
-    """The oracle's rows, and its pool called directly."""
+class Direct:
+    """What both sides do beside their rows."""
+
+    manager: Any
+    neighbours: dict[str, Request]
 
     @property
-    def pool(self) -> OraclePool:  # type: ignore[override]
+    def pool(self) -> Any:
         return self.manager.page_pool
+
+    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
+        """Append tokens to a request and compute them; False, and nothing changed, if they do not fit."""
+        request = self.neighbours[request_id]
+        request.num_computed_tokens = request.num_tokens
+        request.all_token_ids.extend(token_ids)
+        is_extended = False
+        try:
+            is_extended = self.manager.allocate_slots(request, len(token_ids)) is not None
+        finally:
+            if not is_extended:
+                del request.all_token_ids[-len(token_ids) :]
+        return is_extended
+
+
+class OracleTogether(Direct, OracleCalls, OracleRows):
+    """The oracle's rows, and its pool called directly."""
 
     def find_like(self, page_id: int) -> list[int] | None:
         """Return the page that a look-up of a cached page's content finds."""
@@ -57,17 +77,9 @@ class OracleTogether(OracleCalls, OracleRows):
         self.manager.page_pool.counts = counts
         return num_hit_tokens
 
-    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        """Append tokens to a request and compute them; False, and nothing changed, if they do not fit."""
-        return extend(self, request_id, token_ids)
 
-
-class PackageTogether(PackageCalls, BatchRows):
+class PackageTogether(Direct, PackageCalls, BatchRows):
     """The running batch, and its pool called directly."""
-
-    @property
-    def pool(self) -> pagepool.PagePool:  # type: ignore[override]
-        return self.manager.page_pool
 
     def find_like(self, page_id: int) -> list[int] | None:
         page_hash = self.pool.pages[page_id].page_hash
@@ -76,22 +88,6 @@ class PackageTogether(PackageCalls, BatchRows):
 
     def probe(self, token_ids: list[int]) -> int:
         return self.manager.probe(Request("probe", token_ids)).num_hit_tokens
-
-    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        return extend(self, request_id, token_ids)
-
-
-def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: list[int]) -> bool:
-    request = rows.neighbours[request_id]
-    request.num_computed_tokens = request.num_tokens
-    request.all_token_ids.extend(token_ids)
-    is_extended = False
-    try:
-        is_extended = rows.manager.allocate_slots(request, len(token_ids)) is not None
-    finally:
-        if not is_extended:
-            del request.all_token_ids[-len(token_ids) :]
-    return is_extended
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------

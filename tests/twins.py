@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from oracle import OracleManager, OraclePool
 from oracle_tier import Taken
 
+from pagepool import PagePoolStats
 from pagepool._core import copy_records
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
@@ -74,6 +75,12 @@ def levels_of_twin(pool: OraclePool) -> dict[int, int]:
     """Return the same of the oracle's pool."""
     pages = sorted({*pool.priorities, *pool.protected})
     return {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in pages}
+
+
+def stats_of_twin(pool: OraclePool) -> PagePoolStats:
+    """Return the counters of the oracle's pool."""
+    stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
+    return PagePoolStats(**stats, num_queried_tokens=pool.counts["queried"], num_hit_tokens=pool.counts["hit"])
 
 
 def copies_of(copies: Any) -> list[tuple[int, int, int]]:
