@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,11 @@ from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
-from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
+from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, stats_of_twin, transfers_of
 
 import pagepool
 from pagepool._core import pack_dirty_windows
 
-HASH_SEED = "rows"
 Amounts = int | Sequence[int]
 
 
@@ -47,6 +46,18 @@ class Growth(NamedTuple):
     new_pages: PagesByGroup
 
 
+class PoolState(NamedTuple):
+    """The observable state of a pool."""
+
+    ref_counts: list[int]  # of all pages but the null page, whose count is not maintained
+    free_page_ids: list[int]  # front of the queue first
+    prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
+    hashes: dict[int, int]  # by cached page; empty if a side has none
+    stats: pagepool.PagePoolStats
+    pins: dict[int, int]  # of pinned pages
+    levels: dict[int, int]  # of pages with any
+
+
 class BatchState(NamedTuple):
     """The observable state of rows, their tables and their pool."""
 
@@ -57,26 +68,8 @@ class BatchState(NamedTuple):
     page_ids: list[PagesByGroup]  # by row, by group
     tables: list[list[list[int]]]  # by group
     num_pages_per_row: list[list[int]]  # by group
-    ref_counts: list[int]  # of all pages but the null page, whose count is not maintained
-    free_page_ids: list[int]  # front of the queue first
-    prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
-    hashes: dict[int, int]  # by cached page; empty if a side has none
-    stats: dict[str, int]
-    pins: dict[int, int]  # of pinned pages
-    levels: dict[int, int]  # of pages with any
+    pool: PoolState
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
-
-
-class PoolState(NamedTuple):
-    """The fields of `BatchState` that the pool has."""
-
-    ref_counts: list[int]
-    free_page_ids: list[int]
-    prefix_entries: list[tuple[int, tuple[int, ...]]]
-    hashes: dict[int, int]
-    stats: dict[str, int]
-    pins: dict[int, int]
-    levels: dict[int, int]
 
 
 def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
@@ -88,17 +81,16 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         pool.free_page_ids_in_order().tolist(),
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
-        asdict(pool.stats),
+        pool.stats,
         pins_of(pool),
         levels_of(pool),
     )
 
 
 def oracle_pool_state(manager: OracleManager) -> PoolState:
-    """Return the state of the oracle's pool, whose counters have other names."""
+    """Return the state of the oracle's pool."""
     pool = manager.page_pool
-    stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
-    stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
+    stats = stats_of_twin(pool)
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
     return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins), levels_of_twin(pool))
 
@@ -214,9 +206,8 @@ class OracleRows(Rows):
             return None
         if num_external:
             options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
-        with self.manager.adding_nothing():
-            num_new = num_computed - num_hits - num_external
-            pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options)
+        num_new = num_computed - num_hits - num_external
+        pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options, may_add_nothing=True)
         if pages is None:
             return None
         request.num_computed_tokens = num_computed - num_external
@@ -227,30 +218,26 @@ class OracleRows(Rows):
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        self.require_running(rows)
-        self.require_no_copies(rows)
-        grown = Grown(0, [], [], [])
-        self.growths.append([])
-        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
-        with self.manager.entering_later():
-            for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
-                if not self._grow_row(row, num_new, num_ahead, grown):
-                    break
-                grown = grown._replace(num_grown=grown.num_grown + 1)
-        return grown
+        return self._grow(rows, num_new_tokens, num_lookahead_tokens, [[] for _ in rows])
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        return self._grow(rows, 1, 0, [[token_id] for token_id in token_ids])
+
+    def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
+        """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
         self.require_running(rows)
         self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
+        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
         with self.manager.entering_later():
-            for row, token_id in zip(rows, token_ids, strict=True):
-                self.append([row], [token_id])
-                if not self._grow_row(row, 1, 0, grown):
-                    self._forget_last_token(row)
+            for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
+                self.requests[row].all_token_ids += token_ids
+                if not self._grow_row(row, num_new, num_ahead, grown):
+                    self._forget_last_tokens(row, len(token_ids))
                     break
-                self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=self.requests[row].num_tokens)
+                num_tokens = self.requests[row].num_tokens if token_ids else None
+                self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=num_tokens)
                 grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
 
@@ -288,18 +275,18 @@ class OracleRows(Rows):
         request = self.requests[row]
         if self.dedupe:
             self.manager.states.dedupe(request, self._shard_of(row))
-        with self.manager.adding_nothing():
-            placement = self._placement(self.shards[row])
-            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+        options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
+        return self.manager.allocate_slots(request, num_new, **options)
 
     def _shard_of(self, row: int) -> range | None:
         return shard_of_hint(self.manager.page_pool.num_pages, self.shards[row], self.setting.data_parallel_size)
 
-    def _forget_last_token(self, row: int) -> None:
-        """Remove a token that the manager may have hashed for a failed allocation."""
+    def _forget_last_tokens(self, row: int, num_tokens: int) -> None:
+        """Remove tokens that the manager may have hashed for a failed allocation."""
         request = self.requests[row]
-        self.manager.free_page_hashes(request)
-        self.requests[row] = replace(request, all_token_ids=request.all_token_ids[:-1])
+        if num_tokens:
+            self.manager.free_page_hashes(request)
+            self.requests[row] = replace(request, all_token_ids=request.all_token_ids[:-num_tokens])
 
     def _placement(self, shard: int | None) -> dict[str, Any]:
         if shard is None:
@@ -341,18 +328,19 @@ class OracleRows(Rows):
     def commit_external(self, row: int, num_tokens: int) -> None:
         self.require_waiting(row, num_tokens, any(group.kind == "mamba" for group in self.setting.groups))
         self.manager.commit_external(self.requests[row], num_tokens)
+        self.nums_external[row] = 0
         self._run_on(row, self.requests[row].num_computed_tokens + num_tokens)
 
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         self.require_waiting(row, num_valid_tokens, False)
+        self.nums_external[row] = 0
         self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens, is_row=True))
         return self.requests[row].num_computed_tokens
 
     def _run_on(self, row: int, num_computed_tokens: int) -> None:
-        """Let a row that was pending run from there."""
+        """Let a row run from there."""
         self.requests[row].num_computed_tokens = num_computed_tokens
         self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
-        self.nums_external[row] = 0
         self._show(row)
 
     # pins
@@ -399,7 +387,6 @@ class OracleRows(Rows):
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
         page_ids = [self.get_page_ids(row) for row in range(len(self.requests))]
-        pool = oracle_pool_state(self.manager)
         return BatchState(
             [request is not None for request in self.requests],
             [request.num_tokens if request else 0 for request in self.requests],
@@ -408,7 +395,7 @@ class OracleRows(Rows):
             page_ids,
             [table.tolist() for table in self.tables],
             [[len(ids[group_id]) for ids in page_ids] for group_id in range(len(self.tables))],
-            *pool,
+            oracle_pool_state(self.manager),
             [tuple(list(ids) for ids in self.manager.get_page_ids(request_id)) for request_id in request_ids],
         )
 
@@ -432,11 +419,8 @@ class OracleRows(Rows):
             raise ValueError("too few pages")
         self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
-            self.requests[target], self.num_hits[target], self.shards[target] = (
-                new_request,
-                self.num_hits[row],
-                self.shards[row],
-            )
+            self.requests[target] = new_request
+            self.num_hits[target], self.shards[target] = self.num_hits[row], self.shards[row]
             self.admissions[target] = next(self._numbers)
             self._show(target)
 
@@ -448,10 +432,8 @@ class OracleRows(Rows):
             self.manager.check_trim(self.requests[row], length)
         for row, length in lengths:
             request = self.requests[row]
-            request.num_computed_tokens = self.manager.trim(request, length)
+            self._run_on(row, self.manager.trim(request, length))
             del request.all_token_ids[length:]
-            self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)
-            self._show(row)
 
     def rewind(self) -> tuple[list[int], list[int]]:
         """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot."""
@@ -470,9 +452,7 @@ class OracleRows(Rows):
             self.manager.check_trim(request, request.num_tokens, num_tokens)
         except (RuntimeError, ValueError):
             return False
-        request.num_computed_tokens = self.manager.trim(request, request.num_tokens, num_tokens)
-        self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)
-        self._show(row)
+        self._run_on(row, self.manager.trim(request, request.num_tokens, num_tokens))
         return True
 
     def undo(self) -> None:
@@ -517,11 +497,8 @@ class BatchRows(Rows):
 
     manager: pagepool.CacheManager
 
-    def __init__(
-        self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, with_hashes: bool, **options: Any
-    ) -> None:
+    def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, **options: Any) -> None:
         super().__init__(manager)
-        self.with_hashes = with_hashes
         tables = make_tables(setting, num_rows)
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size, **options)
         self.tables = getattr(tables, "page_tables", (tables,))
@@ -537,9 +514,8 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
-        if (
-            self.manager.host_tier is not None
-        ):  # the oracle remembers no refusals: with new features a request is looked up again
+        if self.manager.host_tier is not None:
+            # The oracle remembers no refusals: with new features a request is looked up again.
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
@@ -629,14 +605,13 @@ class BatchRows(Rows):
             self.manager.check()
         self._commit()
         batch = self.batch
-        pool = package_pool_state(self.manager.page_pool, self.with_hashes)
         by_row = (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens)
         return BatchState(
             *(values.tolist() for values in by_row),
             [batch.get_page_ids(row) for row in range(batch.num_tokens.size)],
             [table.page_table_cpu.tolist() for table in self.tables],
             [table.num_pages_per_row.tolist() for table in self.tables],
-            *pool,
+            package_pool_state(self.manager.page_pool, with_hashes=False),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
         )
 

@@ -13,8 +13,7 @@ from random import Random
 from typing import Any
 
 from batch_model import Grown
-from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
-from oracle import NULL_PAGE
+from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span
 from settings import Setting
 from twin_engine import Feature
 from twins import Twins
@@ -27,11 +26,9 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 class BatchWorkload(Workload):
-    """Drives rows at random. It reads their state from the model. Without `trims` rows are not cut, nor is growth undone."""
+    """Drives rows at random. It reads their state from the model."""
 
-    def __init__(
-        self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool, features: Features = PLAIN
-    ) -> None:
+    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len
         super().__init__(setting, twins, num_pages, rng, features)
         self.model: Any = twins.oracle  # OracleRows
@@ -41,9 +38,9 @@ class BatchWorkload(Workload):
         self.histories: deque[Prompt] = deque(maxlen=NUM_REMEMBERED)
         self.pinned: deque[tuple[list[int], dict[str, Any], Span]] = deque(maxlen=NUM_REMEMBERED)
         self._names = (f"neighbour{number}" for number in itertools.count())
-        self.actions = self._weighted_actions(trims)
+        self.actions = self._weighted_actions()
 
-    def _weighted_actions(self, trims: bool) -> Actions:
+    def _weighted_actions(self) -> Actions:
         actions: Actions = {
             self.admit: 6,
             self.grow: 6,
@@ -57,20 +54,12 @@ class BatchWorkload(Workload):
             self.evict: 0.4,
             self.reset: 0.2,
             self.drain: 0.1,
+            self.trim: 2,
+            self.draft: 3,
+            self.fail_load: 1,
+            self.undo: 3,
         }
-        if trims:
-            actions |= {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3}
-        if self.features.states:
-            actions |= {self.chunk: 6, self.find_checkpoints: 0.3}
-        if self.features.forks:
-            actions |= {self.fork: 2, self.misuse_fork: 0.2}
-        if self.features.pins:
-            actions |= {self.pin: 4, self.pin_neighbour: 1, self.unpin: 3}
-        if self.features.retention:
-            actions |= {self.retain: 4, self.retain_neighbour: 1, self.protect: 2}
-        if self.features.external:
-            actions |= {self.commit: 3, self.fail: 2, self.cancel: 0.5, self.misuse_pending: 0.5}
-        return self._common_actions(actions)
+        return self._with_features(actions)
 
     # selection of rows
 
@@ -185,9 +174,7 @@ class BatchWorkload(Workload):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the extra keys of a request."""
-        if self.rng.random() < 0.5:
-            return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, "tuned"))}
-        return {"mm_features": self._features()}
+        return self._tenant() if self.rng.random() < 0.5 else {"mm_features": self._features()}
 
     def _features(self) -> tuple[Feature, ...]:
         """Return features at a few fixed places, the last of which most requests reach only late."""
@@ -206,19 +193,16 @@ class BatchWorkload(Workload):
             most = min(map(self.num_uncomputed, rows), default=0)
             self.grow_all(rows, rng.randint(0, most), rng.choice((0, 1, 5)))
             return
-        nums_new = [rng.choice((self.num_uncomputed(row), rng.randint(0, self.num_uncomputed(row)))) for row in rows]
-        self.grow_all(rows, nums_new, [rng.choice((0, 0, 1, 3, self.max_tokens)) for _ in rows])
+        nums_new = {row: rng.choice((self.num_uncomputed(row), rng.randint(0, self.num_uncomputed(row)))) for row in rows}
+        self.grow_all(rows, nums_new, {row: rng.choice((0, 0, 1, 3, self.max_tokens)) for row in rows})
 
-    def grow_all(self, rows: list[int], num_new: Any, num_ahead: Any) -> None:
+    def grow_all(self, rows: list[int], num_new: int | dict[int, int], num_ahead: int | dict[int, int]) -> None:
         """Grow, and continue with the rest after a preemption."""
 
-        def of(values: Any, rows: list[int]) -> Any:
+        def of(values: int | dict[int, int], rows: list[int]) -> int | list[int]:
             return values if isinstance(values, int) else [values[row] for row in rows]
 
-        new, ahead = (
-            values if isinstance(values, int) else dict(zip(rows, values, strict=True)) for values in (num_new, num_ahead)
-        )
-        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(new, rows), of(ahead, rows)))
+        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(num_new, rows), of(num_ahead, rows)))
 
     def step(self) -> None:
         """Decode a token of some rows."""
@@ -245,14 +229,13 @@ class BatchWorkload(Workload):
         """Compute some rows up to the next checkpoint, with all the tokens that it takes, or without."""
         rows = self.some(self.rows())
         stops = self.twins.call("find_next_checkpoint", rows)
-        nums_new = []
+        nums_new = {}
         for row, stop in zip(rows, stops, strict=True):
             num_unknown = stop - self.num_tokens(row)
             if num_unknown > 0 and self.rng.random() < 0.6:
                 self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
-            nums_new.append(min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row)))
-        some = [(row, num) for row, num in zip(rows, nums_new, strict=True) if num]
-        self._persist([row for row, _ in some], lambda rows: self.twins.call("grow", rows, [dict(some)[row] for row in rows]))
+            nums_new[row] = min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row))
+        self.grow_all([row for row in rows if nums_new[row]], nums_new, 0)
 
     def find_checkpoints(self) -> None:
         self.twins.call("find_next_checkpoint", self.some(self.rows()))
@@ -274,7 +257,7 @@ class BatchWorkload(Workload):
         nums_drafts = {row: min(rng.randint(0, 4), self.num_appendable(row)) for row in rows}
         repeated = [row for row in rows for _ in range(nums_drafts[row])]
         self.twins.call("append", repeated, self._tokens(len(repeated)))
-        self.grow_all(rows, [self.num_uncomputed(row) for row in rows], rng.choice((0, 2)))
+        self.grow_all(rows, {row: self.num_uncomputed(row) for row in rows}, rng.choice((0, 2)))
         rows = [row for row in rows if self.model.requests[row] is not None]
         self.twins.call("trim", rows, [self.num_tokens(row) - rng.randint(0, nums_drafts[row]) for row in rows])
 
@@ -294,13 +277,11 @@ class BatchWorkload(Workload):
         request = self.model.requests[row]
         cut = self.rng.randint(0, request.num_computed_tokens)
         token_ids = list(request.all_token_ids[cut:])
-        groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
-        bad = [page_id for group, page_ids in groups for page_id in page_ids[cut // group.page_size :] if page_id != NULL_PAGE]
-        self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
+        self._fail_load(self.model.get_page_ids(row), cut)
         self.twins.call("trim", [row], cut)
         if self.num_tokens(row) == cut:  # nothing prevented it
             self.twins.call("append", [row] * len(token_ids), token_ids)
-            self.grow_all([row], [self.num_uncomputed(row)], 0)
+            self.grow_all([row], self.num_uncomputed(row), 0)
 
     def _cut(self, row: int) -> int:
         num_shared = self._num_shared_tokens(row)
@@ -416,9 +397,13 @@ class BatchWorkload(Workload):
                 self.pinned.append((list(self.model.requests[row].all_token_ids), self.attributes[row], span))
 
     def pin_neighbour(self) -> None:
+        self._call_for_neighbour("pin_neighbour")
+
+    def _call_for_neighbour(self, call: str, **options: Any) -> None:
+        """Make a call for some tokens of a request beside the rows."""
         name = self.neighbour()
         if name is not None:
-            self.twins.call("pin_neighbour", name, *random_span(self.rng, self.model.neighbours[name].num_tokens))
+            self.twins.call(call, name, *random_span(self.rng, self.model.neighbours[name].num_tokens), **options)
 
     def unpin(self) -> None:
         """Unpin by what was pinned, as it was then, or by any row."""
@@ -436,10 +421,7 @@ class BatchWorkload(Workload):
             self.twins.call("retain", row, *random_span(self.rng, self.num_tokens(row)), **random_retention(self.rng))
 
     def retain_neighbour(self) -> None:
-        name = self.neighbour()
-        if name is not None:
-            span = random_span(self.rng, self.model.neighbours[name].num_tokens)
-            self.twins.call("retain_neighbour", name, *span, **random_retention(self.rng))
+        self._call_for_neighbour("retain_neighbour", **random_retention(self.rng))
 
     def protect(self) -> None:
         self.twins.call("protect", [self._new_request() for _ in range(self.rng.choice((0, 1, 2, 4)))])
@@ -488,19 +470,3 @@ class BatchWorkload(Workload):
             if self.twins.call("go_back", name) is not None:
                 del self.twins.live_request_ids[name]
                 self.twins.call("finish_neighbour", name)
-
-
-def run_batch_workload(
-    setting: Setting,
-    make_twins: Callable[[Setting, int, int], Twins],
-    seed: int,
-    num_calls: int,
-    trims: bool,
-    workload_class: type[BatchWorkload] = BatchWorkload,
-    features: Features = PLAIN,
-) -> Twins:
-    """Run a seed's workload to its end and return the twins."""
-    rng = Random(seed)
-    num_pages = rng.choice(setting.num_pages)
-    twins = make_twins(setting, num_pages, NUM_ROWS)
-    return run_to_end(workload_class(setting, twins, num_pages, rng, trims, features), seed, num_calls)

@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from oracle_pool import NORMAL, NULL_PAGE
+
 if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds, Ranking
 
-NULL_PAGE = 0
-NORMAL = 50
 BLANK, NEW, AGAIN, LATE = range(4)
 MAX_UNSEEN = 4
 SET_SIZE = 8
@@ -215,12 +215,10 @@ class Policy(ABC):
         """Return the mark of a page that comes to a part now."""
         return Mark(part)
 
-    @abstractmethod
-    def note_release(self, num_pages: int) -> None:
+    def note_release(self, num_pages: int) -> None:  # noqa: B027
         """A call is about to put pages into the queue."""
 
-    @abstractmethod
-    def note_loss(self, mark: Mark) -> None:
+    def note_loss(self, mark: Mark) -> None:  # noqa: B027
         """A free page with this mark has lost its entry, and was not evicted."""
 
 
@@ -274,12 +272,6 @@ class Arc(Policy):
             self.target = max(0, self.target - max(1, num_new / num_again))
         self.counts[f"ghosts of part {mark.part} hit"] += 1
         return AGAIN
-
-    def note_release(self, num_pages: int) -> None:
-        pass
-
-    def note_loss(self, mark: Mark) -> None:
-        pass
 
 
 EDGES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]  # epochs

@@ -13,7 +13,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from oracle import NULL_PAGE
+from oracle import NULL_PAGE, PagesByGroup
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import NUM_FAMILIES, VOCABULARY, Feature, Request
@@ -77,42 +77,63 @@ def random_retention(rng: Random) -> dict[str, Any]:
     return retention
 
 
-class Workload(ABC):
-    """Drives twins at random: what requests and rows have in common. Its state is read from the oracle."""
+def draw_placement(rng: Random, num_shards: int | None) -> dict[str, Any]:
+    """Return where pages should come from."""
+    if num_shards is None:
+        return {}
+    return {"dp_shard_hint": rng.choice((None, *range(2 * num_shards))), "data_parallel_size": num_shards}
 
-    max_tokens: int
+
+class Driver(ABC):
+    """Drives twins at random."""
+
     actions: Actions  # what may be done next, with weights
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features) -> None:
-        self.setting = setting
+    def __init__(self, twins: Twins, rng: Random) -> None:
         self.twins = twins
-        self.num_pages = num_pages
         self.rng = rng
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End everything that holds pages, so that a reset succeeds."""
+
+    def run(self, num_calls: int, where: str) -> Twins:
+        """Act until so many calls are made, then drain. A mismatch says where it was, so that it can be repeated."""
+        actions, weights = zip(*self.actions.items(), strict=True)
+        cumulated = list(itertools.accumulate(weights))
+        try:
+            while self.twins.num_calls < num_calls:
+                self.rng.choices(actions, cum_weights=cumulated)[0]()
+            self.drain()
+            self.twins.require_same_figures()
+        except Exception as error:
+            raise Mismatch(f"{where}, call {self.twins.num_calls - 1} of {num_calls}\n{error}") from error
+        return self.twins
+
+
+class Workload(Driver):
+    """What requests and rows have in common. The state is read from the oracle."""
+
+    max_tokens: int
+
+    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
+        super().__init__(twins, rng)
+        self.setting = setting
+        self.num_pages = num_pages
         self.features = features
         num_families = NUM_FAMILIES * (1 + features.tier)  # so that more is evicted that is used again
         self.families = [self._tokens(self.max_tokens) for _ in range(num_families)]
         self.in_flight: list[Taken] = []  # transfers
 
-    def run(self, num_calls: int) -> None:
-        """Act until so many calls are made."""
-        actions, weights = zip(*self.actions.items(), strict=True)
-        cumulated = list(itertools.accumulate(weights))
-        while self.twins.num_calls < num_calls:
-            self.rng.choices(actions, cum_weights=cumulated)[0]()
-
-    def _common_actions(self, actions: Actions) -> Actions:
-        """Add the actions that requests and rows have in common; with a tier, what empties it is rare."""
-        if self.features.copies:
-            actions[self.take_copies] = 2
-        if self.features.pins:
-            actions[self.unpin_all] = 0.1
-        if self.features.external:
-            actions |= {self.lease: 1, self.end_lease: 1}
+    def _with_features(self, actions: Actions) -> Actions:
+        """Add the actions that the features ask for; with a tier, what empties it is rare."""
+        for feature, weights in ACTIONS.items():
+            if getattr(self.features, feature):
+                actions |= {getattr(self, name): weight for name, weight in weights.items() if hasattr(self, name)}
         if self.features.tier:
             rare = {"take_copies": 0.5, "misuse_fork": 0.05, "evict": 0.1, "fail_load": 0.1, "reset": 0.05, "drain": 0.02}
             actions = {action: rare.get(action.__name__, weight) for action, weight in actions.items()}
-            actions |= {self.take_transfers: 1, self.end_transfers: self.rng.choice((2, 10)), self.end_step: 1}
-            actions[self.misuse_transfers] = 0.2
+            actions[self.end_transfers] = self.rng.choice((2, 10))
         return actions
 
     def _tokens(self, num_tokens: int) -> list[int]:
@@ -130,6 +151,9 @@ class Workload(ABC):
         self.twins.system.manager.free_page_hashes(asked[-1])
         return asked[nums_tokens.index(max(nums_tokens))].all_token_ids
 
+    def _tenant(self) -> dict[str, Any]:
+        return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, "tuned"))}
+
     def draw_feature(self, place: tuple[int, int] | None) -> Feature:
         """Return an image at a place, its first token and length, or at none that is known."""
         placeholder_range = SimpleNamespace(offset=place[0], length=place[1]) if place else None
@@ -145,9 +169,11 @@ class Workload(ABC):
         """Reset the prefix cache, or be refused while it is in use."""
         self.twins.call("reset_prefix_cache")
 
-    @abstractmethod
-    def drain(self) -> None:
-        """End all requests, so that a reset succeeds."""
+    def _fail_load(self, pages_by_group: PagesByGroup, num_tokens: int) -> None:
+        """Let a transfer fail: mostly all pages from the first bad one on lose their entries, else some of them."""
+        groups = zip(self.setting.groups, pages_by_group, strict=True)
+        bad = [page for group, pages in groups for page in pages[num_tokens // group.page_size :] if page != NULL_PAGE]
+        self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
 
     def let_go(self) -> None:
         """Mostly give up what holds pages beside requests, so that a reset succeeds."""
@@ -238,16 +264,29 @@ class Workload(ABC):
             self.twins.call("fail_transfers", number, [], [len(loads)])
 
 
-def run_to_end(workload: Workload, seed: int, num_calls: int) -> Twins:
-    """Run a seed's workload, empty the pool and reset it. On a mismatch, say what repeats it."""
-    try:
-        workload.run(num_calls)
-        workload.drain()
-        workload.twins.require_same_figures()
-    except Exception as error:
-        where = (
-            f"{type(workload).__name__} with {workload.features}, setting {workload.setting.name!r}, seed {seed}, "
-            f"{workload.num_pages} pages, call {workload.twins.num_calls - 1} of {num_calls}"
-        )
-        raise Mismatch(f"{where}\n{error}") from error
-    return workload.twins
+ACTIONS = {
+    "copies": {"take_copies": 2},
+    "states": {"chunk": 6, "find_checkpoints": 0.3},
+    "forks": {"fork": 2, "misuse_fork": 0.2},
+    "pins": {"pin": 4, "pin_neighbour": 1, "unpin": 3, "unpin_all": 0.1},
+    "retention": {"retain": 4, "retain_neighbour": 1, "protect": 2},
+    "external": {"commit": 3, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
+    "tier": {"take_transfers": 1, "end_transfers": 2, "end_step": 1, "misuse_transfers": 0.2},
+}
+"""The actions of each feature, with weights. Some are of rows alone."""
+
+
+def run_workload(
+    workload_class: type[Workload],
+    setting: Setting,
+    make_twins: Callable[[Setting, int], Twins],
+    seed: int,
+    num_calls: int,
+    features: Features = PLAIN,
+) -> Twins:
+    """Run a seed's workload, empty the pool and reset it, and return the twins."""
+    rng = Random(seed)
+    num_pages = rng.choice(setting.num_pages)
+    workload = workload_class(setting, make_twins(setting, num_pages), num_pages, rng, features)
+    where = f"{workload_class.__name__} with {features}, setting {setting.name!r}, seed {seed}, {num_pages} pages"
+    return workload.run(num_calls, where)

@@ -62,16 +62,22 @@ class Raised(Exception):
 # --- hostile arguments: their hooks raise, change what is being read, call back into the same objects, or lie ---------------
 
 
-class Index:
+class Hostile:
+    """An object whose hooks interfere."""
+
+    world: World
+
+    def hook(self, *_: Any, **__: Any) -> Any:
+        return self.world.interfere()
+
+
+class Index(Hostile):
     """An object with ``__index__`` that interferes at each read."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def hook(self, *_: Any, **__: Any) -> Any:
-        return self.world.interfere()
-
-    __index__ = __int__ = __bool__ = __float__ = hook
+    __index__ = __int__ = __bool__ = __float__ = Hostile.hook
 
 
 class Container(Index):
@@ -98,35 +104,23 @@ class Lazy(Index):
             yield small(self.world)
 
 
-class HostileList(list[Any]):
+class HostileList(Hostile, list[Any]):
     """A list whose length and items come from its hooks, with other items at each iteration."""
-
-    world: World
-
-    def hook(self, *_: Any) -> Any:
-        return self.world.interfere()
 
     def __iter__(self) -> Iterator[Any]:
         for item in list.__iter__(self):
             self.world.interfere()
             yield item
 
-    __len__ = __getitem__ = __eq__ = hook
+    __len__ = __getitem__ = __eq__ = Hostile.hook
     __hash__ = None  # type: ignore[assignment]
 
 
-class HostileInt(int):
+class HostileInt(Hostile, int):
     """An int whose comparison and arithmetic interfere."""
 
-    world: World
-
-    def hook(self, *_: Any) -> Any:
-        return self.world.interfere()
-
-    __index__ = __int__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __rshift__ = __add__ = __mul__ = hook
-
-    def __hash__(self) -> int:
-        return self.world.interfere()
+    __index__ = __int__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __rshift__ = __add__ = __mul__ = Hostile.hook
+    __hash__ = Hostile.hook
 
 
 class HostileArray(np.ndarray[Any, Any]):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from batch_model import package_pool_state
+from twins import copies_of
 
 from pagepool import (
     CacheGroupSpec,
@@ -104,8 +105,7 @@ def start(manager: CacheManager, request_id: str, token_ids: Sequence[int] = THR
 
 def take(side: CacheManager | RunningBatch) -> list[tuple[int, int, int]]:
     """Take the copies that are due: source, destination and group of each."""
-    copies = side.take_copies()
-    return list(zip(copies.src.tolist(), copies.dst.tolist(), copies.group.tolist(), strict=True))
+    return copies_of(side.take_copies())
 
 
 def count_hits(manager: CacheManager, token_ids: list[int] | None = None, **options: Any) -> int:

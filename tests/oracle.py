@@ -173,13 +173,8 @@ class OracleManager:
         self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
-        self.may_add_nothing = False
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
-
-    @property
-    def usage(self) -> float:
-        return self.page_pool.usage
 
     # looking up
 
@@ -289,11 +284,15 @@ class OracleManager:
         *,
         num_external_computed_tokens: int = 0,
         num_reserved_pages: int = 0,
+        may_add_nothing: bool = False,
     ) -> PagesByGroup | None:
         """Allocate slots for new tokens; return the new pages by group, or None if the pool has too few."""
         hits = new_computed_pages or self._no_pages()
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
-        self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
+        if num_new_tokens < 0 or (num_new_tokens + num_external_computed_tokens <= 0 and not may_add_nothing):
+            raise ValueError("nothing to allocate")
+        if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
+            raise ValueError("hits go to a request that holds nothing")
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
@@ -334,12 +333,6 @@ class OracleManager:
             query = self.queries.pop(request.request_id)
             self.counted.add(request.request_id)
             self.page_pool.counts.update(query if any(hits) else query | {"hit": 0})
-
-    def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
-        if num_new < 0 or (num_new + num_external <= 0 and not self.may_add_nothing):
-            raise ValueError("nothing to allocate")
-        if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
-            raise ValueError("hits go to a request that holds nothing")
 
     def _check_computed(self, request: Any, num_new_computed: int, hits: PagesByGroup) -> None:
         """Refuse tokens that cannot have been computed: each needs a page, among the hits if the request holds nothing yet."""
@@ -479,15 +472,6 @@ class OracleManager:
             held.num_cached_pages = num_full_pages
         if not self.enters_later:
             self._enter_waiting()
-
-    @contextmanager
-    def adding_nothing(self) -> Iterator[None]:
-        """Let allocations name no new tokens, as those of a batch may."""
-        self.may_add_nothing = True
-        try:
-            yield
-        finally:
-            self.may_add_nothing = False
 
     def _enter_soon(self, held: HeldPages, page: int, key: int, group_id: int) -> None:
         if len(self.waiting) == MAX_WAITING:
@@ -720,7 +704,8 @@ class OracleManager:
 
     def find_next_checkpoint(self, request: Any) -> int:
         """Return the number of tokens after which a checkpoint can be made next."""
-        return self.states.find_next_checkpoint(request)
+        interval, most = self.states.interval, self.max_model_len
+        return min(most, (request.num_computed_tokens // interval + 1) * interval) if interval else most
 
     def fork(self, request: Any, new_request: Any) -> PagesByGroup | None:
         """Let a new request go on where another one is; return its pages, or None if the pool has too few."""

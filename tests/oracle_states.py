@@ -89,11 +89,6 @@ class OracleStates:
 
     # checkpoints
 
-    def find_next_checkpoint(self, request: Any) -> int:
-        """Return the number of tokens after which a checkpoint can be made next."""
-        most = self.manager.max_model_len
-        return min(most, (request.num_computed_tokens // self.interval + 1) * self.interval) if self.interval else most
-
     def checkpoints_in(self, hits: PagesByGroup) -> dict[int, int]:
         """Return the checkpoint that each state hits, by group."""
         groups = zip(self.manager.kinds, hits, strict=True)

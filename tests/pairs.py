@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
-from batch_model import HASH_SEED, BatchRows, OracleRows
-from batch_workload import run_batch_workload
+from batch_model import BatchRows, OracleRows
+from batch_workload import NUM_ROWS, BatchWorkload
 from eviction_oracle import make_policy
-from features import Features
+from features import Features, Workload, run_workload
 from oracle import OracleManager
 from oracle_kinds import cdiv
 from oracle_pool import NULL_PAGE
@@ -19,8 +20,8 @@ from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
 from settings import HASHING, Setting
-from twins import OracleTwin, PackageTwin, Twins, share_hashes
-from workload import run_workload
+from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
+from workload import RandomWorkload
 
 import pagepool
 from pagepool._core import HashChain, PageIds, PrefixQuery
@@ -31,32 +32,6 @@ PERIODS = 1, 2, 7, 30  # calls between events that are told
 TIER_EVICTIONS = "lru", "arc", "adaptive"
 NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
-
-
-def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
-    """Return a function that makes twins of the oracle and of a manager with these options."""
-
-    def make(setting: Setting, num_pages: int) -> Twins:
-        groups = setting.cache_groups(pagepool)
-        oracle = OracleTwin(setting.manager(OracleManager, groups, num_pages))
-        package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **options))
-        return Twins(oracle, package)
-
-    return make
-
-
-def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
-    groups = setting.cache_groups(pagepool)
-    return setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed=HASH_SEED, **options)
-
-
-def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-    oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
-    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
-    return Twins(OracleRows(oracle, setting, num_rows), batch)
-
-
-# --- with features --------------------------------------------------------------------------------------------------
 
 
 class FeaturedTwins(Twins):
@@ -81,21 +56,8 @@ class FeaturedTwins(Twins):
         """Mismatch unless the counters and what the policies keep are the same in the end, too."""
         oracle, manager = self.oracle.manager, self.system.manager
         manager.check()
-        self.require_equal("stats", expected_stats(oracle), manager.page_pool.stats)
+        self.require_equal("stats", stats_of_twin(oracle.page_pool), manager.page_pool.stats)
         self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager.page_pool.store))
-
-
-def expected_stats(oracle: OracleManager) -> pagepool.PagePoolStats:
-    """Return the oracle's counters."""
-    counts = oracle.page_pool.counts
-    return pagepool.PagePoolStats(
-        num_allocated_pages=counts["allocated"],
-        num_freed_pages=counts["freed"],
-        num_evicted_pages=counts["evicted"],
-        num_cached_pages=counts["cached"],
-        num_queried_tokens=counts["queried"],
-        num_hit_tokens=counts["hit"],
-    )
 
 
 def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
@@ -148,23 +110,35 @@ def with_room(setting: Setting) -> Setting:
     return replace(setting, num_pages=tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3)))
 
 
-def run_twins(work: str, setting: Setting, features: Features, seed: int, num_calls: int) -> Twins:
+def make_requests(setting: Setting, num_pages: int, features: Features, seed: int) -> FeaturedTwins:
+    """Make twins that work request by request."""
+    oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
+    return FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
+
+
+def make_rows(
+    setting: Setting,
+    num_pages: int,
+    features: Features,
+    seed: int,
+    num_rows: int = NUM_ROWS,
+    kinds: tuple[type[OracleRows], type[BatchRows]] = (OracleRows, BatchRows),
+) -> FeaturedTwins:
+    """Make twins that work row by row."""
+    managers = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
+    oracle, batch = (
+        kind(manager, setting, num_rows, dedupe=features.dedupe) for kind, manager in zip(kinds, managers, strict=True)
+    )
+    return FeaturedTwins(oracle, batch, features, seed)
+
+
+def run_twins(
+    work: str, setting: Setting, features: Features, seed: int, num_calls: int, kind: type[Workload] | None = None
+) -> Twins:
     """Run a seed's workload to its end: requests or rows."""
+    usual, make = (BatchWorkload, make_rows) if work == "rows" else (RandomWorkload, make_requests)
     setting = with_room(setting) if features.tier else setting
-
-    def make_requests(setting: Setting, num_pages: int) -> Twins:
-        oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
-        return FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
-
-    def make_rows(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-        oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-        rows = OracleRows(oracle, setting, num_rows, dedupe=features.dedupe)
-        batch = BatchRows(manager, setting, num_rows, with_hashes=False, dedupe=features.dedupe)
-        return FeaturedTwins(rows, batch, features, seed)
-
-    if work == "rows":
-        return run_batch_workload(setting, make_rows, seed, num_calls, True, features=features)
-    return run_workload(setting, make_requests, seed, num_calls, features=features)
+    return run_workload(kind or usual, setting, partial(make, features=features, seed=seed), seed, num_calls, features)
 
 
 def seeds_of(name: str, num_calls: int) -> Iterator[tuple[int, int]]:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from eviction_oracle import NULL_PAGE, Adaptive, Arc, Policy, hash_key, make_policy
+from features import Driver, draw_placement
 from oracle_pool import OraclePool, PageIds, shard_of_hint
-from twins import Mismatch, Twins
+from twins import Twins, stats_of_twin
 
 import pagepool
 from pagepool._core import copy_records
@@ -31,7 +32,7 @@ class PoolState(NamedTuple):
     ref_counts: list[int]
     free_page_ids: list[int]
     entries: dict[int, tuple[int, int]]  # key and group, by page
-    counters: list[int]
+    stats: pagepool.PagePoolStats
     policy: dict[str, Any]
 
 
@@ -120,10 +121,13 @@ class PackageCalls:
 
 
 class OracleSide(OracleCalls):
-    """The oracle's pool, whose contents are keys."""
+    """The oracle's pool, whose contents are keys. What is not defined here is a call of the pool as it is."""
 
     def __init__(self, num_pages: int, policy: Policy | None) -> None:
         self.pool = OraclePool(num_pages, True, policy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
@@ -131,36 +135,23 @@ class OracleSide(OracleCalls):
     def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
         return self.pool.get_cached_page(key, GROUPS, **placement)
 
-    def evict(self, page_ids: PageIds) -> int:
-        return self.pool.evict_pages(page_ids)
-
-    def reset(self) -> bool:
-        return self.pool.reset_prefix_cache()
-
-    def popleft(self, num_pages: int) -> PageIds:
-        return self.pool.popleft_n(num_pages)
-
-    def remove(self, page_id: int) -> None:
-        self.pool.remove(page_id)
-
-    def append(self, page_ids: PageIds) -> None:
-        self.pool.append_n(page_ids)
-
     def save(self) -> None:
         """Do nothing: nothing is lost when a pool is saved."""
 
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
-        counters = [pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")]
         entries = dict(sorted(pool.entry_of_page.items()))
-        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, counters, describe_twin(pool.policy))
+        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, stats_of_twin(pool), describe_twin(pool.policy))
 
 
 class PackageSide(PackageCalls):
-    """The package's pool."""
+    """The package's pool, called in the same way."""
 
     def __init__(self, num_pages: int, eviction: str, ghost_size: float | None) -> None:
         self.pool = pagepool.PagePool(num_pages, True, eviction=eviction, ghost_size=ghost_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         hashes = [pagepool.PageHash(key, ()) for key in keys]
@@ -178,19 +169,13 @@ class PackageSide(PackageCalls):
         found = self.pool.get_cached_page_ids(page_hash, GROUPS, **placement)
         return None if found is None else found.tolist()
 
-    def evict(self, page_ids: PageIds) -> int:
-        return self.pool.evict_pages(page_ids)
-
-    def reset(self) -> bool:
-        return self.pool.reset_prefix_cache()
-
-    def popleft(self, num_pages: int) -> PageIds:
+    def popleft_n(self, num_pages: int) -> PageIds:
         return [page.page_id for page in self.pool.free_page_queue.popleft_n(num_pages)]
 
     def remove(self, page_id: int) -> None:
         self.pool.free_page_queue.remove(self.pool.pages[page_id])
 
-    def append(self, page_ids: PageIds) -> None:
+    def append_n(self, page_ids: PageIds) -> None:
         self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
 
     def save(self) -> None:
@@ -198,14 +183,13 @@ class PackageSide(PackageCalls):
         self.pool = pagepool.PagePool.restore(self.pool.snapshot())
 
     def state(self, _request_ids: Iterable[str]) -> PoolState:
-        store, stats = self.pool.store, self.pool.stats
+        store = self.pool.store
         keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
         entries = {page_id: key for page_id, key in keys.items() if key is not None}
         assert len(entries) == store.num_cached_pages
-        counters = [stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages, stats.num_cached_pages]
         free_ids = self.pool.free_page_ids_in_order().tolist()
         self._check()
-        return PoolState(self.pool.ref_counts().tolist()[1:], free_ids, entries, counters, describe_policy(store))
+        return PoolState(self.pool.ref_counts().tolist()[1:], free_ids, entries, self.pool.stats, describe_policy(store))
 
     def _check(self) -> None:
         """Check the pool, unless there are pages in nobody's hands, which only a queue can have."""
@@ -213,23 +197,19 @@ class PackageSide(PackageCalls):
             self.pool.check()
 
 
-class PoolWorkload:
+class PoolWorkload(Driver):
     """Drives both pools at random. It reads their state from the oracle."""
 
     def __init__(self, twins: Twins, rng: Random) -> None:
-        self.twins = twins
+        super().__init__(twins, rng)
         self.pool: OraclePool = twins.oracle.pool
-        self.rng = rng
         self.num_shards = rng.choice((None, None, 1, 2, 4))
         self.max_length = max(2, self.pool.num_pages // 4)
         self.families = [self._keys(self.max_length) for _ in range(NUM_FAMILIES)]
         self.first_family = 0  # the most popular
         self.held: list[PageIds] = []
         self.outside: PageIds = []  # neither held nor in the queue
-
-    def run(self, num_calls: int) -> None:
-        """Act until so many calls are made, then free and reset all."""
-        actions = {
+        self.actions = {
             self.start: 10,
             self.end: 9,
             self.end_several: 1,
@@ -244,10 +224,6 @@ class PoolWorkload:
             self.save: 0.1,
             self.drain: 0.05,
         }
-        cumulated = list(itertools.accumulate(actions.values()))
-        while self.twins.num_calls < num_calls:
-            self.rng.choices(list(actions), cum_weights=cumulated)[0]()
-        self.drain()
 
     def _keys(self, num_keys: int) -> list[int]:
         """Return random keys, half of which an adaptive policy samples for some group."""
@@ -258,16 +234,11 @@ class PoolWorkload:
                 keys.append(key)
         return keys
 
-    def _placement(self) -> dict[str, Any]:
-        if self.num_shards is None:
-            return {}
-        return {"dp_shard_hint": self.rng.choice((None, *range(2 * self.num_shards))), "data_parallel_size": self.num_shards}
-
     # requests
 
     def start(self) -> None:
         """Take the pages of a request, with the leading ones that are cached, unless too few are free."""
-        rng, group_id, placement = self.rng, self.rng.choice((0, 0, 0, 1)), self._placement()
+        rng, group_id, placement = self.rng, self.rng.choice((0, 0, 0, 1)), draw_placement(self.rng, self.num_shards)
         family = self.families[(self.first_family + min(int(rng.expovariate(0.5)), NUM_FAMILIES - 1)) % NUM_FAMILIES]
         keys = family[: rng.randint(1, self.max_length)] + self._keys(rng.choice((0, 0, 1, 3)))
         shard = shard_of_hint(self.pool.num_pages, **placement) if placement else None
@@ -342,7 +313,7 @@ class PoolWorkload:
 
     def evict(self) -> None:
         pages = self._some_pages()
-        self.twins.call("evict", pages + pages[:1])
+        self.twins.call("evict_pages", pages + pages[:1])
 
     def take_out(self) -> None:
         """Take pages out of the queue as they are, at its front or anywhere."""
@@ -350,7 +321,7 @@ class PoolWorkload:
             return
         if self.rng.random() < 0.5:
             num_pages = self.rng.randint(0, min(2, len(self.pool.free_queue)))
-            self.outside += self.twins.call("popleft", num_pages)
+            self.outside += self.twins.call("popleft_n", num_pages)
         else:
             page = self.rng.choice(list(self.pool.free_queue))
             self.twins.call("remove", page)
@@ -360,7 +331,7 @@ class PoolWorkload:
         """Put pages back that were taken out of the queue."""
         self.rng.shuffle(self.outside)
         middle = self.rng.randint(0, len(self.outside))
-        self.twins.call("append", self.outside[:middle])
+        self.twins.call("append_n", self.outside[:middle])
         del self.outside[:middle]
 
     def misuse(self) -> None:
@@ -375,10 +346,10 @@ class PoolWorkload:
         wrong: list[Callable[[], object]] = [
             lambda: self.twins.call("free", [*held, *(page for page in held[:1] for _ in range(self.pool.ref_counts[page]))]),
             lambda: self.twins.call("free", [*held[:-1], *(free or pages)[:1], *held[-1:]]) if free else None,
-            lambda: self.twins.call("append", [*self.outside, *free[:1], *self.outside]),
-            lambda: self.twins.call("append", [*self.outside, *self.outside[:1], NULL_PAGE]),
+            lambda: self.twins.call("append_n", [*self.outside, *free[:1], *self.outside]),
+            lambda: self.twins.call("append_n", [*self.outside, *self.outside[:1], NULL_PAGE]),
             lambda: self.twins.call("take", len(free) + 1, {}),
-            lambda: self.twins.call("popleft", len(free) + 1),
+            lambda: self.twins.call("popleft_n", len(free) + 1),
             lambda: self.twins.call("touch", [*held, *free[:2], *self.outside]) if self.outside else None,
             lambda: self._cache_wrongly(uncached, cached[:1]),
             lambda: self._cache_wrongly(uncached, uncached[-1:]),
@@ -403,30 +374,26 @@ class PoolWorkload:
 
     def save(self) -> None:
         """Put back what is outside, since only a whole pool can be saved, and save the pool."""
-        self.twins.call("append", self.outside)
+        self.twins.call("append_n", self.outside)
         self.outside = []
         self.twins.call("save")
 
     def drain(self) -> None:
         """Be refused a reset, free all, and reset."""
-        self.twins.call("reset")
+        self.twins.call("reset_prefix_cache")
         while self.held:
             self.twins.call("free", self._pop()[::-1])
-        self.twins.call("append", self.outside)
+        self.twins.call("append_n", self.outside)
         self.outside = []
-        assert self.twins.call("reset") is True
+        assert self.twins.call("reset_prefix_cache") is True
 
 
 def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
-    """Run a seed's workload to its end and return the oracle's policy; on a mismatch, say what to repeat."""
+    """Run a seed's workload to its end and return the oracle's policy."""
     rng = Random(seed)
     num_pages = rng.choice((1, 2, 4, 8, 8, 17, 17, 24, 24, 64, 64, 128, 128))
     eviction, ghost_size = options
     oracle = OracleSide(num_pages, make_policy(eviction, num_pages, ghost_size))
     workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction, ghost_size)), rng)
-    try:
-        workload.run(num_calls)
-    except Mismatch as mismatch:
-        where = f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages, call {workload.twins.num_calls - 1}"
-        raise Mismatch(f"{where}\n{mismatch}") from mismatch.__cause__
+    workload.run(num_calls, f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages")
     return oracle.pool.policy

@@ -55,11 +55,10 @@ class Kind:
     checked_every: int = 16  # steps
     fault_rate: float = 0.6  # faults per step
     is_short: bool = True
-    may_trim: bool = False  # a batch alone, whose rows are cut and continue
 
     @property
     def name(self) -> str:
-        return self.setting.name + (", trimmed" if self.may_trim else "")
+        return self.setting.name
 
 
 def make_long(name: str, groups: tuple[Group, ...], num_pages: int, max_num_seqs: int, **options: bool) -> Kind:
@@ -69,7 +68,6 @@ def make_long(name: str, groups: tuple[Group, ...], num_pages: int, max_num_seqs
 
 
 SHORT = [Kind(setting) for setting in SETTINGS if setting.data_parallel_size is None]
-TRIMMED = [Kind(kind.setting, may_trim=True) for kind in SHORT]
 LONG = [
     make_long("200,000 pages", (Group("full", 16),), 200_000, 256),
     make_long("8,000 pages of 64", (Group("full", 64),), 8000, 64),
@@ -85,9 +83,8 @@ LONG = [
 
 def take_turns() -> list[Kind]:
     """Return the kinds in the order of their rounds: a long one after a few short ones."""
-    short = [kind for pair in zip(SHORT, TRIMMED, strict=True) for kind in pair]
-    size = -(-len(short) // len(LONG))
-    return [kind for i, long in enumerate(LONG) for kind in (*short[i * size : (i + 1) * size], long)]
+    size = -(-len(SHORT) // len(LONG))
+    return [kind for i, long in enumerate(LONG) for kind in (*SHORT[i * size : (i + 1) * size], long)]
 
 
 # --- the load -----------------------------------------------------------------------------------------------
@@ -148,11 +145,11 @@ class Round:
             eviction=eviction,
         )
         limits = {"max_num_batched_tokens": kind.max_num_batched_tokens, "max_num_seqs": kind.max_num_seqs}
-        sides = [BatchSide] if kind.may_trim else [ManagerSide, BatchSide]
+        sides = [ManagerSide, BatchSide]
         if eviction != "lru":
             sides = [sides[seed // len(EVICTION) % len(sides)]]
         self.engines = [Engine(make_manager, side, requests, **limits) for side in sides]
-        self.faults = Faults(self.engines, self.rng, kind.may_trim)
+        self.faults = Faults(self.engines, self.rng)
         self.counts: Counter[str] = Counter()
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines that can be disturbed: a replay's schedulers whose requests are aborted, moved, cut, and survive a restart. Pools of
+"""Engines that can be disturbed: a replay's schedulers whose requests are aborted, and survive a restart. Pools of
 several stay equal.
 """
 
@@ -150,10 +150,6 @@ class Engine(Scheduler):
 
     # state
 
-    @property
-    def free_rows(self) -> list[int]:
-        return list(self._free_rows)
-
     def request_of(self, row: int) -> SimulatedRequest:
         return self._requests[row]
 
@@ -161,9 +157,6 @@ class Engine(Scheduler):
         """Return the rows whose prompts are not fully computed: a decoding row lacks one token."""
         rows = self.running
         return rows[self._num_tokens[rows] - self._num_computed_tokens[rows] > 1]
-
-    def num_computed_tokens(self, row: int) -> int:
-        return int(self._num_computed_tokens[row])
 
     # disturbances
 
@@ -185,10 +178,6 @@ class Engine(Scheduler):
     def preempt_all(self) -> None:
         while self.running.size:
             self._preempt_newest()
-
-    def recompute_from(self, row: int, num_tokens: int) -> None:
-        """Continue with a row of which only that many tokens remain computed."""
-        self._num_computed_tokens[row] = num_tokens
 
     def restart(self, pool: pagepool.PagePool) -> None:
         """Continue with another pool, when all requests wait, under a new manager without their state."""

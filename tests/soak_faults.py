@@ -40,8 +40,7 @@ def probe_waiting(engine: Engine) -> list[int]:
 class Faults:
     """Chooses faults by a seed, and counts them by kind."""
 
-    def __init__(self, engines: list[Engine], rng: Random, may_trim: bool) -> None:
-        """Rows are cut, and continue, only if `may_trim`: a manager cannot do that."""
+    def __init__(self, engines: list[Engine], rng: Random) -> None:
         self.engines = engines
         self.rng = rng
         self.counts: Counter[str] = Counter()
@@ -58,8 +57,6 @@ class Faults:
             self.reset: 0.1,
             self.restart: 0.5,
         }
-        if may_trim:
-            self.faults[self.trim] = 6
 
     @property
     def first(self) -> Engine:
@@ -90,24 +87,19 @@ class Faults:
         require_equal(what, answers)
         return answers[0]
 
-    def _running_row(self) -> int | None:
-        running = self.first.running
-        return int(self.rng.choice(running)) if running.size else None
-
     # ending requests
 
     def abort_prefill(self) -> None:
-        rows = self.first.find_prefilling_rows()
+        self._abort(self.first.find_prefilling_rows(), "aborts in prefill")
+
+    def abort(self) -> None:
+        self._abort(self.first.running, "aborts")
+
+    def _abort(self, rows: Any, name: str) -> None:
         if rows.size:
             row = int(self.rng.choice(rows))
             self._ask("abort", lambda engine: engine.abort(row))
-            self._count("aborts in prefill")
-
-    def abort(self) -> None:
-        row = self._running_row()
-        if row is not None:
-            self._ask("abort", lambda engine: engine.abort(row))
-            self._count("aborts")
+            self._count(name)
 
     def abort_waiting(self) -> None:
         if self.first.waiting:
@@ -215,27 +207,6 @@ class Faults:
             pool.check()
             require_equal("hits after a restart", [expected, probe_waiting(engine)])
         self._count("restarts from a snapshot")
-
-    # rows
-
-    def trim(self) -> None:
-        """Cut a row anywhere; it continues from there with the same tokens."""
-        row = self._running_row()
-        if row is not None:
-            num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
-            for engine in self.engines:
-                self._trim(engine, row, num_tokens)
-
-    def _trim(self, engine: Engine, row: int, num_tokens: int) -> None:
-        batch, known = engine.side.batch, engine.request_of(row).load_token_ids()
-        try:
-            batch.trim([row], num_tokens)
-        except ArgumentError:
-            self._count("trims refused behind a window")
-            return
-        batch.append(np.full(len(known) - num_tokens, row, dtype=np.int32), known[num_tokens:])
-        engine.recompute_from(row, int(batch.num_computed_tokens[row]))
-        self._count("trims")
 
 
 def restore(pool: pagepool.PagePool) -> pagepool.PagePool:

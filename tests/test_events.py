@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from features import Features
+from features import Features, run_workload
 from hybrids import PROMPT, allocate, make_batch, make_manager, make_request
 from pairs import FeaturedTwins, make_managers, run_twins, with_room
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from threads import run_threads
 from twin_engine import Feature, Request
 from twins import OracleTwin, PackageTwin, Twins
-from workload import run_workload
+from workload import RandomWorkload
 
 import pagepool
 from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
@@ -74,7 +74,7 @@ def run_told(setting: Setting, algorithm: str, num_calls: int, **options: bool) 
         return ToldTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
 
     with_pages = with_room(setting) if features.tier else setting
-    return run_workload(with_pages, make_twins, seed, num_calls, features=features).system.manager
+    return run_workload(RandomWorkload, with_pages, make_twins, seed, num_calls, features).system.manager
 
 
 @pytest.mark.parametrize(("setting", "algorithm"), PAIRS)

@@ -33,12 +33,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from features import run_workload
 from oracle import OracleManager
 from settings import CHUNK_8, CHUNK_16, FULL_1, FULL_4, SMALL, STATE, WINDOW_3, WINDOW_9, Habits, Setting
 from settings import SETTINGS as ALL
 from twin_engine import Request
 from twins import OracleTwin, PackageTwin, State, Twin, Twins
-from workload import run_workload
+from workload import RandomWorkload
 
 import pagepool
 
@@ -189,4 +190,4 @@ def test_the_engines_coordinator_frees_skipped_pages_of_our_pool(spec: str, monk
 )
 def test_same_as_reference(make_twins: Callable[[Setting, int], Twins], setting: Setting) -> None:
     for seed in range(NUM_SEEDS):
-        run_workload(setting, make_twins, zlib.crc32(setting.name.encode()) + seed, NUM_CALLS)
+        run_workload(RandomWorkload, setting, make_twins, zlib.crc32(setting.name.encode()) + seed, NUM_CALLS)

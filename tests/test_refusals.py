@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_workload import BatchWorkload, run_batch_workload
+from batch_workload import BatchWorkload
+from features import PLAIN
 from hybrids import FULL, make_manager
-from pairs import oracle_and_batch, oracle_and_package
+from pairs import run_twins
 from settings import NUM_OPERATIONS, SETTINGS, Setting
-from workload import RandomWorkload, run_workload
+from workload import RandomWorkload
 
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -29,7 +30,7 @@ ids = lambda setting: setting.name  # noqa: E731
 class SaturatedRows(BatchWorkload):
     """The pool stays full, and refused requests return again and again, each in its row."""
 
-    def _weighted_actions(self, trims: bool) -> dict[Callable[[], None], float]:
+    def _weighted_actions(self) -> dict[Callable[[], None], float]:
         rare = (self.release, self.swap, self.evict, self.start_neighbour, self.finish_neighbour)
         return {self.retry: 12, self.admit: 2, self.step: 6, self.grow: 2} | dict.fromkeys(rare, 0.4)
 
@@ -49,12 +50,12 @@ class SaturatedRequests(RandomWorkload):
 def test_rows_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
     first_seed = zlib.crc32(setting.name.encode())
     for seed in range(first_seed, first_seed + NUM_SEEDS):
-        run_batch_workload(setting, oracle_and_batch, seed, NUM_CALLS, False, SaturatedRows)
+        run_twins("rows", setting, PLAIN, seed, NUM_CALLS, SaturatedRows)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=ids)
 def test_requests_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
-    run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), 2 * NUM_CALLS, SaturatedRequests)
+    run_twins("requests", setting, PLAIN, zlib.crc32(setting.name.encode()), 2 * NUM_CALLS, SaturatedRequests)
 
 
 def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +74,8 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count(RunningBatch, "is_refused_still")
     count(PrefixLookups, "is_refused_still")
-    run_batch_workload(SETTINGS[2], oracle_and_batch, 1, 1000, False, SaturatedRows)
-    run_workload(SETTINGS[2], oracle_and_package(), 1, 2000, SaturatedRequests)
+    run_twins("rows", SETTINGS[2], PLAIN, 1, 1000, SaturatedRows)
+    run_twins("requests", SETTINGS[2], PLAIN, 2, 4000, SaturatedRequests)
     assert found[RunningBatch, True] > 50
     assert found[PrefixLookups, True] > 50
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from batch_model import send
 from batch_workload import BatchWorkload
-from pairs import oracle_and_batch
+from features import PLAIN
+from hybrids import FULL, make_batch, make_manager
+from pairs import make_rows
 from settings import NUM_OPERATIONS, SETTINGS, Group, Setting
 
 import pagepool
@@ -26,8 +28,8 @@ SMALL_PAGES = [setting for setting in SETTINGS if setting.page_size <= 8]
 def test_many_rows_at_once(setting: Setting) -> None:
     """In one call more pages become full than wait to be hashed and entered together, and the pool runs short among them."""
     num_pages = 12 * max(setting.num_pages)
-    twins = oracle_and_batch(setting, num_pages, NUM_MANY_ROWS)
-    workload = BatchWorkload(setting, twins, num_pages, Random(zlib.crc32(setting.name.encode())), trims=False)
+    seed = zlib.crc32(setting.name.encode())
+    workload = BatchWorkload(setting, make_rows(setting, num_pages, PLAIN, seed, NUM_MANY_ROWS), num_pages, Random(seed))
     for _ in range(4):
         for action in (workload.admit,) * NUM_MANY_ROWS + (workload.step, workload.grow) * setting.page_size:
             action()
@@ -84,14 +86,9 @@ def test_the_windows_that_a_call_changes_are_dirty() -> None:
         batch.check()
 
 
-def make_batch(num_pages: int, num_rows: int, **options: Any) -> tuple[pagepool.CacheManager, pagepool.RunningBatch]:
-    spec = pagepool.FullAttentionSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
-    manager = pagepool.CacheManager(num_pages, [pagepool.CacheGroupSpec(spec)], 64, **options)
-    return manager, pagepool.RunningBatch(manager, pagepool.PageTable(num_rows, 16, 64))
-
-
 def test_tokens_of_pages_are_kept_where_the_manager_keeps_them() -> None:
-    manager, batch = make_batch(16, 2, keep_token_ids=True)
+    manager = make_manager(FULL, keep_token_ids=True)
+    batch = make_batch(manager)
     batch.admit(0, [1, 2, 3, 4, 5, 6])
     batch.step([0], [7])
     batch.step([0], [8])

@@ -15,7 +15,7 @@ from soak_faults import Faults
 
 import pagepool
 
-SEED = 5
+SEED = 4
 NUM_STEPS = min(20 + NUM_OPERATIONS // 2000, 60)
 FULL_4 = next(kind for kind in SHORT if kind.name == "full 4")
 

@@ -19,12 +19,11 @@ from batch_workload import NUM_ROWS, BatchWorkload
 from features import Features, Workload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import NULL_PAGE, OraclePool
-from pairs import NATIVE_HASHING, FeaturedTwins, make_managers, with_room
+from oracle import NULL_PAGE
+from pairs import make_requests, make_rows, with_room
 from pool_workload import OracleCalls, PackageCalls
-from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from twin_engine import Request
-from twins import OracleTwin, PackageTwin
 from workload import RandomWorkload
 
 import pagepool
@@ -38,12 +37,32 @@ randoms = st.randoms(use_true_random=False)
 # --- actions beside rows and requests ---------------------------------------------------------------------------
 
 
-class OracleTogether(OracleCalls, OracleRows):
-    """The oracle's rows, and its pool called directly."""
+class Direct:
+    """What both sides do beside their rows."""
+
+    manager: Any
+    neighbours: dict[str, Request]
 
     @property
-    def pool(self) -> OraclePool:  # type: ignore[override]
+    def pool(self) -> Any:
         return self.manager.page_pool
+
+    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
+        """Append tokens to a request and compute them; False, and nothing changed, if they do not fit."""
+        request = self.neighbours[request_id]
+        request.num_computed_tokens = request.num_tokens
+        request.all_token_ids.extend(token_ids)
+        is_extended = False
+        try:
+            is_extended = self.manager.allocate_slots(request, len(token_ids)) is not None
+        finally:
+            if not is_extended:
+                del request.all_token_ids[-len(token_ids) :]
+        return is_extended
+
+
+class OracleTogether(Direct, OracleCalls, OracleRows):
+    """The oracle's rows, and its pool called directly."""
 
     def find_like(self, page_id: int) -> list[int] | None:
         """Return the page that a look-up of a cached page's content finds."""
@@ -58,17 +77,9 @@ class OracleTogether(OracleCalls, OracleRows):
         self.manager.page_pool.counts = counts
         return num_hit_tokens
 
-    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        """Append tokens to a request and compute them; False, and nothing changed, if they do not fit."""
-        return extend(self, request_id, token_ids)
 
-
-class PackageTogether(PackageCalls, BatchRows):
+class PackageTogether(Direct, PackageCalls, BatchRows):
     """The running batch, and its pool called directly."""
-
-    @property
-    def pool(self) -> pagepool.PagePool:  # type: ignore[override]
-        return self.manager.page_pool
 
     def find_like(self, page_id: int) -> list[int] | None:
         page_hash = self.pool.pages[page_id].page_hash
@@ -77,22 +88,6 @@ class PackageTogether(PackageCalls, BatchRows):
 
     def probe(self, token_ids: list[int]) -> int:
         return self.manager.probe(Request("probe", token_ids)).num_hit_tokens
-
-    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        return extend(self, request_id, token_ids)
-
-
-def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: list[int]) -> bool:
-    request = rows.neighbours[request_id]
-    request.num_computed_tokens = request.num_tokens
-    request.all_token_ids.extend(token_ids)
-    is_extended = False
-    try:
-        is_extended = rows.manager.allocate_slots(request, len(token_ids)) is not None
-    finally:
-        if not is_extended:
-            del request.all_token_ids[-len(token_ids) :]
-    return is_extended
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------
@@ -164,9 +159,7 @@ class Requests(Acting):
         features = fit(features, setting)
         setting = with_room(setting) if features.tier else setting
         num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
-        oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
-        twins = FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
-        self.workload = RandomWorkload(setting, twins, num_pages, rng, features)
+        self.workload = RandomWorkload(setting, make_requests(setting, num_pages, features, seed), num_pages, rng, features)
 
 
 class Together(Acting):
@@ -178,11 +171,9 @@ class Together(Acting):
     def start(self, setting: Setting, features: Features, rng: Random) -> None:
         features = fit(features, setting)
         num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
-        oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-        self.package = PackageTogether(manager, setting, NUM_ROWS, with_hashes=False, dedupe=features.dedupe)
-        rows = OracleTogether(oracle, setting, NUM_ROWS, dedupe=features.dedupe)
-        self.twins = FeaturedTwins(rows, self.package, features, seed)
-        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, True, features)
+        self.twins = make_rows(setting, num_pages, features, seed, kinds=(OracleTogether, PackageTogether))
+        self.package: PackageTogether = self.twins.system
+        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, features)
         self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
 
     @invariant()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from oracle import OracleManager, OraclePool
 from oracle_tier import Taken
 
+from pagepool import PagePoolStats
 from pagepool._core import copy_records
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
@@ -34,15 +35,13 @@ class State(NamedTuple):
 
 def name_differences(mine: Any, theirs: Any) -> list[str]:
     """Name the fields in which two states differ, with both values."""
-    fields = zip(mine._fields, mine, theirs, strict=True)
-    return [f"{name}: {value} against {other}" for name, value, other in fields if value != other]
-
-
-def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
-    """Return the state of the oracle's pool."""
-    return State(
-        pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins), levels_of_twin(pool)
-    )
+    differences = []
+    for name, value, other in zip(mine._fields, mine, theirs, strict=True):
+        if hasattr(value, "_fields"):
+            differences += name_differences(value, other)
+        elif value != other:
+            differences.append(f"{name}: {value} against {other}")
+    return differences
 
 
 def share_hashes(oracle: OracleManager, manager: Any) -> None:
@@ -54,20 +53,6 @@ def share_hashes(oracle: OracleManager, manager: Any) -> None:
         return hashes.chain[page]
 
     oracle.keys.hash_page = hash_page
-
-
-def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
-    """Return the state of the package's pool, once it has checked itself."""
-    pool.check()
-    return State(
-        pool.ref_counts().tolist()[1:],
-        pool.free_page_ids_in_order().tolist(),
-        len(pool.cached_page_hash_to_page),
-        pool.get_usage(),
-        page_ids,
-        pins_of(pool),
-        levels_of(pool),
-    )
 
 
 def pins_of(pool: Any) -> dict[int, int]:
@@ -92,39 +77,49 @@ def levels_of_twin(pool: OraclePool) -> dict[int, int]:
     return {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in pages}
 
 
+def stats_of_twin(pool: OraclePool) -> PagePoolStats:
+    """Return the counters of the oracle's pool."""
+    stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
+    return PagePoolStats(**stats, num_queried_tokens=pool.counts["queried"], num_hit_tokens=pool.counts["hit"])
+
+
 def copies_of(copies: Any) -> list[tuple[int, int, int]]:
     """Return copies that are due as (source, destination, group); those of the oracle are that already."""
     if isinstance(copies, list):
         return copies
-    arrays = copies.src, copies.dst, copies.group
     assert len(copies) == len(copies.src)
     assert bool(copies) == (len(copies) > 0)
-    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in arrays)
-    return list(zip(*(array.tolist() for array in arrays), strict=True))
+    return moves_of(copies.src, copies.dst, copies.group)
 
 
 def transfers_of(transfers: Any) -> Taken:
     """Return transfers that are due in the form of the oracle."""
     if isinstance(transfers, Taken):
         return transfers
-    saves = transfers.save_src, transfers.save_dst, transfers.save_group
-    loads = transfers.load_src, transfers.load_dst, transfers.load_group
-    assert len(transfers) == len(transfers.save_src) + len(transfers.load_src)
+    saves = moves_of(transfers.save_src, transfers.save_dst, transfers.save_group)
+    loads = moves_of(transfers.load_src, transfers.load_dst, transfers.load_group)
+    assert len(transfers) == len(saves) + len(loads)
     assert bool(transfers) == (transfers.number > 0)
-    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in (*saves, *loads))
-    moves = [list(zip(*(array.tolist() for array in arrays), strict=True)) for arrays in (saves, loads)]
-    return Taken(transfers.number, *moves)
+    return Taken(transfers.number, saves, loads)
+
+
+def moves_of(*arrays: Any) -> list[Any]:
+    """Return what arrays of the package say, as (source, destination, group)."""
+    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in arrays)
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
 class Side:
-    """What a manager does for requests and rows alike. Failed loads stay inside, in the manager's own form."""
+    """A manager, called for requests and rows alike. What is not defined here is a call of the manager as it is. Failed loads
+    stay inside, in the manager's own form.
+    """
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.failed: Any = None
 
-    def reset_prefix_cache(self) -> bool:
-        return self.manager.reset_prefix_cache()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
 
     def evict_pages(self, page_ids: list[int]) -> int:
         return self.manager.page_pool.evict_pages(page_ids)
@@ -144,14 +139,8 @@ class Side:
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.manager.take_copies())
 
-    def end_step(self) -> None:
-        self.manager.end_step()
-
     def take_transfers(self) -> Taken:
         return transfers_of(self.manager.take_transfers())
-
-    def complete_transfers(self, number: int) -> None:
-        self.manager.complete_transfers(number)
 
     def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[int]:
         """Let transfers fail, and return the pages that loads have left with a wrong content."""
@@ -186,21 +175,9 @@ class Twin(Side, ABC):
         pages = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens or 0, hits, **options)
         return None if pages is None else self.to_page_ids(pages)
 
-    def free(self, request: Any, **options: Any) -> None:
-        self.manager.free(request, **options)
-
-    def free_page_hashes(self, request: Any) -> None:
-        self.manager.free_page_hashes(request)
-
-    def find_next_checkpoint(self, request: Any) -> int:
-        return self.manager.find_next_checkpoint(request)
-
     def fork(self, request: Any, new_request: Any) -> tuple[list[int], ...] | None:
         pages = self.manager.fork(request, new_request)
         return None if pages is None else self.to_page_ids(pages)
-
-    def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
-        self.manager.cache_pages(request, num_computed_tokens)
 
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
         return list(self.manager.get_num_common_prefix_pages(request, num_scheduled_requests))
@@ -209,21 +186,6 @@ class Twin(Side, ABC):
         """Commit, and return the number of tokens that are computed then."""
         self.manager.commit_external(request, num_tokens)
         return request.num_computed_tokens + num_tokens
-
-    def fail_external(self, request: Any, num_valid_tokens: int) -> int:
-        return self.manager.fail_external(request, num_valid_tokens)
-
-    def pin(self, request: Any, *span: int | None) -> int:
-        return self.manager.pin(request, *span)
-
-    def unpin(self, request: Any, *span: int | None) -> int:
-        return self.manager.unpin(request, *span)
-
-    def retain(self, request: Any, *span: int | None, **options: Any) -> int:
-        return self.manager.retain(request, *span, **options)
-
-    def protect(self, requests: list[Any]) -> int:
-        return self.manager.protect(requests)
 
 
 class OracleTwin(Twin):
@@ -235,8 +197,9 @@ class OracleTwin(Twin):
         return pages
 
     def state(self, request_ids: Iterable[str]) -> State:
-        held = [self.manager.get_page_ids(request_id) for request_id in request_ids]
-        return oracle_state(self.manager.page_pool, held)
+        pool, held = self.manager.page_pool, [self.manager.get_page_ids(request_id) for request_id in request_ids]
+        levels = levels_of_twin(pool)
+        return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, held, dict(pool.pins), levels)
 
 
 class PackageTwin(Twin):
@@ -254,8 +217,17 @@ class PackageTwin(Twin):
         return pages, num_tokens
 
     def state(self, request_ids: Iterable[str]) -> State:
-        held = [self.manager.get_page_ids(request_id) for request_id in request_ids]
-        return package_state(self.manager.page_pool, held)
+        pool = self.manager.page_pool
+        pool.check()
+        return State(
+            pool.ref_counts().tolist()[1:],
+            pool.free_page_ids_in_order().tolist(),
+            len(pool.cached_page_hash_to_page),
+            pool.get_usage(),
+            [self.manager.get_page_ids(request_id) for request_id in request_ids],
+            pins_of(pool),
+            levels_of(pool),
+        )
 
 
 class Twins:

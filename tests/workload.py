@@ -6,40 +6,39 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
-from oracle import NULL_PAGE
+from features import PLAIN, Actions, Features, Span, Workload, draw_placement, random_retention, random_span
+from oracle import PREEMPTED, RUNNING
 from oracle_kinds import Mamba
 from settings import Setting
-from twin_engine import (
-    WITH_LOGPROBS,
-    WITHOUT_LOGPROBS,
-    Engine,
-    Request,
-)
+from twin_engine import WITH_LOGPROBS, WITHOUT_LOGPROBS, Request
 from twins import Twins
 
 MAX_WAITING = 4
+NUM_FREE_IDS = 3
 NUM_REMEMBERED = 6
 PLACEHOLDER_TOKEN = 9
 FIRST_UNIQUE_TOKEN = 1000
 
 
 class RandomWorkload(Workload):
-    """Drives an engine at random."""
+    """Drives requests at random. One that does not fit stays as it was."""
 
     def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len - 1
         super().__init__(setting, twins, num_pages, rng, features)
         self.habits = setting.habits
         self.page_size = setting.page_size
-        self.engine = Engine(twins)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.pending: dict[Request, int] = {}  # tokens from elsewhere for which it waits
         self.histories: deque[list[int]] = deque(maxlen=NUM_REMEMBERED)
         self.pinned: deque[tuple[Request, Span]] = deque(maxlen=NUM_REMEMBERED)
+        self._numbers = itertools.count()
+        self._free_ids: deque[str] = deque()
         self._unique_tokens = itertools.count(FIRST_UNIQUE_TOKEN)
         self.actions = self._weighted_actions()
 
@@ -60,19 +59,11 @@ class RandomWorkload(Workload):
             actions |= {self.abort: 1}
         if self.habits.stray_calls:
             actions |= {self.look_up: 1, self.cache: 0.5, self.misuse: 0.3}
-        if self.features.forks:
-            actions |= {self.fork: 1.5, self.misuse_fork: 0.2}
-        if self.features.pins:
-            actions |= {self.pin: 3, self.unpin: 2}
-        if self.features.retention:
-            actions |= {self.retain: 4, self.protect: 2}
-        if self.features.external:
-            actions |= {self.commit: 3, self.fail: 2, self.cancel: 0.5}
-        return self._common_actions(actions)
+        return self._with_features(actions)
 
     def any_request(self) -> Request | None:
         """Choose one of all requests, if there are any."""
-        requests = [*self.engine.running, *self.engine.waiting, *self.engine.pending]
+        requests = [*self.running, *self.waiting, *self.pending]
         return self.rng.choice(requests) if requests else None
 
     def held_by_any(self) -> list[int]:
@@ -84,9 +75,14 @@ class RandomWorkload(Workload):
 
     def submit(self) -> None:
         """Queue a request, unless enough are waiting."""
-        if len(self.engine.waiting) < MAX_WAITING:
+        if len(self.waiting) < MAX_WAITING:
             token_ids = self._prompt()
-            self.engine.submit(token_ids, **self._attributes(token_ids))
+            self.waiting.append(Request(self._new_id(), token_ids, **self._attributes(token_ids)))
+
+    def _new_id(self) -> str:
+        """Return an id. Ids come again, some time after their request was finished."""
+        has_enough = len(self._free_ids) > NUM_FREE_IDS
+        return self._free_ids.popleft() if has_enough else f"r{next(self._numbers)}"
 
     def _prompt(self) -> list[int]:
         """Return the beginning of a family, or of what a finished request had, and some tokens more; with a tier, often most of
@@ -114,12 +110,8 @@ class RandomWorkload(Workload):
         if self.habits.prompt_logprobs:
             attributes["sampling_params"] = rng.choice((None, None, WITHOUT_LOGPROBS, WITHOUT_LOGPROBS, WITH_LOGPROBS))
         if self.habits.extra_keys and rng.random() < 0.4:
-            attributes |= rng.choice((self._tenant, self._vision))(token_ids)
+            attributes |= self._tenant() if rng.random() < 0.5 else self._vision(token_ids)
         return attributes
-
-    def _tenant(self, token_ids: list[int]) -> dict[str, Any]:
-        rng = self.rng
-        return {"cache_salt": rng.choice((None, "salt", "pepper")), "lora_id": rng.choice((None, 1, "tuned"))}
 
     def _vision(self, token_ids: list[int]) -> dict[str, Any]:
         """Put features over the tokens, in one of a few ways so that some requests differ in nothing else."""
@@ -133,22 +125,34 @@ class RandomWorkload(Workload):
 
     def admit(self) -> None:
         """Look a waiting request up and start it, with all of its tokens or some."""
-        if not self.engine.waiting:
+        if not self.waiting:
             return
-        rng, request = self.rng, self.rng.choice(self.engine.waiting)
-        num_hit_tokens = self.engine.look_up(request, self._placement())
+        rng, request = self.rng, self.rng.choice(self.waiting)
+        num_hit_tokens = self._look_up(request)
         num_left = request.num_tokens - num_hit_tokens
         num_external = self._num_external_tokens(num_left)
         num_left -= num_external
-        if num_external and self.features.external and rng.random() < 0.7:
-            self.engine.admit(request, num_hit_tokens, 0, num_external, is_pending=True, **self._placement())
+        is_pending = bool(num_external and self.features.external and rng.random() < 0.7)
+        if is_pending:
+            num_new, options = 0, self._placement() | {"delay_cache_pages": True}
+        else:
+            num_new = self._num_admitted(num_hit_tokens + num_external, num_left, 0 if num_external else 1)
+            options = self._options()
+        if num_external:
+            options["num_external_computed_tokens"] = num_external
+        if self.twins.call("allocate", request, num_new, num_hit_tokens, **options) is None:
+            if rng.random() < 0.3:
+                self.preempt()
             return
-        num_new = self._num_admitted(num_hit_tokens + num_external, num_left, 0 if num_external else 1)
-        options = self._options()
-        if self.engine.admit(request, num_hit_tokens, num_new, num_external, **options):
-            self._cache_delayed(request, options)
-        elif rng.random() < 0.3 and self.engine.running:
-            self.engine.preempt(rng.choice(self.engine.running))
+        self.waiting.remove(request)
+        self.twins.live_request_ids[request.request_id] = None
+        request.status, request.num_computed_tokens = RUNNING, num_hit_tokens
+        if is_pending:
+            self.pending[request] = num_external
+            return
+        self.running.append(request)
+        request.num_computed_tokens += num_external + num_new
+        self._cache_delayed(request, options)
 
     def _num_admitted(self, num_tokens: int, num_left: int, least: int) -> int:
         """Return how many of the tokens behind the first `num_tokens` are computed at admission; with states, often up to the
@@ -169,9 +173,9 @@ class RandomWorkload(Workload):
     def grow(self) -> None:
         """Compute more of a running request; preempt where the pool is too short, end what is long enough."""
         self.take_in_time()
-        if not self.engine.running:
+        if not self.running:
             return
-        request = self.rng.choice(self.engine.running)
+        request = self.rng.choice(self.running)
         if request.num_computed_tokens == request.num_tokens and not self._append(request):
             self._finish(request)
             return
@@ -180,11 +184,13 @@ class RandomWorkload(Workload):
         num_drafts = self.rng.choice((0, 0, 1, 3)) if num_new == num_left else 0
         num_drafts = min(num_drafts, self.setting.max_model_len - request.num_tokens)
         options = self._options()
-        if self.engine.grow(request, num_new, num_drafts, **options):
-            self._cache_delayed(request, options)
+        if self.twins.call("allocate", request, num_new + num_drafts, **options) is None:
+            self.preempt()
+            return
+        request.num_computed_tokens += num_new
+        self._cache_delayed(request, options)
+        if num_drafts and self.habits.bursts:
             self._accept(request, num_drafts)
-        else:
-            self.engine.preempt(self.rng.choice(self.engine.running))
 
     def _num_grown(self, request: Request, num_left: int) -> int:
         """Return how many of the known tokens of a running request are computed; with states, often up to a checkpoint."""
@@ -202,9 +208,10 @@ class RandomWorkload(Workload):
         return num_tokens > 0
 
     def _accept(self, request: Request, num_drafts: int) -> None:
-        if num_drafts and self.habits.bursts:
-            num_accepted = min(self.rng.randint(0, num_drafts), self.max_tokens - request.num_tokens)
-            self.engine.accept(request, self._generated(num_accepted))
+        """Accept some drafts: they are known and computed."""
+        num_accepted = min(self.rng.randint(0, num_drafts), self.max_tokens - request.num_tokens)
+        request.all_token_ids.extend(self._generated(num_accepted))
+        request.num_computed_tokens += num_accepted
 
     def _generated(self, num_tokens: int) -> list[int]:
         if self.habits.repeated_tokens:
@@ -224,28 +231,46 @@ class RandomWorkload(Workload):
 
     def _placement(self) -> dict[str, Any]:
         """Return where pages should come from."""
-        size = self.setting.data_parallel_size
-        if size is None:
-            return {}
-        return {"dp_shard_hint": self.rng.choice((None, *range(2 * size))), "data_parallel_size": size}
+        return draw_placement(self.rng, self.setting.data_parallel_size)
+
+    def _look_up(self, request: Request) -> int:
+        """Return the number of cached tokens."""
+        return self.twins.call("look_up", request, **self._placement())[1]
 
     def _cache_delayed(self, request: Request, options: dict[str, Any]) -> None:
         if "delay_cache_pages" in options and self.rng.random() < 0.6:
-            self.engine.cache(request)
+            self._cache(request)
+
+    def _cache(self, request: Request) -> None:
+        self.twins.call("cache_pages", request, request.num_computed_tokens)
 
     # requests go
 
     def preempt(self) -> None:
         """Preempt any running request."""
-        if self.engine.running:
-            self.engine.preempt(self.rng.choice(self.engine.running))
+        if self.running:
+            self._preempt(self.rng.choice(self.running))
+
+    def _preempt(self, request: Request, **options: Any) -> None:
+        """Give the pages back; the request waits to be computed again."""
+        self._leave(request, **options)
+        request.status, request.num_computed_tokens = PREEMPTED, 0
+        self.waiting.append(request)
+
+    def _leave(self, request: Request, **options: Any) -> None:
+        if request in self.pending:
+            del self.pending[request]
+        else:
+            self.running.remove(request)
+        self.twins.call("free", request, **options)
+        del self.twins.live_request_ids[request.request_id]
 
     def abort(self) -> None:
         """Preempt any running request some of whose tokens were scheduled and never computed."""
-        if self.engine.running:
-            request = self.rng.choice(self.engine.running)
+        if self.running:
+            request = self.rng.choice(self.running)
             num_computed_tokens = request.num_computed_tokens - self.rng.randint(0, 2 * self.page_size)
-            self.engine.abort(request, max(0, num_computed_tokens))
+            self._preempt(request, num_computed_tokens=max(0, num_computed_tokens))
 
     def finish(self) -> None:
         """End any request."""
@@ -255,27 +280,38 @@ class RandomWorkload(Workload):
 
     def _finish(self, request: Request) -> None:
         self.histories.append(list(request.all_token_ids))
-        self.engine.finish(request)
+        if request not in self.waiting:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+            self.twins.call("free", request)
+        self.twins.call("free_page_hashes", request)
+        self._free_ids.append(request.request_id)
 
     def drain(self) -> None:
         self.let_go()
-        for request in [*self.engine.running, *self.engine.pending]:
-            self.engine.finish(request)
+        for request in [*self.running, *self.pending]:
+            self._finish(request)
         self.reset()
 
     # forks
 
     def fork(self) -> None:
         """Let any running request go on twice."""
-        if self.engine.running:
-            for _ in range(self.rng.choice((1, 1, 2, 3))):
-                self.engine.fork(self.rng.choice(self.engine.running))
+        for _ in range(self.rng.choice((1, 1, 2, 3)) if self.running else 0):
+            request = self.rng.choice(self.running)
+            forked = replace(request, request_id=self._new_id(), all_token_ids=list(request.all_token_ids))
+            if self.twins.call("fork", request, forked) is None:
+                self._free_ids.append(forked.request_id)
+            else:
+                self.running.append(forked)
+                self.twins.live_request_ids[forked.request_id] = None
 
     def misuse_fork(self) -> None:
         """Fork to a request that has other tokens or pages, or from one without pages."""
-        if len(self.engine.running) < 2:
+        if len(self.running) < 2:
             return
-        first, second = self.rng.sample(self.engine.running, 2)
+        first, second = self.rng.sample(self.running, 2)
         self.twins.call("fork", first, second)
         other = replace(first, request_id="other", num_computed_tokens=first.num_computed_tokens + 1)
         self.twins.call("fork", first, other)
@@ -283,8 +319,8 @@ class RandomWorkload(Workload):
             tokens = [(token + 1) % 3 for token in first.all_token_ids]
             self.twins.call("fork", first, replace(first, request_id="other", all_token_ids=tokens))
         self.twins.call("free_page_hashes", other)
-        if self.engine.waiting:
-            waiting = self.rng.choice(self.engine.waiting)
+        if self.waiting:
+            waiting = self.rng.choice(self.waiting)
             self.twins.call("fork", waiting, replace(waiting, request_id="other"))
             self.twins.call("free_page_hashes", other)
 
@@ -317,8 +353,8 @@ class RandomWorkload(Workload):
 
     def protect(self) -> None:
         """Protect what waits, mostly, or nothing."""
-        waiting = self.engine.waiting if self.rng.random() < 0.8 else []
-        self.twins.call("protect", [*waiting, *self.engine.running] if self.rng.random() < 0.2 else waiting)
+        waiting = self.waiting if self.rng.random() < 0.8 else []
+        self.twins.call("protect", [*waiting, *self.running] if self.rng.random() < 0.2 else waiting)
 
     # tokens from elsewhere, and from the tier
 
@@ -331,25 +367,33 @@ class RandomWorkload(Workload):
 
     def _arrive(self, name: str) -> None:
         self.take_in_time()
-        if not self.engine.pending:
+        if not self.pending:
             return
-        request, num_external = self.rng.choice(list(self.engine.pending.items()))
+        request, num_external = self.rng.choice(list(self.pending.items()))
         has_state = any(group.kind == "mamba" for group in self.setting.groups)
         nums = (num_external,) if has_state and name == "commit_external" else (*range(num_external), num_external, 10**6)
-        self.engine.arrive(request, name, self.rng.choice((num_external, self.rng.choice(nums))))
+        num_computed_tokens = self.twins.call(name, request, self.rng.choice((num_external, self.rng.choice(nums))))
+        if num_computed_tokens is None:
+            return
+        request.num_computed_tokens = num_computed_tokens
+        if num_computed_tokens:
+            del self.pending[request]
+            self.running.append(request)
+        else:
+            self._preempt(request)
 
     def cancel(self) -> None:
-        if self.engine.pending:
-            self.engine.preempt(self.rng.choice(list(self.engine.pending)))
+        if self.pending:
+            self._preempt(self.rng.choice(list(self.pending)))
 
     def go_back(self) -> None:
         """Let requests compute wrong tokens again: from the start, where a state or a window needs it."""
-        for request in [*self.engine.running, *self.engine.pending]:
+        for request in [*self.running, *self.pending]:
             num_tokens = self.twins.call("find_wrong_token", request)
             if num_tokens is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
-                if request in self.engine.pending or self._lacks_pages(request):
-                    self.engine.preempt(request)
+                if request in self.pending or self._lacks_pages(request):
+                    self._preempt(request)
 
     def _lacks_pages(self, request: Request) -> bool:
         """Whether a request cannot go on, since a state, or a page that a window has left, is not that of its tokens."""
@@ -360,65 +404,44 @@ class RandomWorkload(Workload):
     # questions and interventions
 
     def fail_load(self) -> None:
-        """Let a transfer fail: mostly all pages from the first bad one on lose their entries, else some of them."""
-        if not self.engine.running:
+        """Let a transfer for a running request fail, which is computed again from there on."""
+        if not self.running:
             return
-        rng, request = self.rng, self.rng.choice(self.engine.running)
-        num_computed_tokens = rng.randint(0, request.num_computed_tokens)
-        held = self.twins.oracle.manager.get_page_ids(request.request_id)
-        bad = [
-            page_id
-            for group, page_ids in zip(self.setting.groups, held, strict=True)
-            for page_id in page_ids[num_computed_tokens // group.page_size :]
-            if page_id != NULL_PAGE
-        ]
-        self.engine.fail_load(request, bad if rng.random() < 0.6 else rng.sample(bad, len(bad) // 2), num_computed_tokens)
+        request = self.rng.choice(self.running)
+        request.num_computed_tokens = self.rng.randint(0, request.num_computed_tokens)
+        self._fail_load(self.twins.oracle.manager.get_page_ids(request.request_id), request.num_computed_tokens)
 
     def count_common_prefix(self) -> None:
         """Ask what the running requests have in common."""
-        running = self.engine.running
+        running = self.running
         if running:
             num_scheduled = self.rng.randint(1, len(running))
             self.twins.call("get_num_common_prefix_pages", self.rng.choice(running), num_scheduled)
 
     def look_up(self) -> None:
         """Look any request up, for nothing."""
-        requests = self.engine.running + self.engine.waiting
+        requests = self.running + self.waiting
         if requests:
-            self.engine.look_up(self.rng.choice(requests), self._placement())
+            self._look_up(self.rng.choice(requests))
 
     def cache(self) -> None:
         """Enter what is computed of a running request, again perhaps."""
-        if self.engine.running:
-            self.engine.cache(self.rng.choice(self.engine.running))
+        if self.running:
+            self._cache(self.rng.choice(self.running))
 
     def misuse(self) -> None:
         """Do what must be refused, or must do nothing."""
-        if self.engine.running:
-            request = self.rng.choice(self.engine.running)
+        if self.running:
+            request = self.rng.choice(self.running)
             self.twins.call("allocate", request, self.rng.randint(-1, 0))
-            num_hit_tokens = self.engine.look_up(request, self._placement())
+            num_hit_tokens = self._look_up(request)
             if num_hit_tokens:
                 self.twins.call("allocate", request, 1, num_hit_tokens)
             num_too_many = self.setting.max_model_len - request.num_computed_tokens + 1
             self.twins.call("allocate", request, num_too_many)
-        if self.engine.waiting:
-            request = self.rng.choice(self.engine.waiting)
+        if self.waiting:
+            request = self.rng.choice(self.waiting)
             self.twins.call("free", request)
             self.twins.call("get_num_common_prefix_pages", request, 1)
-            num_hit_tokens = self.engine.look_up(request, self._placement())
+            num_hit_tokens = self._look_up(request)
             self.twins.call("allocate", request, 1, num_hit_tokens + self.page_size)
-
-
-def run_workload(
-    setting: Setting,
-    make_twins: Callable[[Setting, int], Twins],
-    seed: int,
-    num_calls: int,
-    workload_class: type[RandomWorkload] = RandomWorkload,
-    features: Features = PLAIN,
-) -> Twins:
-    """Run a seed's workload to its end and return the twins."""
-    rng = Random(seed)
-    num_pages = rng.choice(setting.num_pages)
-    return run_to_end(workload_class(setting, make_twins(setting, num_pages), num_pages, rng, features), seed, num_calls)
