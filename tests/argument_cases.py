@@ -529,6 +529,7 @@ use_of(ChunkedLocalAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>,
 use_of(MambaSpec(4, shapes=<((1,),)|list>, dtype="float16", page_size_padded=<None|None>))
 use_of(MambaSpec(4, (<(1,)|list>,), "float16"))
 use_of(MambaSpec(4, ((<1>,),), "float16"))
+use_of(MambaSpec(4, ((1,),), "float16", checkpoint_interval=<8|None>))
 WINDOW.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 CHUNK.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 max_memory(SPEC, <100>)
