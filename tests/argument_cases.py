@@ -108,7 +108,7 @@ class AnyRequest:
 
 
 class InUse:
-    """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages."""
+    """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages, row 2 waits for tokens."""
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **({"hash_seed": 1} | options))
@@ -132,6 +132,7 @@ class InUse:
         if self.batch is None:
             self.batch = RunningBatch(self.manager, self.batch_table, data_parallel_size=2)
             self.batch.admit(0, [1, 2, 3, 4, 5, 6])
+            self.batch.admit(2, [9] * 6, num_external_tokens=5)
         return self.batch
 
     def look_up(self) -> Any:
@@ -383,6 +384,11 @@ use.manager.get_computed_pages(use.new, dp_shard_hint=<1|None>, data_parallel_si
 use.manager.cache_pages(use.held, num_computed_tokens=<8>)
 use.manager.get_num_common_prefix_pages(use.held, num_scheduled_requests=<1>)
 use.manager.require_capacity(num_tokens=<8>)
+use.manager.free(use.held, num_computed_tokens=<8|None>)
+use.manager.lease(page_ids=<[1, 2]|list>)
+use.manager.lease([<1>])
+use.manager.commit_external(use.held, num_tokens=<0>)
+use.manager.fail_external(use.held, num_valid_tokens=<0>)
 use.manager.find_next_checkpoint(<use.held>)
 use.manager.find_next_checkpoint(AnyRequest(num_computed_tokens=<8>))
 use.manager.fork(<use.held>, AnyRequest("fork", range(10), num_computed_tokens=<10>))
@@ -491,8 +497,8 @@ use.tables.swap_row(src=<0>, tgt=<2>)
 use.tables.append_rows_batch([[[3], [6]]], [<1>])
 RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
-    dp_shard=<None|None>, num_reserved_pages=<0>, mm_features=<None|list None>, cache_salt=<None|str bytes None>,
-    lora_id=<None|str bytes None>)
+    dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, mm_features=<None|list None>,
+    cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
 use.batch.admit(1, [1, 2, <3>])
 use.batch.step(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.step(rows=[<0>], token_ids=[<9>])
@@ -504,6 +510,12 @@ use.batch.trim(rows=<[0]|list>, num_tokens=<[6]|list>)
 use.batch.trim(rows=[<0>], num_tokens=[<6>])
 use.batch.release(rows=<[0]|list>)
 use.batch.release(rows=[<0>])
+use.batch.release([0], num_computed_tokens=<6|list None>)
+use.batch.release([0], num_computed_tokens=[<6>])
+use.batch.commit_external(row=<2>, num_tokens=<5>)
+use.batch.fail_external(row=<2>, num_valid_tokens=<5>)
+use.batch.fork(row=<0>, targets=<[1]|list>)
+use.batch.fork(0, [<1>])
 use.batch.pin(row=<0>, start=<0>, stop=<None|None>)
 use.batch.unpin(row=<0>, start=<0>, stop=<None|None>)
 use.batch.retain(row=<0>, start=<0>, stop=<None|None>, priority=<50>, seconds=<None|None float fraction>)
@@ -517,6 +529,7 @@ use_of(ChunkedLocalAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>,
 use_of(MambaSpec(4, shapes=<((1,),)|list>, dtype="float16", page_size_padded=<None|None>))
 use_of(MambaSpec(4, (<(1,)|list>,), "float16"))
 use_of(MambaSpec(4, ((<1>,),), "float16"))
+use_of(MambaSpec(4, ((1,),), "float16", checkpoint_interval=<8|None>))
 WINDOW.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 CHUNK.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 max_memory(SPEC, <100>)

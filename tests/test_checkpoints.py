@@ -31,23 +31,9 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
+from pagepool.errors import ArgumentError, CopiesDueError, IntegrityError
 
 # --- how checkpoints are made -----------------------------------------------------------------------------------
-
-
-def test_a_chunk_that_ends_at_a_multiple_leaves_a_checkpoint() -> None:
-    manager, request = make_manager(), make_request("a")
-    assert run(manager, request, 8) == ([1, 2], [3])
-    assert (manager.take_copies() or None, count_hits(manager)) == (None, 0)  # the step may not have run
-    assert run(manager, request, 8) == ([4, 5], [6])
-    assert manager.get_page_ids("a") == ([1, 2, 4, 5], [6])
-    assert manager.page_pool.ref_counts()[:8].tolist() == [0, 1, 1, 1, 1, 1, 1, 0]  # the source is held
-    assert count_hits(manager) == 8
-    assert take(manager) == [(3, 6, 1)]
-    assert manager.page_pool.free_page_ids_in_order()[-1] == 3  # free and cached
-    assert take(manager) == []
-    manager.check()
 
 
 def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
@@ -132,15 +118,6 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
         assert take(manager) == copies
         if not is_admitted:
             assert batch_state(batch)[1] == before
-
-
-def test_a_row_adopts_in_a_full_shard() -> None:
-    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
-    batch.admit(0, PROMPT[:8], dp_shard=0)
-    batch.release([0])
-    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
-    batch.check()
 
 
 def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
@@ -271,17 +248,10 @@ def test_check_names_a_state_in_the_index(page_id: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "error", "message"),
-    [
-        (0, ArgumentError, "^checkpoint_interval must be at least 1, got 0$"),
-        (1 << 80, ArgumentError, "^checkpoint_interval must be at most .*, got 1208925819614629174706176$"),
-        (8.0, ArgumentTypeError, "^checkpoint_interval must be an integer, got 8.0$"),
-        (True, ArgumentTypeError, "^checkpoint_interval must be an integer, got True$"),
-        ([8], ArgumentTypeError, r"^checkpoint_interval must be an integer, got \[8\]$"),
-    ],
+    ("interval", "allowed"), [(0, "at least 1, got 0"), (1 << 80, "at most .*, got 1208925819614629174706176")]
 )
-def test_no_interval(interval: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_no_interval(interval: int, allowed: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^checkpoint_interval must be {allowed}$"):
         keep_every(interval)
 
 

@@ -11,7 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, PAGE_SIZE, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, make_request, take
+from hybrids import (
+    FULL,
+    PAGE_SIZE,
+    PROMPT,
+    STATE,
+    batch_state,
+    count_hits,
+    make_batch,
+    make_manager,
+    make_request,
+    manager_state,
+    take,
+)
+from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
@@ -39,10 +52,6 @@ def make_pending(*specs: Any, num_tokens: int = 23, num_external: int = 99, **op
     return batch
 
 
-def manager_of(batch: RunningBatch) -> CacheManager:
-    return batch._manager
-
-
 def start_pending(manager: CacheManager, num_external: int = 20) -> Any:
     """Return a request that waits for tokens behind its hits."""
     request = make_request("pending", 23)
@@ -53,34 +62,11 @@ def start_pending(manager: CacheManager, num_external: int = 20) -> Any:
     return request
 
 
-def refused(batch: RunningBatch, error: type[PagePoolError], message: str, call: Callable[[], object]) -> None:
-    before = batch_state(batch), batch.num_external_tokens.tolist()
-    with pytest.raises(error, match=message):
-        call()
-    assert (batch_state(batch), batch.num_external_tokens.tolist()) == before
+def state_of(batch: RunningBatch) -> tuple[Any, ...]:
+    return batch_state(batch), batch.num_external_tokens.tolist()
 
 
 # Rows.
-
-
-def test_a_row_waits_and_its_pages_are_in_no_index() -> None:
-    batch = make_pending()
-    assert batch.num_external_tokens.tolist() == [22, 0, 0, 0]  # one is left to compute
-    assert (batch.num_computed_tokens[0], batch.get_page_ids(0)) == (0, ([1, 2, 3, 4, 5, 6],))
-    assert count_hits(manager_of(batch)) == 0
-    batch.check()
-    batch.commit_external(0, 22)
-    assert (batch.num_computed_tokens[0], batch.num_external_tokens[0], count_hits(manager_of(batch))) == (22, 0, 20)
-    assert batch.grow([0]).new_page_ids.tolist() == []
-    batch.check()
-
-
-def test_pages_behind_the_valid_tokens_go_back() -> None:
-    batch = make_pending()
-    assert batch.fail_external(0, 9) == 9
-    assert batch.get_page_ids(0) == ([1, 2, 3],)
-    assert (batch.num_computed_tokens[0], count_hits(manager_of(batch))) == (9, 8)
-    batch.check()
 
 
 def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
@@ -93,13 +79,15 @@ def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
 
 def test_a_state_is_of_all_tokens() -> None:
     batch = make_pending(FULL, STATE, num_external=16)
-    refused(batch, ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16", lambda: batch.commit_external(0, 15))
+    with refused(lambda: state_of(batch), ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16"):
+        batch.commit_external(0, 15)
     batch.commit_external(0, 16)
     batch.grow([0], 7)
     assert take(batch) == [(5, 8, 1)]
-    assert count_hits(manager_of(batch)) == 16
+    assert count_hits(batch._manager) == 16
     assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
-    refused(batch, CopiesDueError, "^row 1: copies", lambda: batch.commit_external(1, 3))
+    with refused(lambda: state_of(batch), CopiesDueError, "^row 1: copies"):
+        batch.commit_external(1, 3)
 
 
 def test_transfers_of_a_host_tier_come_first() -> None:
@@ -108,7 +96,8 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.commit_external(0, 22)
     batch.release([0])
     assert batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]], num_external_tokens=22) == 0
-    refused(batch, CopiesDueError, "^row 0: copies or transfers", lambda: batch.commit_external(0, 22))
+    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: copies or transfers"):
+        batch.commit_external(0, 22)
     assert len(batch.take_transfers().save_src) == 4
     batch.commit_external(0, 22)
     batch.check()
@@ -123,14 +112,11 @@ WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] =
     (lambda batch: batch.admit(0, PROMPT), ArgumentError, "^row 0 is admitted already"),
     (lambda batch: batch.commit_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
     (lambda batch: batch.commit_external(0, -1), ArgumentError, "^num_tokens: got -1"),
-    (lambda batch: batch.commit_external(0, 1.0), ArgumentTypeError, "^num_tokens: "),  # type: ignore[arg-type]
     (lambda batch: batch.fail_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
-    (lambda batch: batch.fail_external(0, None), ArgumentTypeError, "^num_valid_tokens: "),  # type: ignore[arg-type]
     (lambda batch: batch.commit_external(1, 0), ArgumentError, "^row 1 waits for no tokens from elsewhere"),
     (lambda batch: batch.fail_external(2, 0), ArgumentError, "^row 2 waits for no tokens from elsewhere"),
     (lambda batch: batch.fail_external(4, 0), RowIndexError, "4"),
     (lambda batch: batch.admit(2, PROMPT, num_external_tokens=-1), ArgumentError, "^num_external_tokens must be at least 0"),
-    (lambda batch: batch.admit(2, PROMPT, num_external_tokens="1"), ArgumentTypeError, "^num_external_tokens must be"),  # type: ignore[arg-type]
 ]
 
 
@@ -138,7 +124,8 @@ WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] =
 def test_what_a_batch_refuses(call: Callable[[RunningBatch], object], error: type[PagePoolError], message: str) -> None:
     batch = make_pending()
     batch.admit(1, [1, 2, 3])
-    refused(batch, error, message, lambda: call(batch))
+    with refused(lambda: state_of(batch), error, message):
+        call(batch)
 
 
 def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
@@ -147,7 +134,8 @@ def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
     result = batch.grow([1])
     batch.release([1])
     batch.admit(1, [1, 2, 3], num_external_tokens=1)
-    refused(batch, ArgumentError, "was grown, cut, moved or released since", lambda: batch.undo(result))
+    with refused(lambda: state_of(batch), ArgumentError, "was grown, cut, moved or released since"):
+        batch.undo(result)
 
 
 # Requests.
@@ -195,7 +183,6 @@ def test_what_a_manager_refuses(name: str) -> None:
         (21, ArgumentError, "got 21, allowed: at most 20"),
         (10**30, ArgumentError, "got "),
         (-1, ArgumentError, "must be at least 0, got -1"),
-        (1.5, ArgumentTypeError, "got 1.5"),
     ):
         with pytest.raises(error, match=message):
             call(request, wrong)
@@ -327,22 +314,13 @@ def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
         ([-1], PageIdError),
         ([1, 7], PageIdError),
         ([2**40], ArgumentError),
-        ([1.0], ArgumentTypeError),
-        (["1"], ArgumentTypeError),
-        (np.array([1.0]), ArgumentTypeError),
-        (np.array([[1]]), ArgumentTypeError),
-        (None, ArgumentTypeError),
-        (1, ArgumentTypeError),
     ],
     ids=str,
 )
 def test_what_cannot_be_leased(page_ids: Any, error: type[Exception]) -> None:
-    manager, _, lease = make_leased()
-    before = manager.page_pool.ref_counts().tolist()
-    with pytest.raises(error):
+    manager = make_leased()[0]
+    with refused(lambda: (manager_state(manager), manager.leases), error):
         manager.lease(page_ids)
-    assert (manager.page_pool.ref_counts().tolist(), manager.leases) == (before, (lease,))
-    manager.check()
 
 
 def test_a_page_that_was_given_a_reference_in_the_free_queue_cannot_be_leased() -> None:
