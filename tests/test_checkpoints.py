@@ -120,6 +120,15 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
             assert batch_state(batch)[1] == before
 
 
+def test_a_row_adopts_in_a_full_shard() -> None:
+    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
+    batch.admit(0, PROMPT[:8], dp_shard=0)
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
+    batch.check()
+
+
 def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
     """Refused again at O(1) until then."""
     manager = make_manager(num_pages=7)
