@@ -508,6 +508,8 @@ use.batch.append(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.append(rows=[<0>], token_ids=[<9>])
 use.batch.trim(rows=<[0]|list>, num_tokens=<[6]|list>)
 use.batch.trim(rows=[<0>], num_tokens=[<6>])
+use.batch.find_next_checkpoint(rows=<[0]|list>)
+use.batch.find_next_checkpoint(rows=[<0>])
 use.batch.release(rows=<[0]|list>)
 use.batch.release(rows=[<0>])
 use.batch.release([0], num_computed_tokens=<6|list None>)
@@ -554,7 +556,8 @@ record(use, AnyRequest(lora_id=<1|str bytes None>, cache_salt=<1|str bytes None>
 replay.TraceRecord(timestamp=<0|float>, input_length=<1>, output_length=<1>, block_size=<4>, hash_ids=(1,))
 """
 EVENT_CALLS = """
-publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float>, topic=<""|str>)
+publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float>, heartbeat=<1.0|float None>,
+    topic=<""|str>)
 publish(use, manager=<None|None>)
 publish(use, endpoint=<"inproc://argument-edges"|by_value>)
 publish(use, replay_endpoint=<None|None>, curve_secretkey=<None|None>, curve_client_keys=<None|None>)

@@ -550,22 +550,15 @@ def test_slots_at_the_edge_of_int32() -> None:
 
 HOST_WORK = """
 import sys
-import numpy as np
-import pagepool
-table = pagepool.PageTable(4, 100, 64)
-table.append_row([1, 2], 0)
-table.append_rows_batch([[3], [4]], np.array([0, 1]))
-table.add_row([5], 2)
-table.swap_row(0, 1)
-table.move_row(0, 3)
-table.clear_row(2)
-table.mark_dirty()
-assert table.slot_mapping([1], [17], 16).tolist() == [33]
-tables = pagepool.MultiGroupPageTable(4, 64, 64, [16, 32])
-tables.append_row([[1], [2]], 0)
-tables.clear()
-table.clear()
-table.append_row([1], 0)
+from table_model import make_grouped_work, make_work
+works = make_work((4, 100), seed=1), make_grouped_work(4, 64, [16, 32], seed=1)
+for work in works:
+    for _ in range(200):
+        work.do()
+    work.check()
+table, tables = (work.tables for work in works)
+table.add_row([1], 0)
+assert table.slot_mapping([0], [7], 16).tolist() == [23]
 """
 WITHOUT_JAX = """
 for ask in (lambda: table.commit(4), lambda: tables.commit(4), lambda: table.page_table, table.get_device_tensor, table.warmup):
