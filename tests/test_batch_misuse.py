@@ -122,6 +122,9 @@ BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "negative": ([0, -1], RowIndexError, r"got -1.*allowed: 0 to 3"),
     "beyond int32": ([0, 2**40], ArgumentError, r"rows.*1099511627776.*int32"),
     "beyond int32, array": (np.array([0, 2**40]), ArgumentError, r"rows.*1099511627776.*int32"),
+    "float array": (np.array([0.0, 2.0]), ArgumentTypeError, r"rows.*float64.*ints"),
+    "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
+    "a number": (0, ArgumentTypeError, r"^rows: got int, allowed: a list or an array"),
     "an error of its own": ([0, Unready()], ZeroDivisionError, "no number yet"),
 }
 

@@ -559,6 +559,11 @@ raise SystemExit(3)
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_event(publisher: EventPublisher) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
+        publisher.publish(5)  # type: ignore[arg-type]
+
+
 def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
     for name in ("endpoint", "replay_endpoint"):
         endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}
@@ -592,6 +597,10 @@ def test_an_address_that_is_none(endpoint: str) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"manager": 3}, ArgumentTypeError, "manager: got int, allowed: CacheManager or None"),
+    ({"endpoint": 3}, ArgumentTypeError, "endpoint: got int, allowed: a string such as"),
+    ({"replay_endpoint": 3}, ArgumentTypeError, "replay_endpoint: got int, allowed: a string such as"),
+    ({"interval": True}, ArgumentTypeError, "interval: got bool, allowed: a number of seconds"),
     ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),
     ({"interval": float("nan")}, ArgumentError, "interval: got nan, allowed: more than 0 seconds"),

@@ -324,6 +324,9 @@ def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
         ([-1], PageIdError),
         ([1, 7], PageIdError),
         ([2**40], ArgumentError),
+        (np.array([1.0]), ArgumentTypeError),
+        (np.array([[1]]), ArgumentTypeError),
+        (1, ArgumentTypeError),
     ],
     ids=str,
 )
