@@ -76,17 +76,10 @@ def test_check_finds_what_was_written_into_a_table(grouped: bool, message: str) 
 # Rows against the model.
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_are_those_of_the_model(shape: tuple[int, int]) -> None:
-    work = make_work(shape, seed=1)
-    for _ in range(NUM_STEPS):
-        work.do()
-        work.check()
-
-
-@pytest.mark.parametrize("page_sizes", [[16], [16, 16], [16, 1, 7]], ids=str)
-def test_rows_of_all_groups_are_those_of_the_models(page_sizes: list[int]) -> None:
-    work = make_grouped_work(6, 200, page_sizes, seed=2)
+@pytest.mark.parametrize("sizes", [*SHAPES, [16], [16, 16], [16, 1, 7]], ids=str)
+def test_rows_are_those_of_the_model(sizes: Any) -> None:
+    """Of a table by its shape, or of groups by their page sizes."""
+    work = make_work(sizes, seed=1) if isinstance(sizes, tuple) else make_grouped_work(6, 200, sizes, seed=2)
     for _ in range(NUM_STEPS):
         work.do()
         work.check()
