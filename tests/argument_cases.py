@@ -145,7 +145,7 @@ class InUse:
             self.pool.free_page_ids_in_order().tolist(),
             {key: list(pages) for key, pages in self.pool.cached_page_hash_to_page.items()},
             {request_id: self.manager.get_page_ids(request_id) for request_id in self.manager._requests},
-            [table.page_table_cpu.tolist() for table in (self.table, *self.tables, self.batch_table)],
+            [(table.page_table_cpu.tolist(), table.cpu_version) for table in (self.table, *self.tables, self.batch_table)],
             self.table.num_pages_per_row.tolist(),
             self.batch and (self.batch.num_tokens.tolist(), self.batch.num_computed_tokens.tolist()),
         )
@@ -158,6 +158,7 @@ CASES: dict[str, tuple[Call, str]] = {}
 KINDS: dict[str, Callable[[Any], bool]] = {
     "spoils": lambda _: False,  # unheld pages are out of the queue
     "by_value": lambda _: False,  # refused by their values, whatever their type
+    "typed": lambda _: False,  # others are refused by their types
     "any": lambda _: True,
     "None": lambda value: value is None,
     "str": lambda value: isinstance(value, str),
@@ -243,7 +244,8 @@ def judge_refusal(name: str, value: Any, error: Exception) -> str | None:
     if not isinstance(error, PagePoolError) or isinstance(value, RaisingIndex) or index_of(value) is not None:
         return None
     kinds = CASES[name][1]
-    if not kinds and not isinstance(error, TypeError):
+    is_typed = not kinds or ("typed" in kinds and not any(KINDS[kind](value) for kind in kinds.split()))
+    if is_typed and not isinstance(error, TypeError):
         return f"is of a wrong type and raised {error!r}"
     is_named = NAMED.get(name, "") in str(error)
     return None if is_named or "list" in kinds or not isinstance(error, TypeError) else f"is not named: {error!r}"
@@ -384,8 +386,8 @@ use.manager.get_computed_pages(use.new, dp_shard_hint=<1|None>, data_parallel_si
 use.manager.cache_pages(use.held, num_computed_tokens=<8>)
 use.manager.get_num_common_prefix_pages(use.held, num_scheduled_requests=<1>)
 use.manager.require_capacity(num_tokens=<8>)
-use.manager.free(use.held, num_computed_tokens=<8|None>)
-use.manager.lease(page_ids=<[1, 2]|list>)
+use.manager.free(use.held, num_computed_tokens=<8|None typed>)
+use.manager.lease(page_ids=<[1, 2]|list typed>)
 use.manager.lease([<1>])
 use.manager.commit_external(use.held, num_tokens=<0>)
 use.manager.fail_external(use.held, num_valid_tokens=<0>)
@@ -479,22 +481,25 @@ TABLE_CALLS = """
 PageTable(max_num_reqs=<4>, max_num_pages_per_req=<4>, max_num_batched_tokens=<4>, sharding=<None|None>)
 MultiGroupPageTable(max_num_reqs=<4>, max_model_len=<64>, max_num_batched_tokens=<4>, page_sizes=<[4]|list>)
 MultiGroupPageTable(4, 64, 4, [<4>])
-use.table.append_row(page_ids=<[3]|list>, row_idx=<1>)
-use.table.add_row([3], row_idx=<1>)
+use.table.append_row(page_ids=<[3]|list typed>, row_idx=<1>)
+use.table.add_row(page_ids=<[3]|list typed>, row_idx=<1>)
 use.table.append_row([<3>], 1)
-use.table.append_rows_batch([[3]], [<1>])
+use.table.append_rows_batch([<[3]|list typed>], [<1>])
 use.table.clear_row(row_idx=<0>)
 use.table.move_row(src=<0>, tgt=<2>)
 use.table.swap_row(src=<0>, tgt=<2>)
+use.table.mark_dirty(<[0]|list None typed>)
 use.table.mark_dirty([<0>])
+use.tables.mark_dirty(<[0]|list None typed>)
 use.tables.mark_dirty([<0>])
-use.table.slot_mapping(rows=[<0>], positions=[<1>], page_size=<4|None>)
+use.table.slot_mapping(rows=[<0>], positions=[<1>], page_size=<4|None typed>)
 use.tables.append_row(page_ids=<[[3], [6]]|list>, row_idx=<1>)
+use.tables.append_row([[3], <[6]|list typed>], 1)
 use.tables.add_row([[3], [6]], row_idx=<1>)
 use.tables.clear_row(row_idx=<0>)
 use.tables.move_row(src=<0>, tgt=<2>)
 use.tables.swap_row(src=<0>, tgt=<2>)
-use.tables.append_rows_batch([[[3], [6]]], [<1>])
+use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
 RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
     dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, mm_features=<None|list None>,
@@ -502,19 +507,21 @@ use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None
 use.batch.admit(1, [1, 2, <3>])
 use.batch.step(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.step(rows=[<0>], token_ids=[<9>])
-use.batch.grow(rows=<[0]|list>, num_new_tokens=<[0]|list>, num_lookahead_tokens=<[0]|list>)
+use.batch.grow(rows=<[0]|list typed>, num_new_tokens=<[0]|list typed>, num_lookahead_tokens=<[0]|list typed>)
 use.batch.grow(rows=[<0>], num_new_tokens=[<0>], num_lookahead_tokens=[<0>])
 use.batch.append(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.append(rows=[<0>], token_ids=[<9>])
-use.batch.trim(rows=<[0]|list>, num_tokens=<[6]|list>)
+use.batch.trim(rows=<[0]|list typed>, num_tokens=<[6]|list typed>)
 use.batch.trim(rows=[<0>], num_tokens=[<6>])
+use.batch.find_next_checkpoint(rows=<[0]|list>)
+use.batch.find_next_checkpoint(rows=[<0>])
 use.batch.release(rows=<[0]|list>)
 use.batch.release(rows=[<0>])
-use.batch.release([0], num_computed_tokens=<6|list None>)
+use.batch.release([0], num_computed_tokens=<6|list None typed>)
 use.batch.release([0], num_computed_tokens=[<6>])
 use.batch.commit_external(row=<2>, num_tokens=<5>)
 use.batch.fail_external(row=<2>, num_valid_tokens=<5>)
-use.batch.fork(row=<0>, targets=<[1]|list>)
+use.batch.fork(row=<0>, targets=<[1]|list typed>)
 use.batch.fork(0, [<1>])
 use.batch.pin(row=<0>, start=<0>, stop=<None|None>)
 use.batch.unpin(row=<0>, start=<0>, stop=<None|None>)
@@ -529,7 +536,7 @@ use_of(ChunkedLocalAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>,
 use_of(MambaSpec(4, shapes=<((1,),)|list>, dtype="float16", page_size_padded=<None|None>))
 use_of(MambaSpec(4, (<(1,)|list>,), "float16"))
 use_of(MambaSpec(4, ((<1>,),), "float16"))
-use_of(MambaSpec(4, ((1,),), "float16", checkpoint_interval=<8|None>))
+use_of(MambaSpec(4, ((1,),), "float16", checkpoint_interval=<8|None typed>))
 WINDOW.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 CHUNK.max_memory_usage_bytes(max_model_len=<100>, max_num_batched_tokens=<10>)
 max_memory(SPEC, <100>)
@@ -554,7 +561,8 @@ record(use, AnyRequest(lora_id=<1|str bytes None>, cache_salt=<1|str bytes None>
 replay.TraceRecord(timestamp=<0|float>, input_length=<1>, output_length=<1>, block_size=<4>, hash_ids=(1,))
 """
 EVENT_CALLS = """
-publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float>, topic=<""|str>)
+publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float typed>,
+    heartbeat=<1.0|float None typed>, topic=<""|str typed>)
 publish(use, manager=<None|None>)
 publish(use, endpoint=<"inproc://argument-edges"|by_value>)
 publish(use, replay_endpoint=<None|None>, curve_secretkey=<None|None>, curve_client_keys=<None|None>)

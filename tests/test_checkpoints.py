@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hybrids import (
     FULL,
-    MAX_MODEL_LEN,
     PROMPT,
     STATE,
     WINDOW,
@@ -31,7 +30,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool
-from pagepool.errors import ArgumentError, CopiesDueError, IntegrityError
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
 # --- how checkpoints are made -----------------------------------------------------------------------------------
 
@@ -79,19 +78,12 @@ def test_the_interval_is_that_of_all_groups(specs: tuple[Any, ...], interval: in
     assert make_manager(*specs, enable_caching=False).checkpoint_interval is None
 
 
-@pytest.mark.parametrize(("num_computed_tokens", "next_checkpoint"), [(0, 8), (7, 8), (8, 16), (64, 64)])
-def test_the_next_checkpoint(num_computed_tokens: int, next_checkpoint: int) -> None:
-    request = make_request("a", MAX_MODEL_LEN)
-    request.num_computed_tokens = num_computed_tokens
-    manager = make_manager(num_pages=80)
-    assert manager.find_next_checkpoint(request) == next_checkpoint
-    assert make_manager(FULL).find_next_checkpoint(request) == MAX_MODEL_LEN
-    batch = make_batch(manager)
-    if num_computed_tokens:
-        batch.admit(2, PROMPT, num_tokens=num_computed_tokens)
+def test_the_next_checkpoint_of_free_rows_and_of_a_row_twice() -> None:
+    batch = make_batch(make_manager(num_pages=80))
+    batch.admit(2, PROMPT, num_tokens=8)
     found = batch.find_next_checkpoint([2, 0, 2])
     assert found.dtype == np.int32
-    assert found.tolist() == [next_checkpoint, 8, next_checkpoint]
+    assert found.tolist() == [16, 8, 16]
 
 
 # --- adoption ---------------------------------------------------------------------------------------------------
@@ -118,6 +110,15 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
         assert take(manager) == copies
         if not is_admitted:
             assert batch_state(batch)[1] == before
+
+
+def test_a_row_adopts_in_a_full_shard() -> None:
+    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
+    batch.admit(0, PROMPT[:8], dp_shard=0)
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
+    batch.check()
 
 
 def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
@@ -253,6 +254,11 @@ def test_check_names_a_state_in_the_index(page_id: int) -> None:
 def test_no_interval(interval: int, allowed: str) -> None:
     with pytest.raises(ArgumentError, match=f"^checkpoint_interval must be {allowed}$"):
         keep_every(interval)
+
+
+def test_a_flag_is_no_interval() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^checkpoint_interval must be an integer, got True$"):
+        keep_every(True)
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, STATE), (WINDOW, FULL)])

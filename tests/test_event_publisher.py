@@ -560,8 +560,6 @@ raise SystemExit(3)
 
 
 def test_what_is_no_event(publisher: EventPublisher) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
-        publisher.publish([object()])  # type: ignore[list-item]
     with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
         publisher.publish(5)  # type: ignore[arg-type]
 
@@ -602,8 +600,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"manager": 3}, ArgumentTypeError, "manager: got int, allowed: CacheManager or None"),
     ({"endpoint": 3}, ArgumentTypeError, "endpoint: got int, allowed: a string such as"),
     ({"replay_endpoint": 3}, ArgumentTypeError, "replay_endpoint: got int, allowed: a string such as"),
-    ({"topic": b"x"}, ArgumentTypeError, "topic: got bytes, allowed: a string"),
-    ({"interval": "1"}, ArgumentTypeError, "interval: got str, allowed: a number of seconds"),
     ({"interval": True}, ArgumentTypeError, "interval: got bool, allowed: a number of seconds"),
     ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),

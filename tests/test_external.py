@@ -69,6 +69,16 @@ def state_of(batch: RunningBatch) -> tuple[Any, ...]:
 # Rows.
 
 
+def test_pages_behind_the_valid_tokens_go_back() -> None:
+    batch = make_pending()
+    assert batch.num_external_tokens.tolist() == [22, 0, 0, 0]  # one is left to compute
+    assert batch.fail_external(0, 9) == 9
+    assert not batch.num_external_tokens.any()
+    assert batch.get_page_ids(0) == ([1, 2, 3],)
+    assert (batch.num_computed_tokens[0], count_hits(batch._manager)) == (9, 8)
+    batch.check()
+
+
 def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
     batch = make_pending(num_pages=9)
     token_ids = [token_id + 1 for token_id in PROMPT]
@@ -314,6 +324,9 @@ def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
         ([-1], PageIdError),
         ([1, 7], PageIdError),
         ([2**40], ArgumentError),
+        (np.array([1.0]), ArgumentTypeError),
+        (np.array([[1]]), ArgumentTypeError),
+        (1, ArgumentTypeError),
     ],
     ids=str,
 )

@@ -27,12 +27,31 @@ from refusing import refused
 from pagepool import EngineRequest
 from pagepool.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CopiesDueError,
     IntegrityError,
     OutOfPagesError,
     PageIdError,
     RowIndexError,
 )
+
+# --- rows -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_moves_takes_its_copies_along() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    batch.move_row(1, 3)
+    with pytest.raises(CopiesDueError, match=r"^row 3 "):
+        batch.step([3], [1])
+    batch.swap_row(0, 3)
+    with pytest.raises(CopiesDueError, match=r"^row 0 "):
+        batch.step([0], [1])
+    batch.release([0])
+    assert take(batch) == []
+    batch.check()
+
 
 # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -117,6 +136,10 @@ BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "onto nothing": (0, [], ArgumentError, "^targets: got none, allowed: at least 1$"),
     "outside": (0, [1, 4], RowIndexError, OUTSIDE.format(4, 1)),
     "below": (0, np.array([-1], dtype=np.int32), RowIndexError, OUTSIDE.format(-1, 0)),
+    "far outside": (0, [1 << 40], ArgumentError, "^targets: got 1099511627776"),
+    "floats": (0, np.array([1.0, 3.0]), ArgumentTypeError, "^targets: .*float64"),
+    "flags": (0, np.array([True, False]), ArgumentTypeError, "^targets: .*bool"),
+    "a number": (0, 1, ArgumentTypeError, "^targets: got int, allowed: a list or an array"),
     "of a free row": (1, [3], ArgumentError, "^row 1 is not admitted$"),
     "of a row outside": (4, [3], RowIndexError, "4.*allowed: 0 to 3"),
     "of a row below": (-1, [3], RowIndexError, "-1.*allowed: 0 to 3"),

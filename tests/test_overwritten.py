@@ -180,6 +180,19 @@ def write(number: tuple[Any, Any], value: int) -> None:
         owner[name] = value
 
 
+def assert_found(pool: PagePool, number: tuple[Any, Any], value: int) -> None:
+    """Assert that a wrong value is found, and that all is right again without it."""
+    old = read(number)
+    write(number, value)
+    with pytest.raises(IntegrityError) as caught:
+        pool.check()
+    with pytest.raises(IntegrityError):
+        pool.snapshot()
+    assert "None" not in str(caught.value)
+    write(number, old)
+    pool.check()
+
+
 def share_of(values: Iterable[Any]) -> Iterator[Any]:
     """Yield every fifth of the values, or all of them in long runs (PAGEPOOL_TEST_OPERATIONS)."""
     return itertools.islice(values, 0, None, max(1, 100_000 // NUM_OPERATIONS))
@@ -207,17 +220,8 @@ def test_each_number_that_is_overwritten_is_found(eviction: str) -> None:
     pool, memory = make_pool(eviction)
     values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1, TWIN, TWIN + 1, (1 << 31) - 1]
     for number, value in share_of(itertools.product(numbers_that_matter(memory), values)):
-        if can_be(number, value):
-            continue
-        old = read(number)
-        write(number, value)
-        with pytest.raises(IntegrityError) as caught:
-            pool.check()
-        with pytest.raises(IntegrityError):
-            pool.snapshot()
-        assert "None" not in str(caught.value)
-        write(number, old)
-        pool.check()
+        if not can_be(number, value):
+            assert_found(pool, number, value)
 
 
 def numbers_of_policy(memory: Any, eviction: str) -> Iterator[tuple[Any, Any, Any]]:
@@ -258,16 +262,12 @@ def test_each_number_of_a_policy_that_is_overwritten_is_found(eviction: str) -> 
     for owner, name, is_wrong in numbers_of_policy(memory, eviction):
         old = read((owner, name))
         for value in values if isinstance(owner, ctypes.Array) else values[:-2]:
+            if value != old and is_wrong(value):
+                assert_found(pool, (owner, name), value)
+                continue
             write((owner, name), value)
-            if value == old or not is_wrong(value):
-                pool.check()
-            else:
-                with pytest.raises(IntegrityError):
-                    pool.check()
-                with pytest.raises(IntegrityError):
-                    pool.snapshot()
-            write((owner, name), old)
             pool.check()
+            write((owner, name), old)
 
 
 def bits_of(number: float) -> int:
@@ -320,6 +320,9 @@ DAMAGES = {
     "one.next, three.next, two.next = 3, 2, 1; one.prev, three.prev, two.prev = 2, 1, 3": (
         "^page 3 .* is among the twins of its shard in the place of page 2$"
     ),
+    "pool.pages[8].next_free, pool.pages[0].prev_free = 0, 8": (
+        "^1 pages are in the free queue, up to page 8, the pool counts 10$"
+    ),
     "journal.notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
     "journal.notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
     "journal.contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
@@ -355,15 +358,6 @@ def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
     with pytest.raises(
         IntegrityError, match=r"^page 9 .* is named by slot \d+ of the prefix index, where no look-up comes to$"
     ):
-        pool.check()
-
-
-def test_a_free_queue_that_ends_early_is_found() -> None:
-    pool, memory = make_pool()
-    first = memory.pages[0].next_free
-    memory.pages[first].next_free, memory.pages[0].prev_free = 0, first
-    message = f"^1 pages are in the free queue, up to page {first}, the pool counts {memory.num_free}$"
-    with pytest.raises(IntegrityError, match=message):
         pool.check()
 
 
@@ -411,11 +405,7 @@ def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
         old = read(number)
         if value == old or (number[1] in ("num_users", "num_contexts") and value > old):
             continue  # rows may have a context too, and what is behind the end of an array is no context
-        write(number, value)
-        with pytest.raises(IntegrityError):
-            pool.check()
-        write(number, old)
-        pool.check()
+        assert_found(pool, number, value)
 
 
 def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
@@ -429,15 +419,15 @@ def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
 # The running batch.
 
 
-def make_batch() -> tuple[RunningBatch, Any, Any]:
-    """Return a batch with a row of full attention and a window that has left pages, and its first group's pages."""
+def make_batch() -> tuple[RunningBatch, Any]:
+    """Return a batch with a row of full attention and a window that has left pages, and what it holds in its first group."""
     batch = RunningBatch(make_manager(WINDOW, num_pages=32), PageTable(2, 16, 64))
     batch.admit(0, list(range(20)))
     batch.step([0], [1])
     memory = memory_of(batch, BatchMemory)
     assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
-    return batch, memory.held[0], memory.held[0].ids
+    return batch, memory.held[0]
 
 
 def hidden_count(batch: RunningBatch, place: int) -> Any:
@@ -445,47 +435,29 @@ def hidden_count(batch: RunningBatch, place: int) -> Any:
     return c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 4 * place)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_computed"), [(65, 20), (20, 21), (20, -1), (-1, -1)])
-def test_token_counts_that_cannot_be_are_found(num_tokens: int, num_computed: int) -> None:
-    batch, _, _ = make_batch()
-    overwrite(batch.num_tokens, num_tokens)
-    overwrite(batch.num_computed_tokens, num_computed)
-    with pytest.raises(
-        IntegrityError, match=f"^row 0 has {num_tokens} tokens, {num_computed} of them computed, allowed: at most 64$"
-    ):
-        batch.check()
+TOKEN_COUNTS = [(65, 20), (20, 21), (20, -1), (-1, -1)]
+PAGE_COUNTS = {"num_pages": (-1, 4, 17), "num_cached": (-1, 7, 3), "num_skipped": (-1, 7, 5)}
+ROW_DAMAGES = {
+    **{
+        f"overwrite(batch.num_tokens, {known}); overwrite(batch.num_computed_tokens, {computed})": (
+            f"^row 0 has {known} tokens, {computed} of them computed, allowed: at most 64$"
+        )
+        for known, computed in TOKEN_COUNTS
+    },
+    **{f"held.{field} = {value}": "^row 0" for field, values in PAGE_COUNTS.items() for value in values},
+    "hidden_count(batch, 2).value = 25": "^row 0: the next event is at 25 tokens, allowed: 1 to 24$",
+    "hidden_count(batch, 5).value = -1": "^row 0: -1 pages are hashed, otherwise than its 21 tokens would be$",
+    "hidden_count(batch, 5).value = 6": "^row 0: 6 pages are hashed, otherwise than its 21 tokens would be$",
+    "held.ids[held.num_pages - 1] = 32": r"^row 0, group 0: page 32 \(at 5\), allowed: 0 to 31$",
+    "held.ids[held.num_pages - 1] = 0": r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$",
+}
 
 
-@pytest.mark.parametrize(("field", "value"), [(0, -1), (0, 4), (0, 17), (1, -1), (1, 7), (2, -1), (2, 7), (1, 3), (2, 5)])
-def test_page_counts_that_cannot_be_are_found(field: int, value: int) -> None:
-    batch, held, _ = make_batch()
-    setattr(held, ("num_pages", "num_cached", "num_skipped")[field], value)
-    with pytest.raises(IntegrityError, match=r"^row 0"):
-        batch.check()
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (2, 25, "the next event is at 25 tokens, allowed: 1 to 24"),
-        (5, -1, "-1 pages are hashed, otherwise than its 21 tokens would be"),
-        (5, 6, "6 pages are hashed, otherwise than its 21 tokens would be"),
-    ],
-)
-def test_hidden_counts_that_cannot_be_are_found(place: int, value: int, message: str) -> None:
-    batch, _, _ = make_batch()
-    hidden_count(batch, place).value = value
-    with pytest.raises(IntegrityError, match=f"^row 0: {message}$"):
-        batch.check()
-
-
-@pytest.mark.parametrize(
-    ("page_id", "message"), [(32, r"page 32 \(at 5\), allowed: 0 to 31"), (0, r"the null page stands behind page \d+ \(at 5\)")]
-)
-def test_pages_that_cannot_be_are_found(page_id: int, message: str) -> None:
-    batch, held, page_ids = make_batch()
-    page_ids[held.num_pages - 1] = page_id
-    with pytest.raises(IntegrityError, match=f"^row 0, group 0: {message}$"):
+@pytest.mark.parametrize("assignments", ROW_DAMAGES)
+def test_what_cannot_be_in_a_row_is_found(assignments: str) -> None:
+    batch, held = make_batch()
+    exec(assignments, {"batch": batch, "held": held, "overwrite": overwrite, "hidden_count": hidden_count})
+    with pytest.raises(IntegrityError, match=ROW_DAMAGES[assignments]):
         batch.check()
 
 
@@ -536,7 +508,7 @@ def test_a_row_that_is_not_marked_is_found() -> None:
 
 def test_the_stamps_of_calls_start_anew() -> None:
     """A row that a call names twice is told by the number of the call, which has 32 bits. Rows that ascend need none."""
-    batch, _, _ = make_batch()
+    batch, _ = make_batch()
     batch.admit(1, [7] * 5)
     memory = memory_of(batch, BatchMemory)
     assert (memory.max_num_tokens, memory.hash_page_size) == (64, 4)

@@ -76,17 +76,10 @@ def test_check_finds_what_was_written_into_a_table(grouped: bool, message: str) 
 # Rows against the model.
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_are_those_of_the_model(shape: tuple[int, int]) -> None:
-    work = make_work(shape, seed=1)
-    for _ in range(NUM_STEPS):
-        work.do()
-        work.check()
-
-
-@pytest.mark.parametrize("page_sizes", [[16], [16, 16], [16, 1, 7]], ids=str)
-def test_rows_of_all_groups_are_those_of_the_models(page_sizes: list[int]) -> None:
-    work = make_grouped_work(6, 200, page_sizes, seed=2)
+@pytest.mark.parametrize("sizes", [*SHAPES, [16], [16, 16], [16, 1, 7]], ids=str)
+def test_rows_are_those_of_the_model(sizes: Any) -> None:
+    """Of a table by its shape, or of groups by their page sizes."""
+    work = make_work(sizes, seed=1) if isinstance(sizes, tuple) else make_grouped_work(6, 200, sizes, seed=2)
     for _ in range(NUM_STEPS):
         work.do()
         work.check()
@@ -248,11 +241,6 @@ BAD_IDS = [
     ([1, 2, -(2**31)], PageIdError),
     ([2**31], ArgumentError),
     ([-(2**31) - 1], ArgumentError),
-    ([1.0], ArgumentTypeError),
-    ([[1]], ArgumentTypeError),
-    (["1"], ArgumentTypeError),
-    ("12", ArgumentTypeError),
-    (None, ArgumentTypeError),
     (5, ArgumentTypeError),
     ([1] * 9, RowOverflowError),
     (np.ones(9, dtype=np.int32), RowOverflowError),
@@ -330,7 +318,6 @@ def test_rows_that_there_are_not_are_refused(row: int) -> None:
         ("append_rows_batch", (None, [0]), ArgumentTypeError),
         ("append_rows_batch", ([5], [0]), ArgumentTypeError),
         ("mark_dirty", (3,), ArgumentTypeError),
-        ("mark_dirty", (1.5,), ArgumentTypeError),
     ],
 )
 def test_what_is_no_list_or_of_another_length_is_refused(call: str, args: Any, error: type[Exception]) -> None:
@@ -523,8 +510,6 @@ def test_device_slots_are_plain_array_arithmetic() -> None:
         (([0, 1], [0], 16), ArgumentError),
         (([0], [0], 0), ArgumentError),
         (([0], [0], -16), ArgumentError),
-        (([0], [0], 16.0), ArgumentTypeError),
-        (([0.0], [0], 16), ArgumentTypeError),
         (([0], np.array([0.0]), 16), ArgumentTypeError),
         ((0, 0, 16), ArgumentTypeError),
         (([0], [2**31], 16), ArgumentError),
@@ -550,22 +535,15 @@ def test_slots_at_the_edge_of_int32() -> None:
 
 HOST_WORK = """
 import sys
-import numpy as np
-import pagepool
-table = pagepool.PageTable(4, 100, 64)
-table.append_row([1, 2], 0)
-table.append_rows_batch([[3], [4]], np.array([0, 1]))
-table.add_row([5], 2)
-table.swap_row(0, 1)
-table.move_row(0, 3)
-table.clear_row(2)
-table.mark_dirty()
-assert table.slot_mapping([1], [17], 16).tolist() == [33]
-tables = pagepool.MultiGroupPageTable(4, 64, 64, [16, 32])
-tables.append_row([[1], [2]], 0)
-tables.clear()
-table.clear()
-table.append_row([1], 0)
+from table_model import make_grouped_work, make_work
+works = make_work((4, 100), seed=1), make_grouped_work(4, 64, [16, 32], seed=1)
+for work in works:
+    for _ in range(200):
+        work.do()
+    work.check()
+table, tables = (work.tables for work in works)
+table.add_row([1], 0)
+assert table.slot_mapping([0], [7], 16).tolist() == [23]
 """
 WITHOUT_JAX = """
 for ask in (lambda: table.commit(4), lambda: tables.commit(4), lambda: table.page_table, table.get_device_tensor, table.warmup):

@@ -335,8 +335,6 @@ class TestModelConfig:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    if not HAS_ENGINE:
-        pytest.skip("the engine is not installed")
     from easydel.inference.esurge.core import interface
 
     return interface
