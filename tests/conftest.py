@@ -2,6 +2,8 @@
 always installed.
 """
 
+import sys
+from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 
@@ -17,3 +19,12 @@ collect_ignore += ["vllm_core.py", "vllm_planted.py", "vllm_side.py", "vllm_stat
 def same_nonces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the keys of unnamed images be the same when a seed is repeated: policies go by keys."""
     monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
+
+
+@pytest.fixture
+def switch_often() -> Iterator[None]:
+    """Let threads switch as often as CPython permits."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

@@ -22,6 +22,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
+from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
 
 PAGE_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -41,9 +42,17 @@ def keep_every(checkpoint_interval: Any) -> MambaSpec:
 STATE = keep_every(8)
 
 
-def make_manager(*specs: Any, num_pages: int = 40, max_model_len: int = MAX_MODEL_LEN, **options: Any) -> CacheManager:
+def make_manager(
+    *specs: Any,
+    default: tuple[Any, ...] = (FULL, STATE),
+    num_pages: int = 40,
+    max_model_len: int = MAX_MODEL_LEN,
+    **options: Any,
+) -> CacheManager:
     """Make a manager, by default of one attention group and one state group that is kept every 8 tokens."""
-    groups = [CacheGroupSpec(spec) for spec in specs or (FULL, STATE)]
+    if options.get("hash_algo") == "sha256_cbor":
+        pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
+    groups = [CacheGroupSpec(spec) for spec in specs or default]
     return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
 
 
@@ -123,6 +132,14 @@ def manager_state(manager: CacheManager) -> tuple[Any, ...]:
 def unseal(pool: PagePool) -> dict[str, Any]:
     """Return the arrays of a snapshot that `seal` seals."""
     return {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
+
+
+def seal_former(pool: PagePool, version: int) -> dict[str, Any]:
+    """Return a snapshot in the format of a former version."""
+    arrays = {name: array for name, array in unseal(pool).items() if FIRST_VERSIONS.get(name, 1) <= version}
+    with pytest.MonkeyPatch.context() as former:
+        former.setattr("pagepool.page_pool.snapshot.VERSION", version)
+        return seal(arrays)
 
 
 def batch_state(batch: RunningBatch) -> tuple[Any, ...]:

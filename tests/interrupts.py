@@ -69,11 +69,12 @@ class Interrupter:
         return self.is_done
 
 
-def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
+def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object], min_places: int = 1) -> Iterator[Any]:
     """Yield objects from `make` after a call on each was interrupted at the first place, the second, and so on."""
     for place in itertools.count():
         thing = make()
         if not Interrupter(place).interrupts(lambda thing=thing: call(thing)):
+            assert place >= min_places, f"the call has {place} places"
             return
         yield thing
 

@@ -48,8 +48,6 @@ HASH_ALGORITHM_IDS = ["siphash128", "sha256", "sha256_cbor", *WEAK]
 
 
 def make_manager(hash_algo: Any, *specs: Any, num_pages: int = 64) -> CacheManager:
-    if hash_algo == "sha256_cbor":
-        pytest.importorskip("cbor2")
     return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=256, hash_seed=None, hash_algo=hash_algo)
 
 
@@ -136,7 +134,11 @@ TENANTS: list[dict[str, Any]] = [
     {"cache_salt": "e\u0301"},  # looks the same
     {"lora_id": 1},
     {"lora_id": "1"},
+    {"lora_id": 2},
     {"lora_id": "a"},
+    {"lora_id": ("a", "/b")},
+    {"lora_id": ("a", "/c")},
+    {"lora_id": "('a', '/b')"},
     {"cache_salt": "a", "lora_id": 1},
     {"cache_salt": "a", "lora_id": "1"},
     {"cache_salt": "('lora', 1)", "lora_id": 1},

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_model import package_pool_state
 from hybrids import FULL, WINDOW
 from hybrids import make_manager as make_hybrid
 from refusing import refused
@@ -379,11 +380,9 @@ def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
     batch.admit(0, list(range(16)))
     assert batch.admit(1, list(range(9))) == 8
     batch.step([0], [16])
-    before = (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist())
-    assert before[0][1][:3] == [0, 0, 0]
-    with pytest.raises(ArgumentError, match=r"row 0.*cut to 6 tokens.*window"):
+    assert batch.get_page_ids(0)[1][:3] == [0, 0, 0]
+    with refused(lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"row 0.*cut to 6 tokens.*window"):
         batch.trim([0], 6)
-    assert (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist()) == before
     batch.check()
 
 
@@ -409,12 +408,12 @@ def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> No
     batch.admit(1, list(range(100, 110)))
     [leaving, _], [*_, cut] = batch.get_page_ids(0)[0], batch.get_page_ids(1)[0]
     manager.page_pool.free_page_ids([leaving, cut])
-    before = manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()
-    with pytest.raises(DoubleFreeError, match=r"row 0 \(at 0\): a page that it holds was given back by somebody else"):
+    with refused(lambda: package_pool_state(manager.page_pool, False), DoubleFreeError, r"row 0.*given back by somebody else"):
         batch.step([0], [8])
-    with pytest.raises(ArgumentError, match=r"row 1 \(at 0\): cannot be cut to 8 tokens: .* or by somebody else"):
+    with refused(
+        lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"row 1.*cut to 8 tokens: .* or by somebody"
+    ):
         batch.trim([1], 8)
-    assert (manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()) == before
     manager.page_pool.touch_page_ids([leaving, cut])
     batch.step([0], [8])
     batch.trim([1], 8)

@@ -17,7 +17,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import COMMANDS, invoke, refuse, write_trace
-from sources import UNSANITIZED
+from sources import UNSANITIZED, run_python
 
 from pagepool.errors import ArgumentError, count_of
 from pagepool.replay import TraceRecord
@@ -174,8 +174,7 @@ class TestMemory:
     )
     def test_a_pool_takes_about_what_is_counted(self, code: str, counted: int) -> None:
         """The pool has all of its pages cached, the tier nearly all."""
-        command = [sys.executable, "-c", PREPARE_RUNS + code]
-        taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        taken = int(run_python("-c", PREPARE_RUNS + code).stdout)
         assert 0.4 * counted < taken < 1.2 * counted
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space so")
@@ -188,8 +187,7 @@ class TestMemory:
             "main()"
         )
         message = "a pool of 100,000,000 pages of 16 tokens takes 6.0 GiB: 100000000 page records"
-        command = [sys.executable, "-c", code, "replay", str(trace), "--num-pages", "100M"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        result = run_python("-c", code, "replay", trace, "--num-pages", "100M")
         assert result.returncode == 1
         assert re.fullmatch(rf"Error: out of memory: .*{re.escape(message)}\n", result.stderr), result.stderr
 
@@ -208,8 +206,9 @@ class TestMemory:
 
 def run(columns: int, *args: str) -> str:
     """Return what a command prints where lines have so many columns."""
-    command, environment = [sys.executable, "-m", "pagepool", *args], os.environ | {"COLUMNS": str(columns)}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    result = run_python("-m", "pagepool", *args, COLUMNS=str(columns))
+    assert result.returncode == 0, result.stderr
+    return str(result.stdout)
 
 
 class TestHelp:
@@ -312,8 +311,7 @@ INSTALL_REPLAY = "pip install 'pagepool[replay]'; `pagepool doctor` works withou
 class TestWithoutExtras:
     def run(self, args: list[str], *missing: str, **options: Any) -> subprocess.CompletedProcess[str]:
         hidden = f"import runpy, sys; sys.modules.update(dict.fromkeys({[*missing]}))"
-        command = [sys.executable, "-c", f"{hidden}; runpy.run_module('pagepool', run_name='__main__')", *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        return run_python("-c", f"{hidden}; runpy.run_module('pagepool', run_name='__main__')", *args, **options)
 
     def test_the_version_needs_none(self) -> None:
         with_extras = self.run(["--version"])

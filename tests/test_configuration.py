@@ -9,25 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import CHUNK, FULL, WINDOW, keep_every, start, unseal
+from hybrids import CHUNK, FULL, WINDOW, keep_every, seal_former, start, unseal
 from hybrids import make_manager as make_hybrid
 
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
-from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
+from pagepool.page_pool.snapshot import seal
 
 NUM_PAGES = 64
 LIMIT = (1 << 31) - 1
 PROMPT = list(range(20))
-
-
 WIDE = replace(FULL, page_size=8)
 STATE = keep_every(None)
 
 
-def make_manager(*specs: Any, **options: Any) -> CacheManager:
-    return make_hybrid(*specs or (FULL,), num_pages=NUM_PAGES, max_model_len=256, **{"hash_seed": 3} | options)
+make_manager = partial(make_hybrid, default=(FULL,), num_pages=NUM_PAGES, max_model_len=256, hash_seed=3)
 
 
 def cache(manager: CacheManager) -> PagePool:
@@ -123,17 +120,9 @@ def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
             make_manager(hash_seed=9, page_pool=restore(one))
 
 
-def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return a snapshot in the format of version 1."""
-    arrays = {name: array for name, array in unseal(pool).items() if name not in FIRST_VERSIONS}
-    with monkeypatch.context() as patch:
-        patch.setattr("pagepool.page_pool.snapshot.VERSION", 1)
-        return seal(arrays)
-
-
-def test_a_snapshot_of_version_1_is_bound_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_of_version_1_is_bound_to_nothing() -> None:
     manager = make_manager()
-    old = make_old(cache(manager), monkeypatch)
+    old = seal_former(cache(manager), 1)
     assert int(old["version"][0]) == 1
     pool = PagePool.restore(old)
     assert pool.configuration is None

@@ -20,6 +20,7 @@ zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not insta
 
 from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
+from sources import UNSANITIZED  # noqa: E402
 from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some, subscribed, wait_until  # noqa: E402
 
 from pagepool.errors import EndpointError  # noqa: E402
@@ -27,9 +28,6 @@ from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
 from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
-UNSANITIZED = pytest.mark.skipif(
-    "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory for a while"
-)
 LIMIT = 64 * MEBIBYTE
 """The most memory that each test may take; without limits each takes many times as much."""
 

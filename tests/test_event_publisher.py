@@ -559,11 +559,6 @@ raise SystemExit(3)
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_event(publisher: EventPublisher) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
-        publisher.publish(5)  # type: ignore[arg-type]
-
-
 def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
     for name in ("endpoint", "replay_endpoint"):
         endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}

@@ -157,8 +157,6 @@ FEATURES = (Feature("cat", "image", SimpleNamespace(offset=2, length=3)), Featur
 @pytest.mark.parametrize(("is_batch", "hash_algo"), [(False, "siphash128"), (True, "siphash128"), (False, "sha256_cbor")])
 def test_extra_keys_page_by_page(is_batch: bool, hash_algo: str) -> None:
     """In vLLM's order: LoRA, in all pages as vLLM hashes them, features with their place in the page, salt."""
-    if hash_algo == "sha256_cbor":
-        pytest.importorskip("cbor2")
     manager = make_told(hash_algo=hash_algo)
     attributes = {"lora_id": "tuned", "cache_salt": "salt", "mm_features": FEATURES}
     if is_batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,10 +13,8 @@ import pytest
 from hybrids import FULL, PAGE_SIZE, WINDOW
 from hybrids import make_manager as make_hybrid
 
-from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch, hash_request_tokens
+from pagepool import EngineRequest, PageTable, RunningBatch, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys, VllmExtraKeys, extra_keys
-
-Range = tuple[int, int]
 
 
 class Place:
@@ -124,8 +123,7 @@ def test_equal_features_make_equal_keys() -> None:
 # The cost of many features.
 
 
-def make_manager(*specs: Any, num_pages: int = 64) -> CacheManager:
-    return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=1 << 16)
+make_manager = partial(make_hybrid, default=(FULL,), num_pages=64, max_model_len=1 << 16)
 
 
 class CountingInt(int):

@@ -34,22 +34,16 @@ NUM_THREADS = 3
 CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
-"""CPython and JAX warn about the threads, which are intended."""
+pytestmark = [
+    pytest.mark.usefixtures("switch_often"),
+    pytest.mark.filterwarnings("ignore:.*fork"),  # CPython and JAX warn about the threads, which are intended
+]
 
 Work = Callable[[Random], None]
 Call = Callable[[], object]
 
 
 make_manager = partial(make_hybrid, FULL, num_pages=NUM_PAGES, max_model_len=1 << 16)
-
-
-@pytest.fixture(autouse=True)
-def _switch_often() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @contextmanager

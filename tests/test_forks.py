@@ -27,7 +27,6 @@ from refusing import refused
 from pagepool import EngineRequest
 from pagepool.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CopiesDueError,
     IntegrityError,
     OutOfPagesError,
@@ -137,9 +136,6 @@ BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "outside": (0, [1, 4], RowIndexError, OUTSIDE.format(4, 1)),
     "below": (0, np.array([-1], dtype=np.int32), RowIndexError, OUTSIDE.format(-1, 0)),
     "far outside": (0, [1 << 40], ArgumentError, "^targets: got 1099511627776"),
-    "floats": (0, np.array([1.0, 3.0]), ArgumentTypeError, "^targets: .*float64"),
-    "flags": (0, np.array([True, False]), ArgumentTypeError, "^targets: .*bool"),
-    "a number": (0, 1, ArgumentTypeError, "^targets: got int, allowed: a list or an array"),
     "of a free row": (1, [3], ArgumentError, "^row 1 is not admitted$"),
     "of a row outside": (4, [3], RowIndexError, "4.*allowed: 0 to 3"),
     "of a row below": (-1, [3], RowIndexError, "-1.*allowed: 0 to 3"),

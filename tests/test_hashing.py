@@ -1,15 +1,15 @@
 """Hashes: published vectors, chains, seeds, algorithms, extra keys."""
 
 import hashlib
-import os
-import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hybrids import FULL, WINDOW, allocate
+from hybrids import FULL, allocate
 from hybrids import make_manager as make_hybrid
+from refusing import refused
 
 import pagepool
 from pagepool import EngineRequest, hash_request_tokens, hashing
@@ -47,8 +47,7 @@ e3040c00eb28f15366ca73cbd872e740 7697009a6a831dfecca91c5993670f7a 5853542321f567
 """
 
 
-def make_manager(*specs, num_pages=32, **options):
-    return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=1024, **{"hash_seed": None} | options)
+make_manager = partial(make_hybrid, FULL, num_pages=32, max_model_len=1024, hash_seed=None)
 
 
 def fill(manager, request):
@@ -104,11 +103,8 @@ def test_tokens_may_come_as_any_ints(convert):
 def test_wrong_tokens_leave_the_chain_as_it_was(tokens, error):
     chain = HashChain(4, KEY)
     chain.extend([1, 2, 3, 4])
-    before = chain[0]
-    with pytest.raises(error):
+    with refused(lambda: (len(chain), chain[0]), error):
         chain.extend(tokens)
-    assert len(chain) == 1
-    assert chain[0] == before
 
 
 @pytest.mark.parametrize("key", [b"", bytes(15), bytes(17)])
@@ -133,15 +129,6 @@ def test_extra_keys_cannot_be_imitated_by_tokens():
     plain.extend([1, 2, 3, 4])
     keyed.extend([1, 2, 3, 4], b"16 bytes of keys")
     assert plain[1] != keyed[0]
-
-
-def test_without_a_seed_the_key_is_secret_to_the_process():
-    program = "from pagepool.hashing import get_siphash_key; print(get_siphash_key().hex())"
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    run = [sys.executable, "-c", program]
-    assert subprocess.check_output(run, env=env) != subprocess.check_output(run, env=env)
-    env["PYTHONHASHSEED"] = "5"
-    assert subprocess.check_output(run, env=env) == subprocess.check_output(run, env=env)
 
 
 def test_sha256_is_parent_then_little_endian_tokens_then_keys():
@@ -234,15 +221,6 @@ def test_a_page_is_hashed_once():
     assert len(contents) == 5
 
 
-@pytest.mark.parametrize("spec", [FULL, WINDOW])
-def test_prompts_that_collide_under_a_weak_callable_share_nothing(spec):
-    """Also if only the pages of a window are looked up, so that earlier tokens are never compared."""
-    manager = make_manager(spec, hash_algo=lambda content: 0)
-    fill(manager, EngineRequest("a", [1, 1, 1, 1, 2, 2, 2, 2, 0]))
-    assert fill(manager, EngineRequest("b", [9, 9, 9, 9, 2, 2, 2, 2, 0])) == 0
-    assert fill(manager, EngineRequest("c", [1, 1, 1, 1, 3, 3, 3, 3, 0])) == 4
-
-
 def test_kept_tokens_are_compared_where_a_hash_brings_some():
     manager = make_manager(keep_token_ids=True)
     fill(manager, EngineRequest("a", [1, 2, 3, 4]))
@@ -288,27 +266,6 @@ def test_names_of_evicted_pages_are_forgotten():
     assert num_names[-1] < 1000
     assert manager.page_pool.pages[1].page_hash.page_hash == hash_request_tokens(hash, 4, held)[0]
     manager.page_pool.check()
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "num_shared_tokens"),
-    [
-        ({"cache_salt": "a"}, {"cache_salt": "a"}, 8),
-        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
-        ({"cache_salt": "a"}, {}, 0),
-        ({"lora_id": 1}, {"lora_id": 1}, 8),
-        ({"lora_id": 1}, {"lora_id": 2}, 0),
-        ({"lora_id": 1}, {"cache_salt": "1"}, 0),
-        ({"lora_id": ("a", "/b")}, {"lora_id": ("a", "/b")}, 8),
-        ({"lora_id": ("a", "/b")}, {"lora_id": ("a", "/c")}, 0),
-        ({"lora_id": ("a", "/b")}, {"lora_id": "a"}, 0),
-        ({"lora_id": ("a", "/b")}, {"lora_id": "('a', '/b')"}, 0),
-    ],
-)
-def test_salts_and_adapters_keep_requests_apart(first, second, num_shared_tokens):
-    manager = make_manager()
-    fill(manager, EngineRequest("a", list(range(9)), **first))
-    assert fill(manager, EngineRequest("b", list(range(9)), **second)) == num_shared_tokens
 
 
 def image(content_hash, offset, length):

@@ -363,11 +363,8 @@ INTERRUPTED_CALLS: dict[str, Callable[[Interrupted], object]] = {
 
 @pytest.mark.parametrize("call", INTERRUPTED_CALLS.values(), ids=INTERRUPTED_CALLS)
 def test_interrupted_calls_lose_nothing(call: Callable[[Interrupted], object]) -> None:
-    num_interrupted = 0
     for state in interrupted_everywhere(Interrupted, call):
         state.end_all()
-        num_interrupted += 1
-    assert num_interrupted
 
 
 # All together.

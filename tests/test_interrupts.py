@@ -120,13 +120,10 @@ def test_a_call_of_a_manager(hashing: str, name: str) -> None:
     before, after = make(), make()
     call(after)
     expected = before.restart_second(), after.restart_second()
-    num_interrupted = 0
     for requests in interrupted_everywhere(make, call):
         assert requests.restart_second() in expected
         requests.free_all()
         assert requests.manager.reset_prefix_cache()
-        num_interrupted += 1
-    assert num_interrupted
 
 
 def test_a_reset() -> None:
@@ -145,15 +142,12 @@ def test_a_reset() -> None:
 
 def test_taking_events() -> None:
     """After an interrupt at any place, the next events are a snapshot."""
-    num_interrupted = 0
-    for manager in interrupted_everywhere(make_told, lambda manager: manager.require_event_source().take()):
+    for manager in interrupted_everywhere(make_told, lambda manager: manager.require_event_source().take(), 11):
         router = Router()
         router.apply(manager.take_events())
         assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page)
         assert manager.take_events() == []
         assert EntryJournal(manager.page_pool.store).kept_contexts() is not None
-        num_interrupted += 1
-    assert num_interrupted > 10
 
 
 # Rows of a batch.
@@ -198,7 +192,7 @@ def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
     interrupted.
     """
     expected = Rows().admit()
-    for rows in interrupted_everywhere(Rows, call):
+    for rows in interrupted_everywhere(Rows, call, min_places=0):
         rows.batch.check()
         if rows.batch.is_admitted[2]:
             rows.batch.release([2])
@@ -229,7 +223,7 @@ POOL_CALLS: dict[str, tuple[Callable[[Held], object], int, int]] = {
 @pytest.mark.parametrize(("call", "num_references", "num_free"), POOL_CALLS.values(), ids=POOL_CALLS)
 def test_a_call_of_a_pool(call: Callable[[Held], object], num_references: int, num_free: int) -> None:
     """All the pages or none. A caller cannot know which new pages an interrupted call took; a request or a row can."""
-    for held in interrupted_everywhere(Held, call):
+    for held in interrupted_everywhere(Held, call, min_places=0):
         held.pool.check()
         after = {page.ref_cnt for page in held.pages}, held.pool.get_num_free_pages()
         assert after in (({1}, 10), ({num_references}, num_free))
@@ -250,12 +244,9 @@ def test_a_commit() -> None:
             table.add_row([next(page_ids) for _ in range(3)], row)
         return table
 
-    num_interrupted = 0
     for interrupted in interrupted_everywhere(make, lambda table: table.commit(4)):
         call_in_thread(lambda interrupted=interrupted: interrupted.commit(0))
         assert np.asarray(interrupted.commit(4)).tolist() == interrupted.page_table_cpu.tolist()
-        num_interrupted += 1
-    assert num_interrupted
 
 
 # Real signals.

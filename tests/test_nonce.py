@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 from hybrids import FULL
 from hybrids import make_manager as make_hybrid
+from sources import run_python
 from twin_engine import Request
 
 from pagepool import CacheManager, hash_request_tokens
@@ -32,8 +30,6 @@ make_manager = partial(make_hybrid, FULL, num_pages=32, hash_seed=None)
 
 @pytest.fixture(params=ALGORITHMS)
 def manager(request: pytest.FixtureRequest) -> CacheManager:
-    if request.param == "sha256_cbor":
-        pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     return make_manager(**ALGORITHMS[request.param])
 
 
@@ -80,8 +76,7 @@ def test_nonces_cannot_be_guessed() -> None:
         "from pagepool.hashing import RequestExtraKeys\n"
         "print(RequestExtraKeys.of(SimpleNamespace(request_id='a', has_vision=True)).request_keys)\n"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    told = {subprocess.check_output([sys.executable, "-c", program], text=True, env=environment) for _ in range(2)}
+    told = {run_python("-c", program, PYTHONHASHSEED="0").stdout for _ in range(2)}
     assert len(told) == 2
     nonces = [RequestExtraKeys.of(make_seen()).request_keys[0][1] for _ in range(1000)]
     assert len(set(nonces)) == 1000
@@ -92,8 +87,6 @@ def test_nonces_cannot_be_guessed() -> None:
 @pytest.mark.parametrize("hashes_as_bytes", [False, True])
 def test_events_tell_it(hash_algo: str, hashes_as_bytes: bool) -> None:
     pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
-    if hash_algo == "sha256_cbor":
-        pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     from wire import decode_batch
 
     from pagepool.events import EventBatch, encode_batch

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
-import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,7 +12,7 @@ from importlib.metadata import distribution, metadata, version
 from pathlib import Path
 
 import pytest
-from sources import DOORS, INSTALLED, ROOT, on_the_wheel
+from sources import DOORS, INSTALLED, ROOT, on_the_wheel, run_python
 
 import pagepool
 from pagepool import _core
@@ -120,6 +118,5 @@ def test_python_starts_without_pagepool(value: str) -> None:
     builders = [ROOT / name for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile")]
     assert not [path.name for path in builders if ".pth" in path.read_text()]
     code = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'pagepool'])"
-    env = os.environ | {"PAGEPOOL_EASYDEL": value}
-    process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=120)
+    process = run_python("-c", code, PAGEPOOL_EASYDEL=value)
     assert (process.stdout, process.stderr) == ("[]\n", "")

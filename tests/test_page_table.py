@@ -493,13 +493,6 @@ def test_slots_are_those_of_numpy(shape: tuple[int, int], page_size: int) -> Non
     assert table.slot_mapping([], [], page_size).shape == (0,)
 
 
-def test_device_slots_are_plain_array_arithmetic() -> None:
-    table = filled_table()
-    rows, positions = np.array([0, 1]), np.array([33, 2])
-    expected = table.slot_mapping(rows, positions, 16)
-    assert pagepool.device_slot_mapping(table.page_table_cpu, rows, positions, 16).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize(
     ("args", "error"),
     [

@@ -58,17 +58,8 @@ def test_pinned_pages_stay_when_all_others_are_evicted() -> None:
     assert manager.stats().num_pinned_pages == 0
 
 
-@pytest.mark.parametrize(
-    ("span", "error"),
-    [
-        ((-1,), ArgumentError),
-        ((4, 3), ArgumentError),
-        ((0, 1 << 70), ArgumentError),
-        ((1.5,), ArgumentTypeError),
-    ],
-    ids=str,
-)
-def test_spans_that_are_refused(span: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("span", [(-1,), (4, 3), (0, 1 << 70)], ids=str)
+def test_spans_that_are_refused(span: Any) -> None:
     manager = make_manager()
     request = start(manager, "a")
     batch = make_batch(manager)
@@ -79,7 +70,7 @@ def test_spans_that_are_refused(span: Any, error: type[Exception]) -> None:
         lambda: batch.pin(0, *span),
         lambda: batch.unpin(0, *span),
     ):
-        with refused(lambda: manager_state(manager), error, r"start|stop"):
+        with refused(lambda: manager_state(manager), ArgumentError, r"start|stop"):
             call()
 
 

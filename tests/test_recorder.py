@@ -3,14 +3,13 @@
 import gzip
 import json
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from replays import make_manager, run_alone, scale
+from sources import run_python
 
 from pagepool.errors import ArgumentError
 from pagepool.manager import CacheManager
@@ -208,5 +207,5 @@ recorder.start(EngineRequest("a", [1, 2, 3]))
 recorder.finish(EngineRequest("a", [1, 2, 3]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        assert run_python("-c", code).returncode == -signal.SIGKILL
         assert [path.suffix for path in tmp_path.iterdir()] == [".part"]

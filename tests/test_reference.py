@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -51,19 +51,7 @@ reference_specs = pytest.importorskip("easydel.inference.esurge.core.interface")
 NUM_SEEDS = 6
 NUM_CALLS = 1500
 
-PLAIN = Habits(
-    extra_keys=False,
-    external_tokens=False,
-    reserved_pages=False,
-    evict_pages=False,
-    delay_caching=False,
-    prompt_logprobs=False,
-    follow_ups=False,
-    repeated_tokens=False,
-    bursts=False,
-    stray_calls=False,
-    aborts=False,
-)
+PLAIN = Habits(**dict.fromkeys((field.name for field in fields(Habits)), False))
 CHAINED = replace(PLAIN, prompt_logprobs=True, follow_ups=True, repeated_tokens=True)
 BURSTING = replace(PLAIN, prompt_logprobs=True, follow_ups=True, bursts=True, delay_caching=True)
 UNSHARED = replace(BURSTING, repeated_tokens=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
-from sources import ROOT
+from sources import ROOT, run_python
 
 import pagepool._version
 
@@ -62,8 +60,7 @@ def test_a_section_must_be_ready(notes: ModuleType, version: str, message: str) 
 
 
 def test_another_tag_is_refused() -> None:
-    command = [sys.executable, str(SCRIPTS / "release_notes.py"), "v0.0.0"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(SCRIPTS / "release_notes.py", "v0.0.0")
     version = pagepool._version.__version__
     assert process.returncode == 1
     assert process.stderr == f"release: the tag is v0.0.0, but pagepool/_version.py has {version}: expected v{version}\n"

@@ -1,8 +1,6 @@
 """Traces, synthetic chats, the simulated scheduler, and its command."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from command_line import line_of, refuse
 from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, scale, steps_of
+from sources import run_python
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError
 from pagepool.replay import (
@@ -271,4 +270,4 @@ def test_the_public_names_need_no_extra() -> None:
         "import sys, pagepool; assert 'pagepool.replay' not in sys.modules; "
         "import pagepool.replay; assert not {'click', 'rich', 'matplotlib', 'msgspec', 'ray'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0

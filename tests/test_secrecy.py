@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 from hybrids import FULL
 from hybrids import make_manager as make_hybrid
+from sources import run_python
 
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool._core import HashChain
@@ -61,10 +59,9 @@ def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> 
         "from pagepool.hashing import NONE_HASH, get_siphash_key; import os\n"
         "print(get_siphash_key().hex(), NONE_HASH, hash('a'))"
     )
-    environment = os.environ | {"PYTHONHASHSEED": ""}
-    run = [sys.executable, "-c", program]
-    first, second = (subprocess.check_output(run, env=environment, text=True).split() for _ in range(2))
-    assert all(mine != other for mine, other in zip(first, second, strict=True))
+    for seed, is_secret in (("", True), ("5", False)):
+        first, second = (run_python("-c", program, PYTHONHASHSEED=seed).stdout.split() for _ in range(2))
+        assert [mine != other for mine, other in zip(first, second, strict=True)] == [is_secret] * 3
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     secret = get_siphash_key()
     monkeypatch.setenv("PYTHONHASHSEED", "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -17,16 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from batch_model import package_pool_state
-from hybrids import FULL, PAGE_SIZE, allocate, start, unseal
+from hybrids import FULL, PAGE_SIZE, allocate, seal_former, start, unseal
 from hybrids import make_manager as make_hybrid
 from refusing import refused
 from settings import NUM_OPERATIONS
+from sources import run_python
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch, hash_page_tokens
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, OutOfPagesError, PageHashError, SnapshotError
-from pagepool.page_pool.snapshot import FIELDS, FIRST_VERSIONS, seal
+from pagepool.page_pool.snapshot import FIELDS, seal
 
 NUM_SEEDS = -(-NUM_OPERATIONS // 40_000)
 NUM_DAMAGES = NUM_OPERATIONS // 1000
@@ -111,8 +110,7 @@ spec = pagepool.FullAttentionSpec({PAGE_SIZE}, 1, 8, "float16", False)
 manager = pagepool.CacheManager(64, [pagepool.CacheGroupSpec(spec)], 256, hash_seed=3, page_pool=pool)
 print(manager.get_computed_pages(pagepool.EngineRequest("again", list(range(20))))[1])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "16\n"
+    assert run_python("-c", code).stdout == "16\n"
 
 
 def test_a_snapshot_is_a_copy(pool):
@@ -420,12 +418,9 @@ def test_without_caching_a_policy_has_nothing_to_save(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_snapshots_of_former_versions_are_of_pools_with_lru(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_of_former_versions_are_of_pools_with_lru(version: int) -> None:
     pool = make_used("lru").page_pool
-    arrays = {name: array for name, array in unseal(pool).items() if FIRST_VERSIONS.get(name, 1) <= version}
-    with monkeypatch.context() as former:
-        former.setattr("pagepool.page_pool.snapshot.VERSION", version)
-        snapshot = seal(arrays)
+    snapshot = seal_former(pool, version)
     assert snapshot["version"].tolist() == [version]
     restored = PagePool.restore(snapshot)
     assert (restored.eviction, restored.store.ghost_size) == ("lru", None)

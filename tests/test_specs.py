@@ -2,8 +2,6 @@
 installed."""
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from enum import Enum, StrEnum
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sources import run_python
 
 from pagepool import specs
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -96,7 +95,7 @@ class TestDtypes:
             "from pagepool.specs import FullAttentionSpec\n"
             "assert FullAttentionSpec(16, 8, 64, 'bfloat16', False).page_size_bytes == 32768"
         )
-        subprocess.run([sys.executable, "-c", code], check=True)
+        assert run_python("-c", code).returncode == 0
 
 
 class TestSizes:

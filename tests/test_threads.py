@@ -7,10 +7,8 @@ page is ever held by two, nothing is lost, and a call that comes too late gets a
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 from hybrids import FULL, PAGE_SIZE, WINDOW, allocate
 from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
+from sources import run_python
 from threads import num_threads, run_threads
 
 from pagepool import (
@@ -41,16 +40,8 @@ NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
 """Calls on that many pages release the GIL."""
 
+pytestmark = pytest.mark.usefixtures("switch_often")
 seeds = pytest.mark.parametrize("seed", range(min(-(-NUM_OPERATIONS // 50_000), 3)))
-
-
-@pytest.fixture(autouse=True)
-def _switch_often() -> Iterator[None]:
-    """Threads switch as often as CPython permits."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 class Owners:
@@ -738,6 +729,5 @@ def test_a_hash_chain(num_threads: int, seed: int) -> None:
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
 def test_importing_does_not_turn_the_gil_on() -> None:
-    command = [sys.executable, "-c", "import pagepool, sys; print(sys._is_gil_enabled())"]
-    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    process = run_python("-c", "import pagepool, sys; print(sys._is_gil_enabled())")
     assert (process.stdout, process.stderr) == ("False\n", "")

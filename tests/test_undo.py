@@ -6,6 +6,7 @@ Random work against the oracle undoes steps too: see `BatchWorkload.undo`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,19 +16,18 @@ from hybrids import make_batch as make_rows
 from hybrids import make_manager as make_hybrid
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, RunningBatch
+from pagepool import EngineRequest, RunningBatch
 from pagepool.errors import ArgumentError, DoubleFreeError
 
 STATE = keep_every(None)
 PROMPT = LONG_PROMPT[:20]  # five full pages
 
 
-def make_manager(**options: Any) -> CacheManager:
-    return make_hybrid(FULL, **options)
+make_manager = partial(make_hybrid, default=(FULL,))
 
 
 def make_batch(*specs: Any) -> RunningBatch:
-    return make_rows(make_hybrid(*specs or (FULL,)))
+    return make_rows(make_manager(*specs))
 
 
 def give_back(batch: RunningBatch, page_ids: Iterable[int]) -> None:
