@@ -107,14 +107,14 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	fi
 
 # Each line of the core calls the tracer, so files run side by side. It runs Python inside the core, under locks and where memory
-# is short too: what calls back from there, forks, lets allocations fail, measures memory or is a tracer itself is left out, and so
-# are threads: the tracer lets another one run where the core counts on the GIL. Cython's plugin looks for the C file of a header
-# under the header's name, so one that includes it is linked there.
+# is short too: what calls back from there, forks, lets allocations fail, measures memory or is a tracer itself is left out. So are
+# threads, since the tracer lets another one run where the core counts on the GIL, and the documents' commands, which take minutes
+# under it. Cython's plugin looks for the C file of a header under the header's name, so one that includes it is linked there.
 UNTRACED = --deselect=tests/test_host_tier.py::test_interrupted_calls_lose_nothing \
     --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
     --deselect=tests/test_host_tier.py::test_threads_share_a_tier \
     --deselect=tests/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
-TRACED = pagepool docs README.md $(filter-out $(foreach name,fork fuzz interrupts memory threads,tests/test_$(name).py),$(wildcard tests/test_*.py))
+TRACED = pagepool docs README.md $(filter-out $(foreach name,fork fuzz interrupts memory operating threads,tests/test_$(name).py),$(wildcard tests/test_*.py))
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 5000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 97 % and 95 %
