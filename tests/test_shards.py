@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from random import Random
 
 import pytest
+from cpu_time import median_seconds
 
 from pagepool import (
     CacheGroupSpec,
@@ -25,15 +24,6 @@ NUM_PAGES_OF_PROMPT = 8
 PROMPT = list(range(NUM_PAGES_OF_PROMPT * PAGE_SIZE))
 NUM_SHARDS = 4
 FEW, MANY = 20, 10_000
-
-
-def median_seconds(call: Callable[[], object], num_calls: int = 51) -> float:
-    times = []
-    for _ in range(num_calls):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def make_manager(num_twins: int) -> CacheManager:
