@@ -116,7 +116,6 @@ UNTRACED = --deselect=tests/test_host_tier.py::test_interrupted_calls_lose_nothi
     --deselect=tests/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
 TRACED = pagepool docs README.md $(filter-out $(foreach name,fork fuzz interrupts memory operating threads,tests/test_$(name).py),$(wildcard tests/test_*.py))
 
-coverage: export PAGEPOOL_TEST_OPERATIONS ?= 5000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 97 % and 95 %
 	cd $< && rm -f .coverage* && printf '%s\n' $(TRACED) | xargs -P "$$(nproc)" -n 4 \
 	    ../bin/coverage run -m pytest -m 'not slow' --doctest-modules --doctest-glob='*.md' $(UNTRACED) $(PYTEST_ARGS)

@@ -227,6 +227,7 @@ class TestBadInput:
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
+        monkeypatch.setattr("pagepool.replay.shared.memory.MIN_LEFT_BYTES", 0)  # which work of 0.1 s needs
         options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
         assert invoke(*options).exit_code == 0
         refuse(1, "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB", *options, "--eviction", "arc")
