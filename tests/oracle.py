@@ -633,6 +633,8 @@ class OracleManager:
                 page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]
                 twins = self.page_pool.index.get((keys[i], group_id), ())
                 self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
+                if page == NULL_PAGE and self.page_pool.tier is not None:
+                    self.page_pool.tier.drop((keys[i], group_id))
 
     # release and inspection
 

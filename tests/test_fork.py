@@ -42,7 +42,6 @@ pytestmark = [
 Work = Callable[[Random], None]
 Call = Callable[[], object]
 
-
 make_manager = partial(make_hybrid, FULL, num_pages=NUM_PAGES, max_model_len=1 << 16)
 
 
@@ -120,18 +119,11 @@ def use_manager(manager: CacheManager, rng: Random) -> None:
     manager.free_page_hashes(request)
 
 
-class RowOfThread:
+class OwnRow(threading.local):
     """A row for each thread, and one for children."""
 
-    def __init__(self) -> None:
-        self.numbers = itertools.count()
-        self.mine = threading.local()
-
-    def __call__(self) -> int:
-        if not hasattr(self.mine, "row"):
-            self.mine.row = next(self.numbers)
-        row: int = self.mine.row
-        return row
+    def __init__(self, rows: Iterator[int]) -> None:
+        self.row = next(rows)
 
 
 def share_pool() -> tuple[Work, Call]:
@@ -162,7 +154,7 @@ def share_manager(hash_algo: str = "siphash128") -> tuple[Work, Call]:
 def share_batch() -> tuple[Work, Call]:
     """Children may use all rows, except for those that another thread was admitting, whose purpose is unknown."""
     batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
-    own_row = RowOfThread()
+    own = OwnRow(itertools.count(-1))  # the first is for this thread
 
     def run_row(row: int, rng: Random) -> None:
         num_tokens = rng.choice((3, 50, 4500))
@@ -183,17 +175,17 @@ def share_batch() -> tuple[Work, Call]:
         batch.release([row for row in range(NUM_THREADS) if batch.is_admitted[row]])
         batch.check()
 
-    return lambda rng: run_row(own_row(), rng), use
+    return lambda rng: run_row(own.row, rng), use
 
 
 def share_refusals() -> tuple[Work, Call]:
     """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks; no fork waits for it."""
     batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
     batch.admit(NUM_THREADS, [1] * 50)
-    own_row = RowOfThread()
+    own = OwnRow(itertools.count(-1))  # the first is for this thread
 
     def work(rng: Random) -> None:
-        row = own_row()
+        row = own.row
         with suppress(PageHashError):
             assert batch.admit(row, [1] * 50, num_tokens=50, num_reserved_pages=NUM_PAGES) is None
         batch.swap_row(row, row)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, make_batch, make_manager, start
+from hybrids import FULL, WINDOW, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
 from settings import NUM_OPERATIONS
 from threads import run_threads
@@ -116,6 +116,20 @@ def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     failed = manager.fail_transfers(transfers.number, loads=[4])  # the open page
     assert batch.rewind(failed) == ([0, 1], [])
     assert batch.num_computed_tokens[:2].tolist() == [16, 16]
+
+
+def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
+    """They left the window of the row, and were evicted, before its step failed."""
+    manager = make_tiered(WINDOW)
+    batch = make_batch(manager)
+    batch.admit(0, FIRST)
+    batch.step([0], [1])
+    batch.admit(1, OTHER[:16])
+    assert complete(manager).save_src.size == 3
+    assert manager.host_tier.stats().num_cached_pages == 3  # type: ignore[union-attr]
+    batch.release([0], num_computed_tokens=0)
+    assert manager.host_tier.stats().num_cached_pages == 0  # type: ignore[union-attr]
+    batch.check()
 
 
 # Rows that are swapped.

@@ -23,8 +23,6 @@ POLICIES = ("lru", "arc", "adaptive")
 # --- the order of eviction --------------------------------------------------------------------------------------------
 
 PROMPT = list(range(8))
-
-
 make_manager = partial(make_hybrid, FULL, num_pages=21)
 
 

@@ -9,8 +9,6 @@ from random import Random
 import pytest
 
 Work = Callable[[Random, int], None]
-
-
 num_threads = pytest.mark.parametrize("num_threads", [2, 4, 8])
 
 

@@ -3,7 +3,7 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.index cimport find
+from pagepool.core.index cimport drop, find
 from pagepool.core.pages cimport find_unheld, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
@@ -12,7 +12,7 @@ from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, is_needed_by_hits, is_state, keeps_checkpoints, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest
-from pagepool.core.transfers cimport drop_everywhere
+from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
 
 cdef enum:
     STALE = -1                # a hit has another content by now
@@ -259,13 +259,14 @@ cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noe
 
 cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
     """Drop the entry of a page. A null page stands for one that an attention window left, or for a checkpoint. It is not known
-    any more which one that was, so all pages of its content lose the entry.
+    any more which one that was, so all pages of its content lose the entry, and the tier, where it may be alone by now.
     """
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
         while page_id != NULL_PAGE:
-            drop_everywhere(pool, page_id)
+            drop(pool, page_id)
             page_id = find(pool, digest[0], group)
+        drop_from_tier(pool.tier, digest[0], group)
     elif pool.pages[page_id].group != NO_GROUP:
         drop_everywhere(pool, page_id)
 

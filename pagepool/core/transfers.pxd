@@ -154,13 +154,10 @@ cdef inline void end_load(Pool *pool, const Transfer *transfer, bint is_done) no
     put_back(tier.pool, transfer.tier_id)
 
 
-cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
-    """Drop the entry of a page with a wrong content, in the tier too. What is being saved of it gets none."""
-    cdef Tier *tier = pool.tier
-    cdef Digest key = digest_of(&pool.pages[page_id])
-    cdef int32_t tier_id, group = pool.pages[page_id].group & ~FLAGS
+cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
+    """Drop the entry of a wrong content, if there is a tier. What is being saved of it gets none."""
+    cdef int32_t tier_id
     cdef Py_ssize_t i
-    drop(pool, page_id)
     if tier == NULL:
         return
     tier_id = find(tier.pool, key, group)
@@ -169,6 +166,14 @@ cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
     for i in range(tier.num):
         if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = True
+
+
+cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
+    """Drop the entry of a page with a wrong content, in the tier too."""
+    cdef Digest key = digest_of(&pool.pages[page_id])
+    cdef int32_t group = pool.pages[page_id].group & ~FLAGS
+    drop(pool, page_id)
+    drop_from_tier(pool.tier, key, group)
 
 
 cdef inline void empty_tier(Tier *tier) noexcept nogil:
