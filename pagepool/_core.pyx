@@ -91,8 +91,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
-`page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
-`store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
+`store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
 `copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it

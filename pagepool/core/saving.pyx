@@ -7,7 +7,6 @@ from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ghost cimport set_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
     BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
@@ -15,7 +14,7 @@ from pagepool.core.records cimport (
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
-from pagepool.core.store cimport PageStore
+from pagepool.core.store cimport PageStore, counters_of
 
 import numpy as np
 

@@ -14,7 +14,6 @@ from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
-from pagepool.core.page_records cimport new_shard_links, use_shard_links
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport begin_level_parts
@@ -27,7 +26,7 @@ from pagepool.core.row_hashes cimport hash_row
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
-from pagepool.core.store cimport PageStore
+from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
 
