@@ -43,7 +43,7 @@ A state has one page, the working page, to which its holder alone writes: it has
 checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
 source. Pages that it reads or writes get no tokens before it is taken.
 
-A running batch (`RowMemory`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
+A running batch (`RunningRows`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
 free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 
@@ -92,6 +92,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
 `copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
@@ -99,10 +100,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
-`row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
-`running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================

@@ -22,9 +22,9 @@ from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport Pool
 from pagepool.core.request_pages cimport RequestPages, lock_chain, set_contents, unlock_chain
-from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission, set_context
 from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, pages_for
+from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -216,7 +216,7 @@ def fork_request(RequestPages held not None, RequestPages target not None, num_c
     return outcome == FORKED
 
 
-def fork_row(RowMemory rows not None, row, targets) -> None:
+def fork_row(RunningRows rows not None, row, targets) -> None:
     """Let free rows go on from the computed tokens of an admitted row: see `RunningBatch.fork`."""
     cdef Py_ssize_t source = rows.checked_row(row)
     cdef PageIds target_rows = as_own_ids(targets, "targets")
@@ -262,7 +262,7 @@ cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets
     return targets.num
 
 
-cdef bint copy_extra_keys(RowMemory rows, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
+cdef bint copy_extra_keys(RunningRows rows, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
     """Give free rows the extra keys of another, and what they had to `forgotten`. False where memory is short: those that have
     them by then have no digests.
     """
@@ -303,7 +303,7 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
 
 
 cdef int refuse_fork(
-    RowMemory rows, Py_ssize_t source, PageIds targets, bint is_ready, Py_ssize_t at, ForkOutcome outcome
+    RunningRows rows, Py_ssize_t source, PageIds targets, bint is_ready, Py_ssize_t at, ForkOutcome outcome
 ) except -1:
     cdef Batch *batch = &rows.batch
     cdef Holding holding = holding_of(batch, source)

@@ -23,9 +23,9 @@ from pagepool.core.request_pages cimport (
     count_state_hits,
 )
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
-from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission, set_context
 from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, hits_leading_pages
+from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
@@ -54,7 +54,7 @@ cdef class RowRequest:
     `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
     """
 
-    cdef RowMemory rows
+    cdef RunningRows rows
     cdef Py_ssize_t row
     cdef object token_ids
     cdef object options
@@ -68,7 +68,7 @@ cdef class RowRequest:
     cdef int32_t context
 
     def __cinit__(
-        self, RowMemory rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
+        self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, interval=0, num_external_tokens=0,
     ):
         self.rows, self.row = rows, rows.checked_row(row)
@@ -86,7 +86,7 @@ cdef class RowRequest:
         hold; None: take no hits. The row has a
         `context` of `EntryJournal.add_context`. `counter` counts an admitted request.
         """
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
@@ -131,7 +131,7 @@ cdef class RowRequest:
 
     cdef int set_contents(self, PageIds tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Py_ssize_t start, num_kept = 0
         cdef void *thread
@@ -169,7 +169,7 @@ cdef class RowRequest:
         """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
         if too few pages are free.
         """
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef tuple hits = ()

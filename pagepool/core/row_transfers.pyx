@@ -23,9 +23,9 @@ from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.request_pages cimport RequestPages, lock_chain, unlock_chain
-from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, pages_for
+from pagepool.core.running cimport RunningRows
 from pagepool.core.shrinking cimport can_go_back, go_back
 from pagepool.core.siphash cimport Digest
 from pagepool.core.swapped cimport drop_swapped, put_back_all
@@ -35,7 +35,7 @@ from pagepool.core.transfers cimport find_oldest_load, note_save, note_transfer,
 from pagepool.errors import ArgumentError, CopiesDueError, DoubleFreeError
 
 
-def swap_out_row(RowMemory rows not None, row) -> bool:
+def swap_out_row(RunningRows rows not None, row) -> bool:
     """Have the pages of a row saved in the tier, and give them back: see `RunningBatch.swap_out`."""
     cdef Py_ssize_t source = rows.checked_row(row)
     cdef Batch *batch = &rows.batch
@@ -79,13 +79,13 @@ def swap_out_row(RowMemory rows not None, row) -> bool:
     return is_saved
 
 
-cdef int check_tier(RowMemory rows) except -1:
+cdef int check_tier(RunningRows rows) except -1:
     if rows.store.pool.tier == NULL:
         raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
     return 0
 
 
-cdef int refuse_row(RowMemory rows, Py_ssize_t row) except -1:
+cdef int refuse_row(RunningRows rows, Py_ssize_t row) except -1:
     if not rows.batch.states[row].is_admitted:
         raise ArgumentError(f"row {row} is not admitted")
     if rows.batch.num_external[row]:
@@ -175,7 +175,7 @@ cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
     plan_next_event(batch, row)
 
 
-def swap_in_row(RowMemory rows not None, row) -> int | None:
+def swap_in_row(RunningRows rows not None, row) -> int | None:
     """Have the pages of a row that are in the tier loaded: see `RunningBatch.swap_in`."""
     cdef Py_ssize_t target = rows.checked_row(row)
     cdef Batch *batch = &rows.batch
@@ -303,7 +303,7 @@ cdef enum Outcome:
     LOST
 
 
-def rewind_rows(RowMemory rows not None, FailedLoads failed not None) -> tuple:
+def rewind_rows(RunningRows rows not None, FailedLoads failed not None) -> tuple:
     """Let rows go back to tokens that were computed without failed loads: see `RunningBatch.rewind`."""
     cdef Outcome *outcomes
     cdef Py_ssize_t row
@@ -338,7 +338,7 @@ cdef Outcome rewind_row(Batch *batch, Py_ssize_t row, FailedLoads failed) noexce
     return REWOUND
 
 
-def end_external(RowMemory rows not None, row, num_tokens, bint is_failed) -> int:
+def end_external(RunningRows rows not None, row, num_tokens, bint is_failed) -> int:
     """Let a pending row run: see `RunningBatch.commit_external`, and if it `is_failed` `RunningBatch.fail_external`. Returns
     how many tokens of the row are computed.
     """

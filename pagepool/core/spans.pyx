@@ -23,7 +23,7 @@ from pagepool.core.records cimport (
 from pagepool.core.references cimport find_pinned, take_pin_back
 from pagepool.core.request_pages cimport CacheGroups, checked_hits
 from pagepool.core.row_hashes cimport hash_row
-from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
@@ -105,7 +105,7 @@ cdef class TokenSpan:
             num_missed += list_cached(&self.store.pool, group, &pages, chain.digests, found)
         return num_missed
 
-    cdef bint list_row(self, RowMemory rows, Py_ssize_t row, PageIds found) noexcept:
+    cdef bint list_row(self, RunningRows rows, Py_ssize_t row, PageIds found) noexcept:
         """List the cached pages of a row of a locked batch, none if it is not admitted. False where memory is short."""
         cdef const Group *group
         cdef Held *held
@@ -121,7 +121,7 @@ cdef class TokenSpan:
             list_cached(&self.store.pool, group, &listed, digests_of(&rows.batch, row), found)
         return True
 
-    cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:
+    cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1:
         cdef Py_ssize_t checked = rows.checked_row(row)
         if rows.store is not self.store:
             raise ArgumentError("rows: got those of another pool")
@@ -230,7 +230,7 @@ cdef class PinSpan(TokenSpan):
                 pin_found(self.store, found, fresh, &verdict)
         return None if verdict.outcome == STALE else self.finish(&verdict, found.num, fresh.num)
 
-    def pin_row(self, RowMemory rows not None, row, max_num_pinned) -> int:
+    def pin_row(self, RunningRows rows not None, row, max_num_pinned) -> int:
         """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
@@ -278,7 +278,7 @@ cdef class PinSpan(TokenSpan):
                 n += unpin_group(&self.store.pool, group, self.pages_of(group, MAX_TOKENS, chain.num), chain.digests)
         return n
 
-    def unpin_row(self, RowMemory rows not None, row) -> int:
+    def unpin_row(self, RunningRows rows not None, row) -> int:
         """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
         cdef const Group *group
         cdef Range pages
@@ -583,7 +583,7 @@ cdef class RetentionSpan(TokenSpan):
         self.check_room(has_room)
         return None if is_stale else found.num
 
-    def retain_row(self, RowMemory rows not None, row, Retention retention not None) -> int:
+    def retain_row(self, RunningRows rows not None, row, Retention retention not None) -> int:
         """Retain the cached pages of an admitted row. Returns how many. Errors as in `require_cached`. O(pages)."""
         cdef PageIds found = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_tokens, checked = self.checked_row(rows, row)
