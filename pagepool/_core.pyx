@@ -65,7 +65,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `arc.pxd`              the policy ARC
 `lru.pxd`              LRU as a policy, for a pool with retained pages
 `adaptive.pxd`         the policy that learns when pages are used again
-`references.pxd`       references given back page by page, and pins
+`references.pxd`       references given back, and pins
 `levels.pxd`           priorities and protection of cached pages, and when they end
 `notes.pxd`            the journal's notes of entries that come and go
 `twins.pxd`            pages of equal content
@@ -78,30 +78,27 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `checkpoints.pxd`      states become checkpoints
 `forks.pxd`            a request or row goes on twice
 `rows.pxd`             rows of page tables
-`batch.pxd`            records of running rows
+`batch.pxd`            records of running rows, which become free, change places, and may have their pages in the tier
 `row_hashes.pxd`       pages of running rows are hashed
-`growth.pxd`           rows grow (`grow_row`)
+`growth.pxd`           rows grow (`grow_row`); those with the same tokens share pages
 `shrinking.pxd`        rows are cut, or growth is taken back
-`swapped.pxd`          rows whose pages are in the tier
-`row_moves.pxd`        rows are freed and exchanged
-`pending.pxd`          tokens that come from elsewhere
-`unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
-`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
-`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
-`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
+`saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
-`saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
+`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
 `table.pyx`            `TableRows`, `GroupedRows`
+`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
+`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
+`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`: rows whose pages are transferred
+`external.pyx`         tokens that come from elsewhere: `end_external`, `skip_unread_pages`, `give_back_behind`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
@@ -113,15 +110,14 @@ from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.copying import (
     PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
 )
+from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery, Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest
-from pagepool.core.row_transfers import (
-    end_external, give_back_behind, rewind_rows, skip_unread_pages, swap_in_row, swap_out_row,
-)
+from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages

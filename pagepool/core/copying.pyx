@@ -8,7 +8,8 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_shard, size_of
 from pagepool.core.batch cimport (
-    Batch, ExtraKey, RowState, digests_of, holding_of, plan_next_event, show_row, start_call, tokens_of,
+    Batch, ExtraKey, RowState, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, start_call,
+    tokens_of,
 )
 from pagepool.core.chain cimport HashChain
 from pagepool.core.checkpoints cimport Source, are_checkpoints_due, is_checkpoint_due, keep_state
@@ -22,7 +23,6 @@ from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport Pool
 from pagepool.core.request_pages cimport RequestPages, lock_chain, set_contents, unlock_chain
-from pagepool.core.row_moves cimport begin_admission, set_context
 from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, pages_for
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest

@@ -15,6 +15,14 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
         pool.num_freed += 1
 
 
+cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
+    """One reference less for each page, null pages passed over, the last first."""
+    cdef int32_t i
+    for i in range(n - 1, -1, -1):
+        if ids[i] != NULL_PAGE:
+            put_back(pool, ids[i])
+
+
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
     if pool.num_parts:

@@ -6,7 +6,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_list, as_shard, size_of
-from pagepool.core.batch cimport Batch, ExtraKey, digests_of, holding_of, plan_next_event, show_row, tokens_of
+from pagepool.core.batch cimport (
+    Batch, ExtraKey, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, tokens_of,
+)
 from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport reserve_copies
 from pagepool.core.entering cimport enter_waiting
@@ -23,7 +25,6 @@ from pagepool.core.request_pages cimport (
     count_state_hits,
 )
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
-from pagepool.core.row_moves cimport begin_admission, set_context
 from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, hits_leading_pages
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter

@@ -9,7 +9,8 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowState, Swapped, amount, claim_row, held_by, holding_of, is_row, start_call, tokens_of,
+    DueRow, ExtraKey, Grown, RowState, Swapped, amount, claim_row, empty_row, exchange_rows, held_by, holding_of, is_row,
+    set_context, start_call, tokens_of,
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, reserve_copies
@@ -21,7 +22,6 @@ from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
-from pagepool.core.row_moves cimport empty_row, exchange_rows, set_context
 from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
 from pagepool.core.shrinking cimport (
     can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,

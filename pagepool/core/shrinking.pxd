@@ -6,8 +6,8 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.batch cimport (
-    Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, end_row, held_by, holding_of, plan_next_event,
-    start_call,
+    Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, drop_swapped, end_row, held_by, holding_of,
+    plan_next_event, start_call,
 )
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, lacks_page, recompute_from
@@ -16,7 +16,6 @@ from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
 from pagepool.core.references cimport put_back, put_back_held
 from pagepool.core.rules cimport Group, full_pages, pages_for
-from pagepool.core.swapped cimport drop_swapped
 
 
 cdef inline int32_t count_kept(
