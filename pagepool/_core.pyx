@@ -76,6 +76,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `entering.pxd`         pages that got full are hashed and entered
 `copies.pxd`           copies that are due before the next step
 `checkpoints.pxd`      states become checkpoints
+`allocation.pxd`       pages that tokens need are taken all or nothing: `Demand`, `price`, `fit`, `attach`
 `forks.pxd`            a request or row goes on twice
 `rows.pxd`             rows of page tables
 `batch.pxd`            records of running rows, which become free, change places, and may have their pages in the tier
@@ -91,14 +92,16 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
-`request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
+`cache_pages.pyx`      `CachePages`: the pages that look-ups and allocations return
+`request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`) in its `CacheGroups`
+`slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
 `table.pyx`            `TableRows`, `GroupedRows`
 `running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
-`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
+`copying.pyx`          `PageCopies` that are due; `fork_request`, `fork_row`, which need them
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`: rows whose pages are transferred
-`external.pyx`         tokens that come from elsewhere: `end_external`, `skip_unread_pages`, `give_back_behind`
+`external.pyx`         `end_external`: rows that wait for tokens from elsewhere
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
@@ -107,19 +110,19 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 from pagepool.core.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.copying import (
-    PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
-)
-from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
+from pagepool.core.cache_pages import CachePages
+from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
+from pagepool.core.external import end_external
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.lookups import PrefixQuery, Refusal
+from pagepool.core.lookups import PrefixQuery, Refusal, RequestHashes
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.slots import SlotAllocator
 from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

@@ -7,7 +7,7 @@ from pagepool.core.batch cimport (
     Batch, DueRow, Grown, Growth, RowState, amount, claim_row, contents_of, drop_swapped, held_by, holding_of, is_row,
     last_token_event, plan_next_event, room_for, start_call, tokens_of,
 )
-from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, is_checkpoint_due, keep_state
+from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, keep_state
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.holdings cimport (
@@ -85,10 +85,9 @@ cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_compu
     hash_row(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if is_checkpoint_due(&batch.groups[g], held, num_computed):
-            if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, &source):
-                write_ids(batch.tables[g], row, 0, held.ids, 1)
-                batch.tables[g].version += 1
+        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, &source):
+            write_ids(batch.tables[g], row, 0, held.ids, 1)
+            batch.tables[g].version += 1
 
 
 cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import (
+    CachePages,
     FailedLoads,
     HashChain,
     Lease,
@@ -17,19 +18,17 @@ from pagepool._core import (
     RequestPages,
     Retention,
     RetentionSpan,
+    SlotAllocator,
     Transfers,
-    check_copies_taken,
     check_holders,
     end_step,
     end_transfers,
     find_wrong_token,
     fork_request,
-    give_back_behind,
     lease_pages,
     list_in_flight,
     lists_of,
     protect_pages,
-    skip_unread_pages,
     take_copies,
     take_transfers,
 )
@@ -40,10 +39,8 @@ from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
-from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
-from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
@@ -53,10 +50,6 @@ if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
 __all__ = ["CacheManager"]
-
-ZERO = 0
-"""The default of a count. `is` tells this int from zeros of other types."""
-
 Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
 """What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
@@ -139,7 +132,7 @@ class CacheManager(KeyHolder):
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, use_eagle)
-        self._slots = SlotAllocator(self.coordinator, self._lookups, len(kv_cache_groups), self.enable_caching)
+        self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
@@ -240,54 +233,19 @@ class CacheManager(KeyHolder):
         of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
         restore its state. Amortised O(new pages).
         """
-        try:
-            num_computed_tokens = request.num_computed_tokens
-            # A plain int and not negative if all three are.
-            counts = num_new_tokens | num_lookahead_tokens | num_computed_tokens
-            is_plain = type(counts) is int and counts >= 0 and num_new_tokens
-            held = self._requests.get(request.request_id)
-        except (AttributeError, OverflowError, TypeError):
-            is_plain = False
-        if is_plain and num_new_computed_tokens is num_external_computed_tokens is ZERO:
-            num_tokens = num_computed_tokens + num_new_tokens
-        else:
-            num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens = _read_num_tokens(
-                num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens
-            )
-            num_computed_tokens = read_count(request, "num_computed_tokens")
-            held = self._requests.get(id_of(request))
-            num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
-        if (
-            held is not None
-            and new_computed_pages is None
-            and not num_new_computed_tokens
-            and held.needs_nothing(num_computed_tokens, num_tokens, num_tokens + num_lookahead_tokens)
-        ):
-            return CachePages(self._no_ids, self._store)
-        if num_tokens > self.max_model_len:
-            raise ArgumentError(
-                f"request {shown(request.request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_model_len}"
-            )
-        num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
-        num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
-        placement = ANYWHERE
-        if dp_shard_hint is not None or data_parallel_size is not None or num_reserved_pages:
-            placement = Placement(dp_shard_hint, data_parallel_size, num_reserved_pages)
-        with self._lock:
-            hits = self._slots.get_hits(request, new_computed_pages)
-            if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
-                self._slots.check_computed(request, num_computed_tokens, num_new_computed_tokens, hits)
-            if data_parallel_size is None and self._lookups.is_refused_still(request, hits, num_slots, num_reserved_pages):
-                return None
-            new_ids = self._slots.allocate(
-                request,
-                num_computed_tokens,
-                hits,
-                num_slots,
-                0 if delay_cache_pages or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
-                placement,
-            )
-        return None if new_ids is None else CachePages(new_ids, self._store)
+        return self._slots.allocate(
+            self._lock,
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_pages,
+            num_lookahead_tokens,
+            delay_cache_pages,
+            dp_shard_hint,
+            data_parallel_size,
+            num_external_computed_tokens,
+            num_reserved_pages,
+        )
 
     def require_capacity(self, num_tokens: int) -> None:
         """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
@@ -316,9 +274,8 @@ class CacheManager(KeyHolder):
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._lookups.extend(request, num_tokens)
-            held.rewind(num_before)
-            if held.check_enterable(hashes.chain, num_tokens):
-                self._slots.enter_pages(held, hashes, num_tokens)
+            with self._lookups.naming(hashes, held.num_cached_hashes, num_tokens) as context:
+                held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
@@ -399,7 +356,6 @@ class CacheManager(KeyHolder):
                 f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
                 f"{held.num_room_tokens}, for which there are slots"
             )
-        check_copies_taken(held, may_be_read=True)
         if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
             raise ArgumentError(
                 f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "
@@ -470,7 +426,7 @@ class CacheManager(KeyHolder):
         """
         with self._lock:
             held, num_computed_tokens = self._check_external(request, "num_tokens", num_tokens)
-            self._commit(request, held, num_computed_tokens)
+            self._end_external(request, held, num_computed_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
         """`commit_external` for the first `num_valid_tokens` of the external tokens. The pages wholly behind them are given
@@ -484,9 +440,7 @@ class CacheManager(KeyHolder):
             if any(manager.is_state for manager in self.coordinator.single_type_managers):
                 self.coordinator.free(request.request_id)
                 return 0
-            hashes = self._lookups.hashes.get(request.request_id)
-            self._commit(request, held, num_computed_tokens)
-            give_back_behind(held, num_computed_tokens, hashes.chain if hashes else None)
+            self._end_external(request, held, num_computed_tokens, is_failed=True)
             return num_computed_tokens
 
     def _check_external(self, request: Request, name: str, num_tokens: int) -> tuple[RequestPages, int]:
@@ -497,16 +451,17 @@ class CacheManager(KeyHolder):
         num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
         if num_tokens > num_most_tokens:
             raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
-        check_copies_taken(held)
+        held.require_copies_taken()
         return held, start + num_tokens
 
-    def _commit(self, request: Request, held: RequestPages, num_computed_tokens: int) -> None:
+    def _end_external(self, request: Request, held: RequestPages, num_computed_tokens: int, is_failed: bool) -> None:
         """Enter the pages of a request that are filled by its first tokens, and that later ones attend to."""
-        hashes = self._lookups.extend(request, num_computed_tokens) if self.enable_caching else None
-        is_due = hashes is not None and held.check_enterable(hashes.chain, num_computed_tokens)
-        skip_unread_pages(held, num_computed_tokens)
-        if hashes is not None and is_due:
-            self._slots.enter_pages(held, hashes, num_computed_tokens)
+        if not self.enable_caching:
+            held.end_external(None, num_computed_tokens, is_failed)
+            return
+        hashes = self._lookups.extend(request, num_computed_tokens)
+        with self._lookups.naming(hashes, held.num_cached_hashes, num_computed_tokens) as context:
+            held.end_external(hashes.chain, num_computed_tokens, is_failed, context)
 
     def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
         """Keep pages that a transfer reads: until the lease is released they are not handed out, though their request is freed.
@@ -758,9 +713,26 @@ class CacheManager(KeyHolder):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            self._slots.free(request, num_computed_tokens)
+            num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
+            hashes = self._lookups.hashes.get(request.request_id)
+            if num_last_tokens:
+                hashes = self._lookups.extend(request, num_last_tokens)
+            chain = None if hashes is None else hashes.chain
+            start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
+            with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
+                self.coordinator.free(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
             if num_computed_tokens is not None:
                 self.page_pool.forget_evicted_names()
+
+    def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
+        """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
+        interval, held = self.checkpoint_interval, self._requests.get(id_of(request))
+        if not interval or not held:
+            return 0
+        num_tokens = read_count(request, "num_computed_tokens")
+        is_kept = num_computed_tokens in (None, num_tokens) and num_tokens % interval == 0
+        is_kept = is_kept and num_tokens <= read_count(request, "num_tokens")
+        return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request.
@@ -880,14 +852,3 @@ def _collect_stats(
         num_lru_hit_pages=num_lru_hit_pages,
         host_tier=None if host_tier is None else host_tier.stats(),
     )
-
-
-def _read_num_tokens(
-    num_new_tokens: int, num_external_tokens: int, num_new_computed_tokens: int, num_lookahead_tokens: int
-) -> tuple[int, int, int, int]:
-    """Return the four as Python ints, since sums of NumPy ints wrap around. ArgumentError for a negative count or no work."""
-    num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
-    num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
-    num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
-    num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
-    return num_new_tokens, num_external_tokens, num_new_computed_tokens, num_lookahead_tokens
