@@ -154,7 +154,7 @@ def test_of_large_pools_pages_are_sampled() -> None:
     assert 0.9 < stats.lifetime.num_times * 128 / stats.num_evicted_pages < 1.1
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 def test_pages_that_lru_would_have_hit(eviction: str) -> None:
     """In a pool that evicts nothing, those that were hit: held ones, and free ones that were found in time."""
     manager = make_manager(eviction=eviction)
