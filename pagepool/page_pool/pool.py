@@ -143,8 +143,7 @@ class PagePool:
         """Record the configuration under which pages are cached. `CacheManager` calls this.
 
         Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
-        if the cached pages are bound to another one. An unused pool, or one from a snapshot of version 1, is not bound.
-        O(configuration).
+        if the cached pages are bound to another one. An unused pool is not bound. O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration

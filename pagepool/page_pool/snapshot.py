@@ -30,11 +30,7 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 3
-FIRST_VERSIONS = {"configuration": 2} | dict.fromkeys(
-    ("cached_pins", "eviction", "policy_marks", "policy_ghosts", "policy_counts", "policy_learned"), 3
-)
-"""The first version of each array that not all versions have."""
+VERSION = 4
 
 
 class Field(NamedTuple):
@@ -119,18 +115,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if not 1 <= version <= VERSION:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: 1 to {VERSION}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= FIRST_VERSIONS.get(name, 1)}
+    if version != VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return {**_defaults(), **arrays}
-
-
-def _defaults() -> Snapshot:
-    """Return what snapshots of former versions lack."""
-    empty = {name: np.empty((0, 2)[: len(FIELDS[name].shape)], FIELDS[name].dtype) for name in FIRST_VERSIONS}
-    return {**empty, "configuration": encode_configuration(None), "eviction": _as_bytes(b"lru")}
+    return arrays
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
