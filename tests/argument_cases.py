@@ -580,7 +580,7 @@ for algorithm in ("siphash128", "sha256", *(["sha256_cbor"] if find_spec("cbor2"
     add_calls(HASH_CALLS.replace("ALGORITHM", repr(algorithm)))
 if find_spec("msgspec") and find_spec("zmq"):
     from pagepool import events
-    from pagepool.event_publisher import EventPublisher
+    from pagepool.events.publisher import EventPublisher
 
     def publish(use: InUse, events: Any = (), **options: Any) -> None:
         with EventPublisher(**({"endpoint": "inproc://argument-edges"} | options)) as publisher:

@@ -183,9 +183,9 @@ def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pyte
     """The manager, its pool, Prometheus and the report give the same number, however often requests were refused."""
     registry_of = pytest.importorskip("prometheus_client").CollectorRegistry
     pytest.importorskip("rich")
-    from pagepool.metrics import CacheCollector
     from pagepool.replay import Scheduler, generate_chats
     from pagepool.replay.simulation.report import print_report
+    from pagepool.stats.prometheus import CacheCollector
 
     chats = generate_chats(num_requests=60, seed=3)
     num_pages = 2 + max(request.num_slots for request in chats) // 8
