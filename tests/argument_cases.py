@@ -31,6 +31,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     create_kv_cache_specs_from_config,
+    specs,
 )
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
@@ -593,4 +594,4 @@ if find_spec("msgspec") and find_spec("zmq"):
         events.encode_batch(events.EventBatch(0.0, manager.take_events()))
 
     add_calls(EVENT_CALLS)
-NAMES.update(vars(pagepool) | globals())
+NAMES.update(vars(specs) | vars(pagepool) | globals())

@@ -22,13 +22,13 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
-    cdiv,
     estimate_runtime_page_budget,
 )
 from pagepool.arguments import ATTRIBUTES
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import TraceRecord
 from pagepool.replay.traces.reader import parse_record
+from pagepool.specs import cdiv
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
 

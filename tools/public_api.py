@@ -32,8 +32,6 @@ SECTIONS = (
     Section("Page pool", "page_pool"),
     Section("Statistics", "stats"),
     Section("Hashes", "hashing"),
-    Section("Kinds of attention", "attention"),
-    Section("Coordinators", "coordinator"),
     Section("Errors", "errors", False),
     Section("Events", "events", False),
     Section("Publishing events", "events.publisher", False),
