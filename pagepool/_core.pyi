@@ -72,16 +72,8 @@ class PageStore:
     def has_tier(self) -> bool: ...
     enable_caching: Final[bool]
     eviction: Final[str]
-    ghost_size: Final[float | None]
     names: Final[HashNames]
-    def __new__(
-        cls,
-        num_pages: int,
-        enable_caching: bool = ...,
-        is_pool: bool = ...,
-        eviction: str = ...,
-        ghost_size: float | None = ...,
-    ) -> Self: ...
+    def __new__(cls, num_pages: int, enable_caching: bool = ..., is_pool: bool = ..., eviction: str = ...) -> Self: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -298,7 +290,7 @@ def check_holders(store: PageStore, requests: Iterable[RequestPages]) -> None: .
 def check_rows(rows: RunningRows, requests: Iterable[RequestPages]) -> None: ...
 def copy_records(store: PageStore, names: str | None = ..., of_tier: bool = ...) -> dict[str, Any]: ...
 def load_store(
-    kind: tuple[bool, str, float | None],
+    kind: tuple[bool, str],
     ref_counts: npt.NDArray[np.int32],
     free_page_ids: npt.NDArray[np.int32],
     cached: tuple[npt.NDArray[Any], ...],

@@ -62,8 +62,6 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue, and its parts: which page is evicted next
 `ghost.pxd`            keys of evicted pages, which a policy remembers
-`arc.pxd`              the policy ARC
-`lru.pxd`              LRU as a policy, for a pool with retained pages
 `adaptive.pxd`         the policy that learns when pages are used again
 `references.pxd`       references given back, and pins
 `levels.pxd`           priorities and protection of cached pages, and when they end

@@ -31,6 +31,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     create_kv_cache_specs_from_config,
+    specs,
 )
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
@@ -402,8 +403,8 @@ use.manager.protect(requests=<()|list>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
 CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
     page_pool=<None|None>, max_pinned_share=<0.5|float>)
-CacheManager(8, GROUPS, 64, eviction=<"arc"|None>, ghost_size=<None|None float fraction>)
-CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="arc"), eviction=<None|None>, ghost_size=<None|None>)
+CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
+CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
 CacheManager(8, [<GROUPS[0]>], 64)
 CacheManager(8, [CacheGroupSpec(<SPEC|by_value>)], 64)
 EngineRequest("a", prompt_token_ids=<[1]|list>).all_token_ids
@@ -428,9 +429,8 @@ hash_request_tokens(lambda _: 1, page_size=<4>, request=<use.held>)
 """
 POOL_CALLS = """
 PagePool(num_pages=<8|by_value>, enable_caching=True)
-PagePool(8, True, eviction=<"lru"|by_value>, ghost_size=<None|None>)
-PagePool(8, True, eviction=<"arc"|by_value>, ghost_size=<None|None float fraction>)
-PagePool(8, True, eviction=<"adaptive"|by_value>, ghost_size=<None|None>)
+PagePool(8, True, eviction=<"lru"|by_value>)
+PagePool(8, True, eviction=<"adaptive"|by_value>)
 use.pool.get_new_pages(num_pages=<1>, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.pool.get_new_page_ids(num_pages=<1>, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.pool.free_page_ids(<[]|list>)
@@ -581,7 +581,7 @@ for algorithm in ("siphash128", "sha256", *(["sha256_cbor"] if find_spec("cbor2"
     add_calls(HASH_CALLS.replace("ALGORITHM", repr(algorithm)))
 if find_spec("msgspec") and find_spec("zmq"):
     from pagepool import events
-    from pagepool.event_publisher import EventPublisher
+    from pagepool.events.publisher import EventPublisher
 
     def publish(use: InUse, events: Any = (), **options: Any) -> None:
         with EventPublisher(**({"endpoint": "inproc://argument-edges"} | options)) as publisher:
@@ -594,4 +594,4 @@ if find_spec("msgspec") and find_spec("zmq"):
         events.encode_batch(events.EventBatch(0.0, manager.take_events()))
 
     add_calls(EVENT_CALLS)
-NAMES.update(vars(pagepool) | globals())
+NAMES.update(vars(specs) | vars(pagepool) | globals())

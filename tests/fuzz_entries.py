@@ -31,7 +31,7 @@ CONSTRUCTORS = {
     "RetentionSpan": "store first_token stop_token",
     "Retention": "priority seconds",
     "HashChain": "page_size key_bytes flag",
-    "PageStore": "num_pages flag is_pool eviction ghost_size",
+    "PageStore": "num_pages flag is_pool eviction",
     "PageTier": "store num_tier_pages eviction flag min_uses",
     "EntryJournal": "store",
     "QueryCounter": "store flag",

@@ -96,7 +96,7 @@ class World:
     def furnish(self) -> None:
         """Make a pool, tables and a batch with some rows, as the façade does."""
         source = self.source
-        enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "arc", "adaptive"))
+        enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "adaptive"))
         store = _core.PageStore(source.pick((16, 2, 9, 40)), enable_caching, eviction=eviction)
         if enable_caching:
             self.furnish_tier(store)

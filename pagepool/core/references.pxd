@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t
 
 from pagepool.core.queue cimport push
-from pagepool.core.records cimport NULL_PAGE, TWIN, Page, Pool, is_free, is_pinned
+from pagepool.core.records cimport NULL_PAGE, TWIN, Page, Pool, is_free, is_pinned, learns
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
@@ -25,7 +25,7 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
 
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
-    if pool.num_parts:
+    if pool.num_parts and learns(pool):
         pool.policy.note_release(pool, 1)
     push(pool, page_id)
 

@@ -9,7 +9,7 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 from pagepool.core.arguments cimport as_list, float_of, size_of
 from pagepool.core.batch cimport digests_of, held_by
 from pagepool.core.chain cimport HashChain
-from pagepool.core.eviction cimport make_lru
+from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
@@ -436,7 +436,7 @@ cdef bint begin_levels(PageStore store) noexcept:
     levels = <uint8_t *>calloc(pool.num_pages, 1)
     if pool.num_shards:
         links = new_shard_links(&divided, pool.num_shards)
-    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_lru(pool)):
+    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_blank_part(pool)):
         free(levels)
         free(links)
         return False

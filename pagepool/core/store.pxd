@@ -24,7 +24,6 @@ cdef class PageStore:
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
     cdef readonly object eviction       # name of the policy, a str
-    cdef readonly object ghost_size     # pools, a float; None: the policy's own
     cdef readonly object names          # HashNames
     cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
     cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were

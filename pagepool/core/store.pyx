@@ -87,7 +87,7 @@ cdef class PageStore:
     page was pinned, 1 to 5 once one was retained or protected, and 16 once for a time.
     """
 
-    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru", ghost_size=None):
+    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
         cdef int32_t page_id, num_records
         self.views = {}
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
@@ -101,7 +101,7 @@ cdef class PageStore:
             raise MemoryError(f"{num_records} page records")
         if is_pool:
             self.sample_residency()
-        self.eviction, self.ghost_size = checked_policy(eviction, ghost_size)
+        self.eviction = checked_policy(eviction)
         if self.enable_caching:  # without it no page is worth more than another
             self.divide()
         for page_id in range(1, self.pool.num_pages):
@@ -147,7 +147,7 @@ cdef class PageStore:
     cdef int divide(self) except -1:
         """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
         cdef size_t num_records
-        set_policy(&self.pool, self.eviction, self.ghost_size)
+        set_policy(&self.pool, self.eviction)
         num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS
         if not resize(<void **>&self.pool.pages, num_records * sizeof(Page)):
             raise MemoryError(f"{self.pool.num_pages} page records")

@@ -96,7 +96,6 @@ class CacheManager(KeyHolder):
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
         eviction: str | None = None,
-        ghost_size: float | None = None,
         max_pinned_share: float = 0.2,
         host_tier: HostTier | None = None,
     ) -> None:
@@ -112,9 +111,9 @@ class CacheManager(KeyHolder):
         self.use_eagle = use_eagle
         if page_pool is None:
             eviction = "lru" if eviction is None else eviction
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction, ghost_size=ghost_size)
+            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
         elif isinstance(page_pool, PagePool):
-            _require_eviction(page_pool, eviction, ghost_size)
+            _require_eviction(page_pool, eviction)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
         )
@@ -803,15 +802,12 @@ class CacheManager(KeyHolder):
         return held
 
 
-def _require_eviction(pool: PagePool, eviction: str | None, ghost_size: float | None) -> None:
-    """Raise ArgumentError for a pool with another policy, and for a ghost size, which a pool has already."""
+def _require_eviction(pool: PagePool, eviction: str | None) -> None:
+    """Raise ArgumentError for a pool with another policy."""
     if eviction is not None and not isinstance(eviction, str):
         raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-    if ghost_size is not None or eviction not in (None, pool.eviction):
-        raise ArgumentError(
-            f"eviction: got {shown(eviction)} and ghost_size {shown(ghost_size)}, allowed with page_pool: None, or its own, "
-            f"{pool.eviction!r}"
-        )
+    if eviction not in (None, pool.eviction):
+        raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {pool.eviction!r}")
 
 
 def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
