@@ -39,6 +39,7 @@ _Ids = PageIds | Sequence[int] | npt.NDArray[np.integer[Any]]
 _Keys = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]
 _Entries = tuple[npt.NDArray[np.uint64], list[tuple[int, int, int, int, int, int]], npt.NDArray[np.int32]]
 
+def are_plain_token_ids(items: list[Any]) -> bool: ...
 def require_token_ids(token_ids: _Ids, first: int = ...) -> None: ...
 
 @final

@@ -116,7 +116,7 @@ from pagepool.core.copying import (
     PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
 )
 from pagepool.core.holders import check_holders, check_rows
-from pagepool.core.ids import PageIds, lists_of, require_token_ids
+from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery, Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages

@@ -16,9 +16,8 @@ from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
 ROWS = [
     ("", ["_version", "errors", "arguments", "forking"]),
     ("specs", ["page_counts", "dtypes", "layers", "groups", "budget", "model_config", ""]),
-    ("", ["request"]),
     ("hashing", ["page_hash", "seeds", "features", "extra_keys", "digests", "names", ""]),
-    ("", ["core", "_core"]),
+    ("", ["core", "_core", "request"]),
     ("hashing", ["request_hashes", "algorithms"]),
     ("stats", ["counts", ""]),
     ("page_pool", ["pages", "free_queue", "prefix_index", "integrity", "snapshot", "pool", ""]),
