@@ -5,7 +5,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.arguments cimport array_of, size_of
+from pagepool.core.arguments cimport array_of, require_instance, size_of
 from pagepool.core.batch cimport (
     Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, is_row, start_call, tokens_of,
 )
@@ -200,7 +200,7 @@ cdef class RunningRows(RowMemory):
         growth.num_admissions = self.batch.num_admissions
         return num_grown
 
-    def undo(self, StepResult result not None) -> None:
+    def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
         appended, the pages that the call took go back, and the entries that it made in the prefix index are dropped.
 
@@ -213,20 +213,21 @@ cdef class RunningRows(RowMemory):
         hit or share a page to which it would write again; release such rows with `num_computed_tokens`. O(rows + pages taken
         and entered).
         """
-        cdef Growth *growth = &result.growth
-        cdef Py_ssize_t i, num_pages, num_left = result.num_grown
+        cdef StepResult step = require_instance(result, StepResult, "result")
+        cdef Growth *growth = &step.growth
+        cdef Py_ssize_t i, num_pages, num_left = step.num_grown
         cdef bint is_due
-        if result.batch is not self:
-            raise ArgumentError(f"result: got one {'of another batch' if result.batch else 'that was taken back already'}")
+        if step.batch is not self:
+            raise ArgumentError(f"result: got one {'of another batch' if step.batch else 'that was taken back already'}")
         self.enter_call()
         num_pages = growth.num_new
         while num_left and can_undo(&self.batch, growth, num_left - 1, &num_pages):
             num_left -= 1
         if num_left == 0:
             num_pages = growth.num_new
-            for i in range(result.num_grown - 1, -1, -1):
+            for i in range(step.num_grown - 1, -1, -1):
                 undo_row(&self.batch, growth, i, &num_pages)
-            result.batch = None
+            step.batch = None
         is_due = num_left > 0 and self.has_due(growth.grown[num_left - 1].row)
         self.let_go()
         if num_left:

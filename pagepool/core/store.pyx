@@ -10,6 +10,7 @@ from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, page_before, page_behind, pull, push_all
 from pagepool.core.records cimport NULL_PAGE, Page, is_free
 
+from pagepool.arguments import require_flag
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
 )
@@ -292,7 +293,7 @@ cdef class CachePage:
         page stands for no page, and no queue takes it. ArgumentError for neighbours: a queue links its pages itself.
         """
         cdef PageStore store
-        cdef bint is_made_null = is_null
+        cdef bint is_made_null = require_flag("is_null", is_null)
         if prev_free_page is not None or next_free_page is not None:
             raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
         page_hash = None if _page_hash is None else checked_page_hash(_page_hash)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagepool._core import QueryCounter, check_holders, lists_of
-from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_int, require_share
+from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_flag, require_int, require_share
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
@@ -83,15 +83,18 @@ class CacheManager(ReportedPages):
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         max_pinned_share = require_share("max_pinned_share", max_pinned_share)
-        self.enable_caching = bool(enable_caching and kv_cache_groups)
-        self.use_eagle = use_eagle
+        keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
+        self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
+        self.use_eagle = require_flag("use_eagle", use_eagle)
+        if host_tier is not None and not isinstance(host_tier, HostTier):
+            raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         if page_pool is None:
             eviction = "lru" if eviction is None else eviction
             page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction, ghost_size=ghost_size)
         elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction, ghost_size)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
-            num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
+            num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
@@ -106,7 +109,7 @@ class CacheManager(ReportedPages):
             self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, use_eagle)
+        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
         self._slots = SlotAllocator(self.coordinator, self._lookups, len(kv_cache_groups), self.enable_caching)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
@@ -236,6 +239,7 @@ class CacheManager(ReportedPages):
                 f"request {shown(request.request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_model_len}"
             )
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
+        is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
         num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         placement = ANYWHERE
         if dp_shard_hint is not None or data_parallel_size is not None or num_reserved_pages:
@@ -251,7 +255,7 @@ class CacheManager(ReportedPages):
                 num_computed_tokens,
                 hits,
                 num_slots,
-                0 if delay_cache_pages or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
+                0 if is_delayed or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
                 placement,
             )
         return None if new_ids is None else CachePages(new_ids, self._store)

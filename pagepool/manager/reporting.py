@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pagepool.arguments import require_flag
 from pagepool.errors import ArgumentError
 from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.request_hashes import PageHasher
@@ -32,6 +33,7 @@ class ReportedPages(ExternalTokens):
         extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
         were enabled with the other `hashes_as_bytes`.
         """
+        hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
             from pagepool.events import EventSource
         except ImportError:

@@ -48,7 +48,7 @@ class HostTier:
         `min_uses` times, 1 to 255: computing it is its first use, and each hit another. `eviction` is the tier's own policy.
         ArgumentError for other values.
         """
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: {' or '.join(POLICIES)}")
         self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
         self.policy = policy
@@ -117,5 +117,4 @@ class TieredPages(CopiedPages):
         left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
         this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
-        held = self.coordinator.requests.get(id_of(request))
-        return None if held is None else find_wrong_token(held, failed)
+        return find_wrong_token(self.coordinator.requests.get(id_of(request)), failed)
