@@ -21,7 +21,7 @@ from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport empty_row, exchange_rows, set_context
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.shrinking cimport (
-    can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,
+    can_undo, check_trim, forget_row, has_state_behind, is_as_grown, trim_row, undo_row,
 )
 
 import numpy as np
@@ -310,14 +310,15 @@ cdef class RunningRows(RowMemory):
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
 
-        Pages wholly behind go back, the last first, and lose their prefix entry unless they have other holders. Where the cut
-        goes through a page that has other holders, that page goes back as well, and its first tokens are to be
-        computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written go back
-        too, with those behind, if they have other holders.
+        A row that keeps its ``num_computed_tokens`` keeps its pages, also those behind: they are slots for its next tokens.
+        Where computed tokens are cut, pages wholly behind go back, the last first, and lose their prefix entry unless they have
+        other holders. If the cut goes through a page that has other holders, that page goes back as well, and its first tokens
+        are to be computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written
+        go back too, with those behind, if they have other holders.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows, where pages that the attention window needs again
-        were given back already, and where a state group's state has seen tokens that are cut, unless all are. O(rows + pages
-        behind).
+        ArgumentError, and nothing changed, for more tokens than a row knows, and if computed tokens are cut, where pages that
+        the attention window needs again were given back already, and where a state group's state has seen them, unless all
+        are cut. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
@@ -328,7 +329,7 @@ cdef class RunningRows(RowMemory):
         num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
         if num_right == row_ids.num:
             for i in range(row_ids.num):
-                go_back(&self.batch, self.batch.checked_rows[i], amount(&amounts, i), amount(&amounts, i))
+                trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
         is_due = num_right < row_ids.num and self.has_due(row_ids.ids[num_right])
         self.let_go()
         if num_right < row_ids.num:
@@ -340,7 +341,7 @@ cdef class RunningRows(RowMemory):
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
         refuse_pending(&self.batch, row, at)
         refuse_copies(row, at, is_due)
-        if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
+        if has_state_behind(&self.batch, row, num_tokens):
             raise ArgumentError(
                 f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
                 f"0, or from {self.batch.states[row].num_computed} on"
