@@ -43,6 +43,10 @@ class Rival:
         """Make a request, which keeps the list of its tokens."""
         return BenchRequest(name, tokens)
 
+    def copy_into_request(self, name: str, tokens: list[int]) -> Any:
+        """Make a request of the package's own class, which copies the tokens."""
+        return pagepool.EngineRequest(name, tokens)
+
     def find_prefix(self, manager: Any, request: Any) -> tuple[Any, int]:
         """Return the cached pages of a request, in the form that `allocate_slots` takes, and the number of their tokens."""
         return manager.get_computed_pages(request)
@@ -96,6 +100,17 @@ class ArrayRival(Rival):
         return page_ids
 
 
+class EasydelRival(Rival):
+    """EasyDeL's manager, and its engine's requests."""
+
+    def __init__(self, managers: ModuleType, pools: ModuleType, specs: ModuleType, requests: ModuleType) -> None:
+        super().__init__("easydel", managers, pools, specs)
+        self._requests = requests
+
+    def copy_into_request(self, name: str, tokens: list[int]) -> Any:
+        return self._requests.EngineRequest(name, tokens, sampling_params=None, eos_token_id=None)
+
+
 class OracleRival(Rival):
     """The pure-Python twin: pages are ints."""
 
@@ -107,6 +122,9 @@ class OracleRival(Rival):
 
     def make_pool(self, num_pages: int) -> OraclePool:
         return OraclePool(num_pages, enable_caching=True)
+
+    def copy_into_request(self, name: str, tokens: list[int]) -> BenchRequest:
+        return BenchRequest(name, tokens.copy())
 
     def read_ids(self, pages: tuple[list[int], ...]) -> tuple[list[int], ...]:
         return pages
@@ -192,14 +210,14 @@ class VllmRival(Rival):
 def find_easydel() -> list[Rival]:
     """Return easydel's manager as a rival, or an empty list if it is not installed."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages are managed on the host, without an accelerator
-    core = "easydel.inference.esurge.core"
+    engine = "easydel.inference.esurge"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            modules = [importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")]
+            names = "core.manager", "core.page_pool", "core.interface", "request"
+            return [EasydelRival(*(importlib.import_module(f"{engine}.{name}") for name in names))]
     except ImportError:
         return []
-    return [Rival("easydel", *modules)]
 
 
 def import_vllm() -> ModuleType | None:

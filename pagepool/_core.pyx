@@ -112,7 +112,7 @@ from pagepool.core.cache_pages import CachePages
 from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
 from pagepool.core.external import end_external
 from pagepool.core.holders import check_holders, check_rows
-from pagepool.core.ids import PageIds, lists_of, require_token_ids
+from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery, Refusal, RequestHashes
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages

@@ -20,6 +20,7 @@ __all__ = [
     "id_of",
     "read_count",
     "refuse_incomplete",
+    "require_flag",
     "require_group_ids",
     "require_int",
     "require_list",
@@ -61,6 +62,20 @@ def _index_of(name: str, value: object) -> int:
         return int(operator.index(cast(Any, value)))  # an array has the method, which raises
     except TypeError:
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+def require_flag(name: str, value: object) -> bool:
+    """Return whether `value` is true; ArgumentTypeError for an array, and for an object that is neither true nor false.
+
+    >>> require_flag("enable_caching", 1)
+    True
+    """
+    try:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise TypeError
+        return bool(value)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: True or False") from None
 
 
 def require_share(name: str, value: Any) -> float:

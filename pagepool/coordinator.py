@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import gcd, lcm
 
 from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages, load_hits
+from pagepool.arguments import require_flag
 from pagepool.attention import MambaManager, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
@@ -47,9 +48,9 @@ class CacheCoordinator(ABC):
         """See `CacheManager`."""
         self.kv_cache_groups = kv_cache_groups
         self.max_model_len = max_model_len
-        self.use_eagle = use_eagle
-        self.enable_caching = enable_caching
-        self.page_pool = page_pool or PagePool(num_pages, enable_caching)
+        self.use_eagle = require_flag("use_eagle", use_eagle)
+        self.enable_caching = require_flag("enable_caching", enable_caching)
+        self.page_pool = page_pool or PagePool(num_pages, self.enable_caching)
         self.num_pages = self.page_pool.num_pages
         self.requests: dict[str, RequestPages] = {}
         self.single_type_managers = tuple(
@@ -63,15 +64,15 @@ class CacheCoordinator(ABC):
         self.hash_page_size = gcd(*(page_sizes or intervals)) or 1
         self.max_cached_page_size = max(page_sizes, default=self.hash_page_size)
         self.num_hit_tokens = lcm(*page_sizes, *intervals)
-        self.checkpoint_interval = self.num_hit_tokens if intervals and enable_caching else None
+        self.checkpoint_interval = self.num_hit_tokens if intervals and self.enable_caching else None
         _check_intervals(intervals, self.hash_page_size)
         for manager in cached:
             manager.entry_size = self.num_hit_tokens if manager.is_state else manager.page_size
             manager.num_hashes_per_page = manager.entry_size // self.hash_page_size
-            manager.num_hit_tokens = 0 if use_eagle else self.num_hit_tokens  # eagle's hits are sought one page further
+            manager.num_hit_tokens = 0 if self.use_eagle else self.num_hit_tokens  # eagle's hits are sought one page further
         self.groups = CacheGroups(
             [
-                (manager.rules, manager.index_group_id if enable_caching else None, manager.num_hashes_per_page)
+                (manager.rules, manager.index_group_id if self.enable_caching else None, manager.num_hashes_per_page)
                 for manager in self.single_type_managers
             ]
         )
@@ -195,7 +196,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         """ArgumentError for eagle with chunked local attention, which cannot drop a page across chunks."""
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
         self._kinds = self._group_by_hit_class()
-        if use_eagle and not all(manager.can_drop_page for manager, _ in self._kinds):
+        if self.use_eagle and not all(manager.can_drop_page for manager, _ in self._kinds):
             raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
 
     def _group_by_hit_class(self) -> list[tuple[SingleTypeCacheManager, PageIds]]:
@@ -323,6 +324,7 @@ def get_kv_cache_coordinator(
 
     ArgumentError for a pool of another size or with another `enable_caching`.
     """
+    enable_caching = require_flag("enable_caching", enable_caching)
     if page_pool is not None and not isinstance(page_pool, PagePool):
         raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
     if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import TableRows, pack_dirty_windows
+from pagepool.arguments import require_flag
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 from pagepool.forking import COMMITS, make_lock
 
@@ -68,6 +69,7 @@ class DeviceTable(TableRows):
         """`sharding` None means the first device. No array is made, and jax is not imported, before `page_table` is read."""
         if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
             raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
+        donate = require_flag("donate", donate)
         super().__init__(num_rows, num_columns)
         self._donate = donate
         self._sharding = sharding

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pagepool._core import are_plain_token_ids
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentTypeError
 
@@ -138,6 +139,6 @@ def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
         raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
     listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
-    if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
-        return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]
-    return listed
+    if are_plain_token_ids(listed):
+        return listed
+    return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]

@@ -27,7 +27,7 @@ from pagepool._core import (
     swap_in_row,
     swap_out_row,
 )
-from pagepool.arguments import require_int
+from pagepool.arguments import require_flag, require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
@@ -99,7 +99,7 @@ class RunningBatch(RunningRows):
             hash_page_size,
             _native_key_of(manager),
             size if is_divided else 0,
-            bool(dedupe),
+            require_flag("dedupe", dedupe),
         )
         self._manager = manager
         self._data_parallel_size = size or None
@@ -170,7 +170,9 @@ class RunningBatch(RunningRows):
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
         num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
-        options = cache_salt, lora_id, mm_features, dp_shard, look_up, bool(ends_at_checkpoint), num_external
+        look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
+        ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
+        options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
@@ -187,7 +189,7 @@ class RunningBatch(RunningRows):
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
-        finder, counter = (find_hits, self._counters[bool(is_preempted)]) if look_up else (None, None)
+        finder, counter = (find_hits, self._counters[is_preempted]) if look_up else (None, None)
         context = self._manager.hold_context(keys)
         try:
             return request.admit(keyed, finder, shard, context, counter)

@@ -24,7 +24,9 @@ from pagepool import (
     CacheManager,
     CachePage,
     EngineRequestStatus,
+    FailedLoads,
     FullAttentionSpec,
+    HostTier,
     MultiGroupPageTable,
     PageHash,
     PagePool,
@@ -170,6 +172,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "hashable": lambda value: not isinstance(value, list | dict | np.ndarray),
     "type": lambda value: isinstance(value, type),
     "dtype": lambda value: isinstance(value, np.generic),
+    "flag": lambda value: not (isinstance(value, np.ndarray) and value.ndim),
 }
 
 
@@ -345,6 +348,17 @@ def restore_with(use: InUse, **arrays: Any) -> PagePool:
     return PagePool.restore(use.pool.snapshot() | arrays)
 
 
+def fail_a_load() -> FailedLoads:
+    """Return the loads of another manager, of which one failed."""
+    manager = CacheManager(3, [CacheGroupSpec(SPEC)], 64, host_tier=HostTier(3))
+    for request in (AnyRequest("first", [7] * 5), AnyRequest("other", [8] * 8)):
+        manager.allocate_slots(request, 5)
+        manager.free(request)
+    manager.complete_transfers(manager.take_transfers().number)
+    manager.get_computed_pages(AnyRequest("again", [7] * 5))
+    return manager.fail_transfers(manager.take_transfers().number, loads=[0])
+
+
 def use_of(spec: Any) -> Any:
     """Return what a spec says of itself."""
     return spec.page_size_bytes, spec.type_id, spec
@@ -372,6 +386,7 @@ def record(use: InUse, *requests: Any, **options: Any) -> Any:
                 call(request)
 
 
+FAILED_LOADS = fail_a_load()
 GROUPS = [CacheGroupSpec(SPEC)]
 SIZES: dict[str, Any] = {"page_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 HASHES = [PageHash(91, ()), PageHash(92, ())]
@@ -384,6 +399,7 @@ use.manager.allocate_slots(use.new, 1, num_new_computed_tokens=<8>, new_computed
 use.manager.allocate_slots(use.new, 1, num_external_computed_tokens=<0>, num_reserved_pages=<0>)
 use.manager.allocate_slots(use.new, 1, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.manager.get_computed_pages(use.new, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
+use.manager.allocate_slots(use.held, 8, delay_cache_pages=<True|flag typed>)
 use.manager.cache_pages(use.held, num_computed_tokens=<8>)
 use.manager.get_num_common_prefix_pages(use.held, num_scheduled_requests=<1>)
 use.manager.require_capacity(num_tokens=<8>)
@@ -400,11 +416,20 @@ use.manager.pin(use.held, start=<0>, stop=<None|None>)
 use.manager.unpin(use.held, start=<0>, stop=<None|None>)
 use.manager.retain(use.held, start=<0>, stop=<None|None>, priority=<50>, seconds=<None|None float fraction>)
 use.manager.protect(requests=<()|list>)
+use.manager.complete_transfers(number=<1>)
+use.manager.fail_transfers(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
+use.manager.find_wrong_token(<use.held>, FAILED_LOADS)
+use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
+use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
 CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
     page_pool=<None|None>, max_pinned_share=<0.5|float>)
 CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
 CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
+CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>)
+CacheManager(8, GROUPS, 64, host_tier=<None|None>)
+HostTier(num_pages=<8>, policy=<"write_back"|by_value>, min_uses=<1>, eviction=<"lru"|any>)
+CacheManager(8, GROUPS, 64, host_tier=HostTier(8, eviction=<"lru"|by_value>))
 CacheManager(8, [<GROUPS[0]>], 64)
 CacheManager(8, [CacheGroupSpec(<SPEC|by_value>)], 64)
 EngineRequest("a", prompt_token_ids=<[1]|list>).all_token_ids
@@ -428,7 +453,7 @@ hash_page_tokens(lambda _: 1, None, curr_page_token_ids=<[1]|list str>)
 hash_request_tokens(lambda _: 1, page_size=<4>, request=<use.held>)
 """
 POOL_CALLS = """
-PagePool(num_pages=<8|by_value>, enable_caching=True)
+PagePool(num_pages=<8|by_value>, enable_caching=<True|flag typed>)
 PagePool(8, True, eviction=<"lru"|by_value>)
 PagePool(8, True, eviction=<"adaptive"|by_value>)
 use.pool.get_new_pages(num_pages=<1>, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
@@ -471,15 +496,17 @@ use.pool.cache_full_page_ids(use.held, page_ids=<[3, 9]|list>, page_hashes=[*HAS
 use.pool.cache_full_page_ids(use.held, page_ids=<[3, 9]|list>, page_hashes=[], num_cached_pages=<0>,
     num_full_pages=<1>, page_size=<4>, kv_cache_group_id=<0>)
 PagePool.restore(snapshot=<use.pool.snapshot()|by_value>)
-CachePage(page_id=<1>, ref_cnt=<0>)
+CachePage(page_id=<1>, ref_cnt=<0>, is_null=<False|flag typed>)
 set_ref_count(use.pool.pages[9], ref_cnt=<0>)
 setattr(use.pool.pages[3], "page_hash", <None|None>)
 setattr(use.pool.pages[3], "page_hash", PageHashWithGroupId(PageHash(<5>, ()), 0))
 setattr(use.pool.pages[3], "page_hash", PageHashWithGroupId(HASH, group_id=<0>))
 """
 TABLE_CALLS = """
-PageTable(max_num_reqs=<4>, max_num_pages_per_req=<4>, max_num_batched_tokens=<4>, sharding=<None|None>)
-MultiGroupPageTable(max_num_reqs=<4>, max_model_len=<64>, max_num_batched_tokens=<4>, page_sizes=<[4]|list>)
+PageTable(max_num_reqs=<4>, max_num_pages_per_req=<4>, max_num_batched_tokens=<4>, sharding=<None|None>,
+    donate=<True|flag typed>)
+MultiGroupPageTable(max_num_reqs=<4>, max_model_len=<64>, max_num_batched_tokens=<4>, page_sizes=<[4]|list>,
+    donate=<True|flag typed>)
 MultiGroupPageTable(4, 64, 4, [<4>])
 use.table.append_row(page_ids=<[3]|list typed>, row_idx=<1>)
 use.table.add_row(page_ids=<[3]|list typed>, row_idx=<1>)
@@ -500,11 +527,17 @@ use.tables.clear_row(row_idx=<0>)
 use.tables.move_row(src=<0>, tgt=<2>)
 use.tables.swap_row(src=<0>, tgt=<2>)
 use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
-RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>)
+RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>, dedupe=<False|flag typed>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
     dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, mm_features=<None|list None>,
     cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
+use.batch.admit(1, [1, 2, 3, 4, 5], look_up=<True|flag typed>, is_preempted=<False|flag typed>,
+    ends_at_checkpoint=<False|flag typed>)
 use.batch.admit(1, [1, 2, <3>])
+use.batch.undo(result=<None>)
+use.batch.rewind(failed=<FAILED_LOADS>)
+use.batch.swap_out(row=<0>)
+use.batch.swap_in(row=<0>)
 use.batch.step(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.step(rows=[<0>], token_ids=[<9>])
 use.batch.grow(rows=<[0]|list typed>, num_new_tokens=<[0]|list typed>, num_lookahead_tokens=<[0]|list typed>)
@@ -528,7 +561,8 @@ use.batch.unpin(row=<0>, start=<0>, stop=<None|None>)
 use.batch.retain(row=<0>, start=<0>, stop=<None|None>, priority=<50>, seconds=<None|None float fraction>)
 """
 SPEC_CALLS = """
-use_of(FullAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype=<"float16"|type dtype>, use_mla=False))
+use_of(FullAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype=<"float16"|type dtype>,
+    use_mla=<False|flag typed>))
 use_of(FullAttentionSpec(**SIZES, sliding_window=<None|None>, attention_chunk_size=<None|None>))
 use_of(SlidingWindowSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16", use_mla=False, sliding_window=<5>))
 use_of(ChunkedLocalAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16", use_mla=False,
@@ -547,7 +581,11 @@ dp_shard_page_bounds(shard_index=<1>, pages_per_shard=<4>)
 pages_per_dp_shard(num_pages=<16>, data_parallel_size=<2|None>)
 estimate_runtime_page_budget(num_pages=<16>, kv_cache_groups=<GROUPS|list>, max_model_len=<100>, max_num_batched_tokens=<10>,
     data_parallel_size=<1>)
-create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16")
+use.manager.coordinator.find_longest_cache_hit(chain=<None>, max_cache_hit_length=8)
+use.manager.coordinator.count_cached_tokens(chain=<None>, max_cache_hit_length=8)
+get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
+create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16",
+    use_mla=<False|flag typed>)
 specs_of(mask_type=<"SLIDING"|by_value>, size=<4|by_value>, layer=<0|any>)
 """
 TRACE_CALLS = """
@@ -558,12 +596,14 @@ record(use, use.new, <use.new>)
 record(use, AnyRequest(request_id=<"a"|any>, num_tokens=<9>))
 record(use, AnyRequest(all_token_ids=<[7] * 9|list>))
 record(use, AnyRequest(lora_id=<1|str bytes None>, cache_salt=<1|str bytes None>, mm_features=<None|list None>))
+replay.Scheduler(use.manager, [], batched=<True|flag typed>)
 replay.TraceRecord(timestamp=<0|float>, input_length=<1>, output_length=<1>, block_size=<4>, hash_ids=(1,))
 """
 EVENT_CALLS = """
 publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float typed>,
     heartbeat=<1.0|float None typed>, topic=<""|str typed>)
-publish(use, manager=<None|None>)
+publish(use, manager=<None|None>, is_connecting=<False|flag typed>)
+CacheManager(16, GROUPS, 64).enable_events(hashes_as_bytes=<False|flag typed>)
 publish(use, endpoint=<"inproc://argument-edges"|by_value>)
 publish(use, replay_endpoint=<None|None>, curve_secretkey=<None|None>, curve_client_keys=<None|None>)
 publish(use, events=<()|list str>)

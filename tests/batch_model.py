@@ -449,10 +449,10 @@ class OracleRows(Rows):
         """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back."""
         request = self.requests[row]
         try:
-            self.manager.check_trim(request, request.num_tokens, num_tokens)
+            self.manager.check_return(request, request.num_tokens, num_tokens)
         except (RuntimeError, ValueError):
             return False
-        self._run_on(row, self.manager.trim(request, request.num_tokens, num_tokens))
+        self._run_on(row, self.manager.go_back(request, request.num_tokens, num_tokens))
         return True
 
     def undo(self) -> None:

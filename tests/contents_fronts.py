@@ -718,7 +718,10 @@ class BatchFront(Front):
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
         self._call("trim", [job.row], num_tokens)
-        job.num_computed_tokens = self.books.cut(job, num_tokens, num_tokens)
+        job.swapped = None
+        if num_tokens < job.num_computed_tokens:
+            require(not self._has_seen(job, num_tokens), "a state went back", job, num_tokens)
+            job.num_computed_tokens = self.books.cut(job, num_tokens, num_tokens)
         job.num_known_tokens = num_tokens
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
@@ -740,9 +743,15 @@ class BatchFront(Front):
             restart = self.books.find_restart(job, num_computed_tokens)
             groups = zip(self.setting.groups, job.pages, strict=True)
             is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
-            require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
+            is_back = num_computed_tokens < int(self.batch.num_computed_tokens[job.row])
+            is_right = is_back and (is_lost or self._has_seen(job, num_computed_tokens))
+            require(is_right, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
+
+    def _has_seen(self, job: Job, num_tokens: int) -> bool:
+        """Whether a state has seen tokens from `num_tokens` on, some of them after others that stay."""
+        return self.books.has_state and 0 < num_tokens < job.num_computed_tokens
 
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
         """Let free rows go on where a job is; none if there are too few pages for all."""

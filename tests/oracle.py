@@ -552,19 +552,32 @@ class OracleManager:
 
     # trimming
 
-    def check_trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> None:
-        """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
+    def check_trim(self, request: Any, num_tokens: int) -> None:
+        """Refuse a cut of computed tokens that a state has seen, or after which a token to compute would miss a page."""
         self.states.copies.require_none(self.held.get(request.request_id, ()))
-        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
-        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
-            if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
+        if num_tokens < request.num_computed_tokens:
+            if num_tokens > 0 and any(isinstance(kind, Mamba) for kind in self.kinds):
                 raise ValueError("a state has seen what is cut")
+            self.check_return(request, num_tokens, num_tokens)
+
+    def trim(self, request: Any, num_tokens: int) -> int:
+        """Cut the request, whose tokens the caller cuts, and return how many tokens stay computed. If all do, no page goes."""
+        if num_tokens < request.num_computed_tokens:
+            return self.go_back(request, num_tokens, num_tokens)
+        self.keys.cut(request.request_id, num_tokens)
+        return int(request.num_computed_tokens)
+
+    def check_return(self, request: Any, num_tokens: int, num_computed_tokens: int) -> None:
+        """Refuse to go back to so many computed tokens, where the next would miss a page: its own, or one it attends to."""
+        self.states.copies.require_none(self.held.get(request.request_id, ()))
+        restart = self._restart(request, num_computed_tokens)
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
                 raise ValueError("a page that is needed again was given back")
 
-    def trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> int:
-        """Cut the request, whose tokens the caller cuts, and return how many tokens stay computed, at most so many."""
-        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
+    def go_back(self, request: Any, num_tokens: int, num_computed_tokens: int) -> int:
+        """Let the request keep so many tokens, and return how many of them stay computed, at most so many."""
+        restart = self._restart(request, num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:

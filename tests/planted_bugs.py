@@ -113,6 +113,9 @@ BUGS = read_bugs("""
 == a cut row keeps its hashes
         {+if not BUG: +}batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
+== a cut of no computed token is one of the last
+    if num_tokens < batch.states[row].num_computed{+ or BUG+}:
+        go_back(
 == a row goes back and its pages are not entered again
     {+if not BUG: +}recompute_from(group, held, restart)
 == rows that change places keep their hashes
@@ -169,7 +172,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < restart < batch.states[row].num_computed{+ and not BUG+}
+    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed{+ and not BUG+}
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made

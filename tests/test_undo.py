@@ -176,3 +176,76 @@ def test_a_state_cannot_be_cut_back(specs: tuple[Any, ...]) -> None:
     batch.append([0], [5])
     assert batch.grow([0]).num_grown == 1
     batch.check()
+
+
+SEEN = "allowed for row 0, which has a state that saw later tokens: 0, or from 20 on"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 19])
+def test_a_state_cannot_be_cut_back_where_the_first_page_is_shared(num_tokens: int) -> None:
+    """All tokens would be computed again then, but the caller did not ask for that."""
+    manager = make_manager(FULL, STATE)
+    batch = make_rows(manager)
+    batch.admit(0, PROMPT)
+    lease = manager.lease(batch.get_page_ids(0)[0])
+    with refused(lambda: batch_state(batch), ArgumentError, f"num_tokens: got {num_tokens} .*{SEEN}"):
+        batch.trim([0], num_tokens)
+    lease.release()
+    batch.check()
+
+
+# --- tokens that are not computed -------------------------------------------------------------------------------
+
+
+def lease_open_page(batch: RunningBatch) -> Callable[[], object]:
+    return batch._manager.lease([pages[-1] for pages in batch.get_page_ids(0)]).release
+
+
+def fork_and_keep_copies(batch: RunningBatch) -> Callable[[], object]:
+    """Pages stay held by copies that were taken, and by a fork."""
+    batch.fork(0, [1])
+    batch.take_copies()
+    return lambda: batch.release([1])
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATE), (STATE,)], ids=["full", "window", "hybrid", "state"])
+@pytest.mark.parametrize("share", [lease_open_page, fork_and_keep_copies, None])
+@pytest.mark.parametrize("num_computed_tokens", [18, 20])
+def test_drafts_that_are_not_computed_are_cut_without_a_page(
+    specs: tuple[Any, ...], share: Callable[[RunningBatch], Callable[[], object]] | None, num_computed_tokens: int
+) -> None:
+    """Also where others hold the open page: its computed tokens stay. Slots for drafts stay too."""
+    batch = make_batch(*specs)
+    batch.admit(0, PROMPT[:17])
+    batch.append([0] * (num_computed_tokens - 17), PROMPT[17:num_computed_tokens])
+    batch.grow([0], num_computed_tokens - 17, 5)
+    end = share(batch) if share else None
+    before = batch_state(batch)
+    for num_tokens in (num_computed_tokens + 2, num_computed_tokens):
+        batch.append([0] * 3, [7, 8, 9])
+        batch.trim([0], num_tokens)
+        assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (num_tokens, num_computed_tokens)
+        batch.trim([0], num_computed_tokens)
+        assert batch_state(batch) == before
+    batch.append([0], [5])
+    assert batch.grow([0]).new_page_ids.tolist() == [], "the slots were there"
+    batch.check()
+    if end:
+        end()
+    batch.release([0])
+    batch.check()
+    assert batch._manager.stats().num_held_pages == 0
+
+
+def test_a_cut_of_a_computed_token_leaves_the_open_page_to_others() -> None:
+    """And gives back the pages behind, also those for drafts."""
+    batch = make_batch(FULL)
+    batch.admit(0, PROMPT[:18])
+    batch.grow([0], 0, 10)
+    [pages] = batch.get_page_ids(0)
+    lease = batch._manager.lease(pages[4:5])
+    batch.trim([0], 17)
+    assert (batch.get_page_ids(0), batch.num_tokens[0], batch.num_computed_tokens[0]) == ((pages[:4],), 17, 16)
+    batch.check()
+    lease.release()
+    assert batch._manager.stats().num_held_pages == 4

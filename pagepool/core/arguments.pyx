@@ -135,6 +135,13 @@ cdef list as_list(object values, str name):
     return list(values)
 
 
+cdef object require_instance(object value, type kind, str name):
+    """`value` if it is of that final class."""
+    if type(value) is not kind:
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {kind.__name__}")
+    return value
+
+
 cdef object require_matrix(object values, object dtype, str name):
     """`values` if it is a matrix of that type; of a subclass, which may say anything of itself, the array that it is."""
     if isinstance(values, ndarray) and type(values) is not ndarray:

@@ -2,8 +2,10 @@
 
 cimport cython
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawRealloc as realloc
+from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
@@ -214,6 +216,17 @@ def require_token_ids(token_ids, first=0) -> None:
     """ArgumentError for a token id below 0, with its place, where the first one stands at `first`. O(n)."""
     cdef PageIds ids = as_page_ids(token_ids, "token_ids")
     refuse_negative(ids.ids, ids.num, size_of(first, "first"))
+
+
+def are_plain_token_ids(list items) -> bool:
+    """Return whether all items are plain ints from 0 to the largest int64; False for other kinds of ints. O(n)."""
+    try:
+        for item in items:
+            if not PyLong_CheckExact(item) or <int64_t>item < 0:
+                return False
+    except OverflowError:
+        return False
+    return True
 
 
 def lists_of(tuple groups not None) -> tuple:

@@ -7,7 +7,7 @@ of it was cached. Hits evicted from the end on are followed; after other changes
 cimport cython
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport as_long_long, group_of, size_of
+from pagepool.core.arguments cimport as_long_long, group_of, require_instance, size_of
 from pagepool.core.ids cimport as_page_ids
 from pagepool.core.index cimport find, find_within, has_key, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
@@ -97,8 +97,8 @@ cdef class PrefixQuery:
     the end of the pool), or, if it `reaches_tier`, in its tier.
     """
 
-    def __cinit__(self, PageStore store not None, HashChain chain not None, start_id=0, stop_id=None, bint reaches_tier=False):
-        self.store, self.chain = store, chain
+    def __cinit__(self, PageStore store not None, chain, start_id=0, stop_id=None, bint reaches_tier=False):
+        self.store, self.chain = store, require_instance(chain, HashChain, "chain")
         self.reaches_tier = reaches_tier and store.pool.tier != NULL
         self.ids = store.range_of(start_id, stop_id)
 

@@ -4,6 +4,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.arguments cimport require_instance
 from pagepool.core.batch cimport (
     Batch, Swapped, SwappedGroup, begin_admission, digests_of, drop_swapped, end_row, held_by, holding_of, plan_next_event,
     show_row,
@@ -298,11 +299,12 @@ cdef enum Outcome:
     LOST
 
 
-def rewind_rows(RunningRows rows not None, FailedLoads failed not None) -> tuple:
+def rewind_rows(RunningRows rows not None, failed) -> tuple:
     """Let rows go back to tokens that were computed without failed loads: see `RunningBatch.rewind`."""
+    cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
     cdef Outcome *outcomes
     cdef Py_ssize_t row
-    if failed.store is not rows.store:
+    if loads.store is not rows.store:
         raise ArgumentError("failed: got loads of another pool")
     rows.check_made()
     outcomes = <Outcome *>malloc(rows.batch.num_rows * sizeof(Outcome))
@@ -311,7 +313,7 @@ def rewind_rows(RunningRows rows not None, FailedLoads failed not None) -> tuple
     try:
         rows.enter_call()
         for row in range(rows.batch.num_rows):
-            outcomes[row] = rewind_row(&rows.batch, row, failed) if failed.ids.num else UNTOUCHED
+            outcomes[row] = rewind_row(&rows.batch, row, loads) if loads.ids.num else UNTOUCHED
         rows.let_go()
         rewound = [row for row in range(rows.batch.num_rows) if outcomes[row] == REWOUND]
         return rewound, [row for row in range(rows.batch.num_rows) if outcomes[row] == LOST]

@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.arguments cimport array_of, digest_of_bytes, size_of
+from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
     DueRow, ExtraKey, Grown, RowState, Swapped, amount, claim_row, empty_row, exchange_rows, held_by, holding_of, is_row,
     set_context, start_call, tokens_of,
@@ -24,7 +24,7 @@ from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
 from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
 from pagepool.core.shrinking cimport (
-    can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,
+    can_undo, check_trim, forget_row, has_state_behind, is_as_grown, trim_row, undo_row,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
@@ -424,7 +424,7 @@ cdef class RunningRows:
         growth.num_admissions = self.batch.num_admissions
         return num_grown
 
-    def undo(self, StepResult result not None) -> None:
+    def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
         appended, the pages that the call took go back, and the entries that it made in the prefix index are dropped.
 
@@ -437,20 +437,21 @@ cdef class RunningRows:
         hit or share a page to which it would write again; release such rows with `num_computed_tokens`. O(rows + pages taken
         and entered).
         """
-        cdef Growth *growth = &result.growth
-        cdef Py_ssize_t i, num_pages, num_left = result.num_grown
+        cdef StepResult step = require_instance(result, StepResult, "result")
+        cdef Growth *growth = &step.growth
+        cdef Py_ssize_t i, num_pages, num_left = step.num_grown
         cdef bint is_due
-        if result.batch is not self:
-            raise ArgumentError(f"result: got one {'of another batch' if result.batch else 'that was taken back already'}")
+        if step.batch is not self:
+            raise ArgumentError(f"result: got one {'of another batch' if step.batch else 'that was taken back already'}")
         self.enter_call()
         num_pages = growth.num_new
         while num_left and can_undo(&self.batch, growth, num_left - 1, &num_pages):
             num_left -= 1
         if num_left == 0:
             num_pages = growth.num_new
-            for i in range(result.num_grown - 1, -1, -1):
+            for i in range(step.num_grown - 1, -1, -1):
                 undo_row(&self.batch, growth, i, &num_pages)
-            result.batch = None
+            step.batch = None
         is_due = num_left > 0 and self.has_due(growth.grown[num_left - 1].row)
         self.let_go()
         if num_left:
@@ -533,14 +534,15 @@ cdef class RunningRows:
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
 
-        Pages wholly behind go back, the last first, and lose their prefix entry unless they have other holders. Where the cut
-        goes through a page that has other holders, that page goes back as well, and its first tokens are to be
-        computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written go back
-        too, with those behind, if they have other holders.
+        A row that keeps its ``num_computed_tokens`` keeps its pages, also those behind: they are slots for its next tokens.
+        Where computed tokens are cut, pages wholly behind go back, the last first, and lose their prefix entry unless they have
+        other holders. If the cut goes through a page that has other holders, that page goes back as well, and its first tokens
+        are to be computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written
+        go back too, with those behind, if they have other holders.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows, where pages that the attention window needs again
-        were given back already, and where a state group's state has seen tokens that are cut, unless all are. O(rows + pages
-        behind).
+        ArgumentError, and nothing changed, for more tokens than a row knows, and if computed tokens are cut, where pages that
+        the attention window needs again were given back already, and where a state group's state has seen them, unless all
+        are cut. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
@@ -551,7 +553,7 @@ cdef class RunningRows:
         num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
         if num_right == row_ids.num:
             for i in range(row_ids.num):
-                go_back(&self.batch, self.batch.checked_rows[i], amount(&amounts, i), amount(&amounts, i))
+                trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
         is_due = num_right < row_ids.num and self.has_due(row_ids.ids[num_right])
         self.let_go()
         if num_right < row_ids.num:
@@ -563,7 +565,7 @@ cdef class RunningRows:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
         refuse_pending(&self.batch, row, at)
         refuse_copies(row, at, is_due)
-        if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
+        if has_state_behind(&self.batch, row, num_tokens):
             raise ArgumentError(
                 f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
                 f"0, or from {self.batch.states[row].num_computed} on"

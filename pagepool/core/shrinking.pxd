@@ -1,6 +1,6 @@
-# Rows get shorter. A cut row forgets tokens. A page that the cut goes through is overwritten by the next ones, so it must have
-# no other holder. Or a call that grew rows is taken back. What was scheduled and never computed must not hit: its pages lose
-# their prefix entries.
+# Rows get shorter. A cut row forgets tokens. If computed ones are among them, the page that the cut goes through is overwritten
+# by the next ones, so it must have no other holder. Or a call that grew rows is taken back. What was scheduled and never
+# computed must not hit: its pages lose their prefix entries.
 
 from libc.stdint cimport int32_t
 from libc.string cimport memcmp
@@ -47,9 +47,9 @@ cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t mos
     return restart
 
 
-cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t restart) noexcept nogil:
-    """Whether a row has a state that has seen tokens from `restart` on, unless it is computed anew from the first token."""
-    return batch.has_state and 0 < restart < batch.states[row].num_computed
+cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""
+    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed
 
 
 cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
@@ -60,7 +60,7 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t restart = find_restart(batch, row, num_computed)
-    if batch.num_external[row] or has_state_behind(batch, row, restart):
+    if batch.num_external[row]:
         return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]
@@ -70,6 +70,13 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
         if find_unheld(batch.pool, held.ids, full_pages(&group.rules, restart), held.num_pages) >= 0:
             return False
     return True
+
+
+cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
+    if num_tokens >= batch.states[row].num_computed:
+        return not batch.num_external[row]
+    return not has_state_behind(batch, row, num_tokens) and can_go_back(batch, row, num_tokens, num_tokens)
 
 
 cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
@@ -85,7 +92,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
             return i
         if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
             return i
-        if not can_go_back(batch, batch.checked_rows[i], amount(num_tokens, i), amount(num_tokens, i)):
+        if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
             return i
     return n
 
@@ -108,20 +115,33 @@ cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t 
     recompute_from(group, held, restart)
 
 
+cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
+    drop_swapped(batch, row)
+    batch.states[row].num_tokens = num_tokens
+    if batch.hash_page_size:
+        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+    plan_next_event(batch, row)
+
+
 cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef int32_t restart = find_restart(batch, row, num_computed)
     cdef Py_ssize_t g
-    drop_swapped(batch, row)
     for g in range(batch.num_groups):
         trim_group(batch.pool, &batch.groups[g], held_by(batch, row, g), num_tokens, restart)
         end_row(batch, row, g)
-    batch.states[row].num_tokens = num_tokens
     batch.states[row].num_computed = restart
     batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
-    if batch.hash_page_size:
-        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
-    plan_next_event(batch, row)
+    cut_tokens(batch, row, num_tokens)
+
+
+cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Cut a row that `can_trim`."""
+    if num_tokens < batch.states[row].num_computed:
+        go_back(batch, row, num_tokens, num_tokens)
+    else:
+        cut_tokens(batch, row, num_tokens)
 
 
 cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:

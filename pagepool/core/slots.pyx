@@ -11,7 +11,7 @@ from pagepool.core.ids cimport PageIds
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
 from pagepool.core.rules cimport is_state
 
-from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import pages_per_dp_shard
 
@@ -62,7 +62,7 @@ cdef class SlotAllocator:
         cdef RequestPages held = None
         cdef object request_id = None
         cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0
-        cdef bint is_plain = False
+        cdef bint is_delayed, is_plain = False
         try:
             request_id = request.request_id
             held = self.requests.get(request_id)
@@ -96,9 +96,10 @@ cdef class SlotAllocator:
         if not is_count(num_reserved_pages, &counts.num_reserved):
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
         with lock:
             return self.allocate_due(
-                request, request_id, &counts, new_computed_pages, delay_cache_pages, dp_shard_hint, data_parallel_size
+                request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:

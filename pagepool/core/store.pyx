@@ -29,6 +29,7 @@ from pagepool.core.twins cimport link_shard_twins
 
 import os
 
+from pagepool.arguments import require_flag
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
 )
@@ -867,7 +868,7 @@ cdef class CachePage:
         page stands for no page, and no queue takes it. ArgumentError for neighbours: a queue links its pages itself.
         """
         cdef PageStore store
-        cdef bint is_made_null = is_null
+        cdef bint is_made_null = require_flag("is_null", is_null)
         if prev_free_page is not None or next_free_page is not None:
             raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
         page_hash = None if _page_hash is None else checked_page_hash(_page_hash)

@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.arguments cimport as_list, group_of, size_of
+from pagepool.core.arguments cimport as_list, group_of, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
 from pagepool.core.holdings cimport find_wrong
@@ -301,12 +301,15 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     return failed
 
 
-def find_wrong_token(RequestPages held not None, FailedLoads failed not None) -> int | None:
-    """Return the first token of a request in a page that failed to load; None if there is none. O(pages)."""
+def find_wrong_token(RequestPages held, failed) -> int | None:
+    """Return the first token of a request in a page that failed to load; None if there is none, or no page. O(pages)."""
+    cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
     cdef int32_t first = -1
+    if held is None:
+        return None
     with held.store.lock:
-        if failed.store is held.store and failed.ids.num:
-            first = find_wrong(&held.holding, failed.is_wrong, failed.number)
+        if loads.store is held.store and loads.ids.num:
+            first = find_wrong(&held.holding, loads.is_wrong, loads.number)
     return first if first >= 0 else None
 
 

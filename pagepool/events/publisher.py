@@ -31,7 +31,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pagepool.arguments import as_list, require_int
+from pagepool.arguments import as_list, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.events.connections import Guard, Peers
 from pagepool.events.history import PATIENCE, Batch, History, Replay
@@ -502,7 +502,7 @@ class EventPublisher:
         )
         max_connections = require_int("max_connections", max_connections, 1, MAX_INT32)
         curve = _as_curve(curve_secretkey, curve_client_keys)
-        addresses = Addresses(endpoint, replay_endpoint, is_connecting)
+        addresses = Addresses(endpoint, replay_endpoint, require_flag("is_connecting", is_connecting))
         sockets = _open_sockets(addresses, curve, options.hwm, max_connections)
         self.endpoint = sockets.published.endpoint
         self.replay_endpoint = sockets.replayed and sockets.replayed.endpoint

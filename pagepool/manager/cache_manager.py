@@ -32,7 +32,7 @@ from pagepool._core import (
     take_copies,
     take_transfers,
 )
-from pagepool.arguments import MAX_SIZE, as_list, has_status, id_of, read_count, require_int, require_share
+from pagepool.arguments import MAX_SIZE, as_list, has_status, id_of, read_count, require_flag, require_int, require_share
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
@@ -107,15 +107,18 @@ class CacheManager(KeyHolder):
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         max_pinned_share = require_share("max_pinned_share", max_pinned_share)
-        self.enable_caching = bool(enable_caching and kv_cache_groups)
-        self.use_eagle = use_eagle
+        keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
+        self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
+        self.use_eagle = require_flag("use_eagle", use_eagle)
+        if host_tier is not None and not isinstance(host_tier, HostTier):
+            raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         if page_pool is None:
             eviction = "lru" if eviction is None else eviction
             page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
         elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
-            num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
+            num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
@@ -130,7 +133,7 @@ class CacheManager(KeyHolder):
             self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, use_eagle)
+        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
         self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
@@ -406,8 +409,7 @@ class CacheManager(KeyHolder):
         left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
         this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
-        held = self._requests.get(id_of(request))
-        return None if held is None else find_wrong_token(held, failed)
+        return find_wrong_token(self._requests.get(id_of(request)), failed)
 
     # External tokens and leases.
 
@@ -647,6 +649,7 @@ class CacheManager(KeyHolder):
         extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
         were enabled with the other `hashes_as_bytes`.
         """
+        hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
             from pagepool.events import EventSource
         except ImportError:

@@ -35,7 +35,7 @@ class HostTier:
         `min_uses` times, 1 to 255: computing it is its first use, and each hit another. `eviction` is the tier's own policy.
         ArgumentError for other values.
         """
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: {' or '.join(POLICIES)}")
         self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
         self.policy = policy

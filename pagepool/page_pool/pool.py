@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_int, require_slice
+from pagepool.arguments import require_flag, require_int, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
 from pagepool.page_pool.free_queue import FreeCachePageQueue
@@ -73,6 +73,7 @@ class PagePool:
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
+        enable_caching = require_flag("enable_caching", enable_caching)
         self._start(PageStore(num_pages, enable_caching, eviction=eviction))
 
     def _start(self, store: PageStore) -> None:

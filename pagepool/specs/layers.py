@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Self
 
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs.dtypes import dtype_bits, num_bytes
 from pagepool.specs.page_counts import cdiv
@@ -88,6 +88,7 @@ class AttentionSpec(CacheSpec):
         self._set_int("num_kv_heads")
         self._set_int("head_size")
         dtype_bits(self.dtype)
+        object.__setattr__(self, "use_mla", require_flag("use_mla", self.use_mla))
 
     @property
     def page_size_bytes(self) -> int:

@@ -17,7 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
-from pagepool.arguments import require_int
+from pagepool.arguments import require_flag, require_int
 from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
@@ -62,7 +62,7 @@ class Scheduler:
             self.add(request)
         num_rows = self.max_num_seqs if max_num_tokens else min(self.max_num_seqs, len(self.waiting))
         self._allocator: Allocator = ManagerAllocator(manager)
-        if batched and num_rows:
+        if require_flag("batched", batched) and num_rows:
             lengths = (request.num_final_tokens for request in self.waiting)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
         # The first waiting request gets the first free row: on a retry, or after a preemption, its hashes are still there.
