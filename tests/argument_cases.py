@@ -35,6 +35,7 @@ from pagepool import (
     create_kv_cache_specs_from_config,
     specs,
 )
+from pagepool.coordinator import get_kv_cache_coordinator
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
 

@@ -75,9 +75,9 @@ def entries() -> Iterator[Entry]:
 def entries_of(cls: type) -> Iterator[Entry]:
     for name in dir(cls):
         owner = next(base for base in cls.__mro__ if name in vars(base))
-        if owner is object or name in NOT_CALLED:
-            continue
         member = vars(owner)[name]
+        if owner is object or name in NOT_CALLED or member is None:  # as `__hash__` of what cannot be hashed
+            continue
         if inspect.isdatadescriptor(member):
             yield from (Entry(cls, name, kind, ("anything",)[: kind == "set"]) for kind in ("get", "set", "delete"))
         else:
