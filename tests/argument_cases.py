@@ -35,7 +35,6 @@ from pagepool import (
     create_kv_cache_specs_from_config,
     specs,
 )
-from pagepool.coordinator import get_kv_cache_coordinator
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
 
@@ -584,7 +583,7 @@ estimate_runtime_page_budget(num_pages=<16>, kv_cache_groups=<GROUPS|list>, max_
     data_parallel_size=<1>)
 use.manager.coordinator.find_longest_cache_hit(chain=<None>, max_cache_hit_length=8)
 use.manager.coordinator.count_cached_tokens(chain=<None>, max_cache_hit_length=8)
-get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
+pagepool.coordinator.get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
 create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16",
     use_mla=<False|flag typed>)
 specs_of(mask_type=<"SLIDING"|by_value>, size=<4|by_value>, layer=<0|any>)
