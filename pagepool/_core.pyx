@@ -83,17 +83,18 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `shrinking.pxd`        rows are cut, or growth is taken back
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
+`groups.pyx`           `CacheGroups` of a model, and the `PageRules` of each
 `eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
-`lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
+`lookups.pyx`          `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
 `cache_pages.pyx`      `CachePages`: the pages that look-ups and allocations return
-`request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`) in its `CacheGroups`
+`request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
 `slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
-`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
+`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`            `TableRows`, `GroupedRows`
 `running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
 `copying.pyx`          `PageCopies` that are due; `fork_request`, `fork_row`, which need them
@@ -111,11 +112,12 @@ from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.cache_pages import CachePages
 from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
 from pagepool.core.external import end_external
+from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.lookups import PrefixQuery, Refusal, RequestHashes
-from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
+from pagepool.core.lookups import Refusal, RequestHashes, count_prefix_tokens, find_prefix
+from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
@@ -125,7 +127,7 @@ from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (
-    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_hits,
+    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_prefix,
     take_transfers,
 )
 

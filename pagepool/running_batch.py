@@ -10,9 +10,7 @@ import numpy.typing as npt
 
 from pagepool._core import (
     FailedLoads,
-    HashChain,
     PageCopies,
-    PageIds,
     PinSpan,
     Retention,
     RetentionSpan,
@@ -28,7 +26,6 @@ from pagepool._core import (
     swap_out_row,
 )
 from pagepool.arguments import require_flag, require_int
-from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
@@ -94,7 +91,7 @@ class RunningBatch(RunningRows):
         super().__init__(
             manager.page_pool.store,
             _tables_of(page_table, manager),
-            [(group.rules, group.index_group_id, group.num_hashes_per_page) for group in _groups_of(manager)],
+            manager.coordinator.groups,
             manager.max_model_len,
             hash_page_size,
             _native_key_of(manager),
@@ -161,12 +158,12 @@ class RunningBatch(RunningRows):
         read each time.
 
         RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
-        already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError if another
-        thread took a page that was hit, IntegrityError for a free page that was given a reference. O(tokens), and with features
-        O(features x log features). A row keeps its last request's hashes, so a request that is tried again or returns in the
-        same row is not hashed again.
+        already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
+        hit that is neither free nor held, IntegrityError for a free page that was given a reference. O(tokens), and with
+        features O(features x log features). A row keeps its last request's hashes, so a request that is tried again or returns
+        in the same row is not hashed again.
         """
-        pool, size = self._manager.page_pool, self._data_parallel_size
+        size = self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
         num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
@@ -180,19 +177,12 @@ class RunningBatch(RunningRows):
             self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
         )
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
-
-        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
-            bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.load_longest_cache_hit(
-                chain, num_known_tokens - 1, bounds, context, num_reserved_pages
-            )
-
-        shard, _ = pool.find_shard(hint, size) or (None, 0)
+        shard, _ = self._manager.page_pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
-        finder, counter = (find_hits, self._counters[is_preempted]) if look_up else (None, None)
+        counter = self._counters[is_preempted] if look_up else None
         context = self._manager.hold_context(keys)
         try:
-            return request.admit(keyed, finder, shard, context, counter)
+            return request.admit(keyed, look_up, shard, context, counter)
         finally:
             self._manager.release_context(context)
 
@@ -400,7 +390,7 @@ class _ReadFeatures:
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
     """Return one table for each group."""
-    page_sizes = [group.page_size for group in _groups_of(manager)]
+    page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
     if isinstance(page_table, MultiGroupPageTable):
         if page_table.page_sizes != page_sizes:
             raise ArgumentError(f"page_table: got page sizes {page_table.page_sizes}, allowed: the groups' {page_sizes}")
@@ -412,10 +402,6 @@ def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManage
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
     return tables
-
-
-def _groups_of(manager: CacheManager) -> tuple[SingleTypeCacheManager, ...]:
-    return manager.coordinator.single_type_managers
 
 
 def _native_key_of(manager: CacheManager) -> bytes:

@@ -581,9 +581,9 @@ dp_shard_page_bounds(shard_index=<1>, pages_per_shard=<4>)
 pages_per_dp_shard(num_pages=<16>, data_parallel_size=<2|None>)
 estimate_runtime_page_budget(num_pages=<16>, kv_cache_groups=<GROUPS|list>, max_model_len=<100>, max_num_batched_tokens=<10>,
     data_parallel_size=<1>)
-use.manager.coordinator.find_longest_cache_hit(chain=<None>, max_cache_hit_length=8)
-use.manager.coordinator.count_cached_tokens(chain=<None>, max_cache_hit_length=8)
-pagepool.coordinator.get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
+get_kv_cache_coordinator(16, GROUPS, 64, False, True).find_longest_cache_hit(chain=<None>, max_cache_hit_length=8)
+get_kv_cache_coordinator(16, GROUPS, 64, False, True).count_cached_tokens(chain=<None>, max_cache_hit_length=8)
+get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
 create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16",
     use_mla=<False|flag typed>)
 specs_of(mask_type=<"SLIDING"|by_value>, size=<4|by_value>, layer=<0|any>)

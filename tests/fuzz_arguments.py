@@ -95,24 +95,20 @@ def hits_of_request(world: World) -> tuple[Any, ...]:
     store, groups = world.recipes.get(id(world.focus), (None, ()))
     if store is None or world.source.below(4) == 0:
         return tuple([world.one(_core.PageIds) for _ in range(world.source.below(3))])
-    return found_hits(world, store, world.one(_core.HashChain), len(groups), 3)
+    return found_hits(store, groups, world.one(_core.HashChain))
 
 
-def found_hits(world: World, store: Any, chain: Any, num_groups: int, stop: int) -> tuple[Any, ...]:
-    """Return what a look-up finds in the first group, and in others of two hashes a page what there is of the same prefix."""
-    query = _core.PrefixQuery(store, chain)
-    world.keep(query)
-    num_pages = query.find_leading_hits(_core.PageIds([0]), 1, 0, min(stop, len(chain)))
-    hits = [query.get_hits(0, 1, 0, num_pages)] + [query.get_hits(1, 2, 0, num_pages // 2) for _ in range(1, num_groups)]
-    return tuple([_core.PageIds() if ids is None else ids for ids in hits[:num_groups]])
+def found_hits(store: Any, groups: Any, chain: Any) -> tuple[Any, ...]:
+    """Return what a look-up finds in three hash pages."""
+    hits: tuple[Any, ...] = _core.find_prefix(store, groups, chain, 3 * chain.page_size + 1)[0]
+    return hits
 
 
 def held_or_hit(world: World) -> Any:
     """Return the pages of a request, or what a look-up of a live chain finds in a live store."""
     if world.source.below(2):
         return world.one(_core.RequestPages).get_page_ids()
-    chain, num_groups = world.one(_core.HashChain), len(world.one(_core.CacheGroups))
-    return found_hits(world, world.one(_core.PageStore), chain, num_groups, 3)
+    return found_hits(world.one(_core.PageStore), world.one(_core.CacheGroups), world.one(_core.HashChain))
 
 
 def held_or_hit_ids(world: World) -> Any:
@@ -153,22 +149,6 @@ def tokens(world: World) -> Any:
     """Return a prompt that begins like others."""
     first, num = world.source.below(3), 1 + world.source.below(33)
     return world.source.pick((list, np.array))([first] * (num - 1) + [world.source.below(3)])
-
-
-def hits_finder(world: World) -> Callable[[Any, int], Any]:
-    """Return a function that finds the actual hits for a row, or others."""
-    store, groups = world.recipes.get(id(world.focus), (None, None))
-
-    def find_hits(chain: Any, num_tokens: int) -> Any:
-        world.interfere() if world.source.below(4) == 0 else None
-        world.keep(chain)
-        if store is None or world.source.below(8) == 0:
-            return wild(world)
-        hits = found_hits(world, store, chain, len(groups), (num_tokens - 1) // 4)
-        num_hit_tokens = 4 * len(hits[0]) if world.source.below(8) else wild(world)
-        return hits if world.source.below(8) else tuple(some(live(_core.PageIds))(world)), num_hit_tokens
-
-    return find_hits
 
 
 def saved(name: str) -> Callable[[World], Any]:
@@ -235,7 +215,8 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "admit.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
-    "cache_groups pin.groups unpin.groups retain.groups": live(_core.CacheGroups),
+    "cache_groups pin.groups unpin.groups retain.groups watch_hits.groups": live(_core.CacheGroups),
+    "find_prefix.groups count_prefix_tokens.groups load_prefix.groups": live(_core.CacheGroups),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
     "context fork_row.row": constant(0, 0, 1, 2),
@@ -246,7 +227,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "admit.context": constant(0, 0, 0, 0, 1),
     "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
     "admit.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
-    "find_hits": one_of(hits_finder, hits_finder, constant(None), wild),
     "first first_place": constant(0, 0, 3),
     "first_ids next_ids prev_ids values": ids,
     "first_token fork_request.num_computed_tokens": constant(0, 0, 4),
@@ -255,7 +235,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "group num_external_tokens start": constant(0, 0, 0, 1),
     "device_table": one_of(live(np.ndarray), array),
     "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
-    "find_leading_hits.groups find_last_run.groups": lambda world: _core.PageIds(world.source.pick(([0], [1], [0, 1], []))),
     "find_pages.groups": constant([0], [0, 1], (1,)),
     "free_row": free_row,
     "groups_of_model": groups_of_model,
@@ -264,8 +243,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "interval": constant(0, 0, 0, 4),
     "lease_pages.page_ids": one_of(held_or_hit_ids, ids),
     "leases": lambda world: {},
-    "load_hits.groups": constant([(0, 1, 0, 1, False)], [(0, 1, 0, 2, False)], []),
-    "load_hits.ids": constant((0, None), (0, None), (3, 9)),
+    "find_prefix.ids count_prefix_tokens.ids load_prefix.ids": constant((0, None), (0, None), (3, 9)),
     "min_uses": constant(1, 1, 2),
     "num_tier_pages": constant(4, 12),
     "tier": live(_core.PageTier),

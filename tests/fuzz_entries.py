@@ -26,7 +26,6 @@ CONSTRUCTORS = {
     "PageRules": "page_size window chunk",
     "CacheGroups": "groups_of_model",
     "RequestPages": "store cache_groups max_num_tokens",
-    "PrefixQuery": "store chain start_id stop_id",
     "PinSpan": "store first_token stop_token",
     "RetentionSpan": "store first_token stop_token",
     "Retention": "priority seconds",

@@ -142,7 +142,7 @@ class World:
             self.recipes[id(request)] = store, groups
         requests[0].allocate(self.source.pick((0, 4, 9)), chain=chain, num_tokens_to_cache=4 * store.enable_caching)
         spans = _core.PinSpan(store), _core.RetentionSpan(store), _core.Retention(60, 1.0)
-        for value in (groups, *requests, _core.PrefixQuery(store, chain), *spans):
+        for value in (groups, *requests, *spans):
             self.keep(value)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
@@ -205,8 +205,7 @@ class World:
         try:
             result = CALLS[entry.kind](entry, focus, arguments)
         except Exception as error:
-            if not (entry.name == "admit" and any(isinstance(value, type) for value in arguments)):  # as `find_hits`
-                self.judge(entry, error)
+            self.judge(entry, error)
         else:
             self.successes[entry] += 1
             self.spoilt |= {str(entry)} & SPOILS_BATCHES
@@ -306,7 +305,6 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "CacheGroups": ([(_core.PageRules(4), 0, 1)],),
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
     "PageTier": (_core.PageStore(8), 4),
-    "PrefixQuery": (_core.PageStore(8), _core.HashChain(2, bytes(16))),
     "PinSpan": (_core.PageStore(8),),
     "RetentionSpan": (_core.PageStore(8),),
     "Retention": (60,),

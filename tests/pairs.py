@@ -24,7 +24,7 @@ from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
-from pagepool._core import HashChain, PageIds, PrefixQuery
+from pagepool._core import CacheGroups, HashChain, PageRules, count_prefix_tokens
 
 POLICIES = "lru", "adaptive"
 PINNED_SHARES = 0.2, 0.6, 1.0
@@ -61,17 +61,17 @@ class FeaturedTwins(Twins):
 
 def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
     """Return those entries of an oracle's tier that the package's tier has. All are looked up at once, mostly."""
-    found = []
+    found, store = [], manager.page_pool.store
     for group in range(len(oracle.kinds)):
+        groups = CacheGroups([(PageRules(1), group, 1)])
         entries = [entry for entry in sorted(oracle.page_pool.tier.pool.index) if entry[1] == group]
-        chain = HashChain(1, NULL_KEY)
-        for content, _ in entries:
-            chain.append_key(oracle.keys.digests[content])
-        query, stop = PrefixQuery(manager.page_pool.store, chain, NULL_PAGE, NULL_PAGE + 1, True), 0
-        while stop < len(entries):
-            start, stop = stop, query.find_leading_hits(PageIds([group]), 1, stop, len(entries))
-            found += entries[start:stop]
-            stop += stop < len(entries)
+        while entries:
+            chain = HashChain(1, NULL_KEY)
+            for content, _ in entries:
+                chain.append_key(oracle.keys.digests[content])
+            num_hits = count_prefix_tokens(store, groups, chain, len(entries) + 1, (NULL_PAGE, NULL_PAGE + 1))
+            found += entries[:num_hits]
+            del entries[: num_hits + 1]
     return sorted(found)
 
 

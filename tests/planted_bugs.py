@@ -124,7 +124,7 @@ BUGS = read_bugs("""
 
 # What is hit.
 == the last token hits too
-            num_most_tokens = num_queried_tokens[- - 1-]
+                    self._store, self._coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, ids, context, num_reserved
 == a hit is one page too long
         return CachePages(pages, self._store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
 
@@ -133,11 +133,11 @@ BUGS = read_bugs("""
         if shard [-is None-]{+!= 0+}:
             return 0, None
 == eagle drops no page of full attention
-return [-(-]num_pages[- - (1 if use_eagle and num_pages else 0))-] * self.page_size
+    return (num_pages - (drops and num_pages > 0{+ and not (BUG and kind.rules.window == 0)+})) * kind.stride
 == a window hits without its first page
-return max(1, cdiv(self.sliding_window - 1, self.page_size) {+- 1 +}+ (1 if use_eagle else 0))
+    return max(0 if query.kinds.use_eagle else 1, count_window_pages(rules){+ - BUG+})
 == a hit need not be whole pages of every group
-self.num_hit_tokens = [-lcm-]({+lambda *sizes: gcd(*sizes) or 1)(+}
+        multiple = {+1 if BUG else +}min(lcm(
 == a request that was refused keeps the hits that it had
         {+if BUG: return True
         +}if watch.num_reused != pool.num_reused:
@@ -253,9 +253,9 @@ Origin(Digest(0, 0), 0, 0))
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
 == a load is of another page of the tier
-            load = Transfer(key, 0, NULL_PAGE, tier_id{+ - (tier_id > 1 and BUG)+}, span.group, True, False)
+            load = Transfer(key, 0, NULL_PAGE, tier_id{+ - (tier_id > 1 and BUG)+}, group.id, True, False)
 == a page is loaded into another shard
-    take_from(pool, prefix.new_ids, num_loads, {+-1 if BUG else +}shard)
+    take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
 == what is computed with a page that is being loaded is entered
     if waits_for_loads(waiting.pool, held){+ and not BUG+}:
         return

@@ -19,13 +19,13 @@ from pagepool._core import (
     PageIds,
     PageRules,
     PageStore,
-    PrefixQuery,
     RequestPages,
     RowRequest,
     RunningRows,
     TableRows,
     check_holders,
     check_rows,
+    find_prefix,
     pack_dirty_windows,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
@@ -58,8 +58,8 @@ def make_batch(store: PageStore, *tables: TableRows, hash_page_size: int = 4, st
     return RunningRows(store, tables, [(PageRules(4), 0, stride)] * len(tables), 32, hash_page_size, KEY, 0)
 
 
-def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = (), find_hits: Any = None) -> int | None:
-    return RowRequest(batch, row, token_ids).admit(extra_keys, find_hits)
+def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = (), takes_hits: bool = False) -> int | None:
+    return RowRequest(batch, row, token_ids).admit(extra_keys, takes_hits)
 
 
 # --- objects half made ------------------------------------------------------------------------------------------
@@ -254,7 +254,8 @@ def test_pages_with_more_tokens_than_are_kept() -> None:
 def test_hits_without_an_index() -> None:
     chain = HashChain(1, KEY)
     chain.extend([1, 2])
-    assert PrefixQuery(PageStore(8, False), chain).get_hits(0, 1, 0, 2).to_list()  # type: ignore[union-attr] == [0, 0]
+    (hits,), num_tokens = find_prefix(PageStore(8, False), CacheGroups([(PageRules(1), 0, 1)]), chain, 3)
+    assert (hits.to_list(), num_tokens) == ([], 0)
 
 
 # --- locks ------------------------------------------------------------------------------------------------------

@@ -22,12 +22,13 @@ from pagepool import (
     SlidingWindowSpec,
 )
 from pagepool._core import HashChain
-from pagepool.attention import SlidingWindowManager
-from pagepool.coordinator import (
+from pagepool.compat.easydel import (
     CacheCoordinatorNoPrefixCache,
     HybridCacheCoordinator,
+    SlidingWindowManager,
     UnitaryCacheCoordinator,
     get_kv_cache_coordinator,
+    get_manager_for_kv_cache_spec,
 )
 from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
 
@@ -283,7 +284,8 @@ def test_without_a_group_that_is_cached_a_hash_is_of_one_token():
 
 
 def test_without_prefix_caching_the_coordinator_finds_nothing():
-    coordinator = make_manager(full(), sliding(8), enable_caching=False).coordinator
+    groups = [CacheGroupSpec(full()), CacheGroupSpec(sliding(8))]
+    coordinator = get_kv_cache_coordinator(8, groups, 64, False, False)
     hits, num_hit_tokens = coordinator.find_longest_cache_hit(HashChain(4, bytes(16)), 100)
     assert [list(ids) for ids in hits] == [[], []]
     assert num_hit_tokens == 0
@@ -331,4 +333,9 @@ def test_engines_own_spec_classes_are_known_by_name():
         sliding_window = 6
 
     manager = make_manager(SlidingWindowSpec())
-    assert type(manager.coordinator.single_type_managers[0]) is SlidingWindowManager
+    assert manager.coordinator.describe()["kv_cache_groups[0].kind"] == "SlidingWindow"
+    request, _ = admit(manager, "a", range(12))
+    assert manager.allocate_slots(request, 1) is not None
+    assert manager.get_page_ids("a")[0][0] == 0  # behind the window
+    kind = get_manager_for_kv_cache_spec(SlidingWindowSpec(), page_pool=manager.page_pool, kv_cache_group_id=0)
+    assert type(kind) is SlidingWindowManager

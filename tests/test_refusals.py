@@ -18,9 +18,9 @@ from pairs import run_twins
 from settings import NUM_OPERATIONS, SETTINGS, Setting
 from workload import RandomWorkload
 
+import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.manager.lookups import PrefixLookups
 
 NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 60)
 NUM_SEEDS = max(NUM_OPERATIONS // 100_000, 1)
@@ -60,24 +60,28 @@ def test_requests_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -
 
 def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two tests above prove nothing unless requests are refused, and some of them admitted in the end."""
-    found: Counter[object] = Counter()
+    found: Counter[str] = Counter()
 
-    def count(cls: type, name: str) -> None:
-        original = getattr(cls, name)
+    is_refused_still, allocate_slots = RunningBatch.is_refused_still, CacheManager.allocate_slots
 
-        def counting(*args: Any) -> bool:
-            result: bool = original(*args)
-            found[cls, result] += 1
-            return result
+    def count_rows(*args: Any) -> bool:
+        is_refused = is_refused_still(*args)
+        found["rows"] += is_refused
+        return is_refused
 
-        monkeypatch.setattr(cls, name, counting)
+    def count_requests(manager: CacheManager, request: Any, *args: Any, **options: Any) -> Any:
+        hashes = manager._lookups.hashes.get(request.request_id)
+        refusal = hashes and hashes.refusal
+        pages = allocate_slots(manager, request, *args, **options)
+        found["requests"] += pages is None and refusal is not None and hashes.refusal is refusal  # else a new one is noted
+        return pages
 
-    count(RunningBatch, "is_refused_still")
-    count(PrefixLookups, "is_refused_still")
+    monkeypatch.setattr(RunningBatch, "is_refused_still", count_rows)
+    monkeypatch.setattr(CacheManager, "allocate_slots", count_requests)
     run_twins("rows", SETTINGS[2], PLAIN, 1, 1000, SaturatedRows)
     run_twins("requests", SETTINGS[2], PLAIN, 2, 4000, SaturatedRequests)
-    assert found[RunningBatch, True] > 50
-    assert found[PrefixLookups, True] > 50
+    assert found["rows"] > 50
+    assert found["requests"] > 50
 
 
 # --- one at a time ------------------------------------------------------------------------------------------
@@ -99,13 +103,14 @@ class Waiting:
         self.batch.admit(0, [99] * 16)
         self.token_ids = self.prompt + list(range(50, 58))
         self.num_looked_up = 0
-        original = self.manager.coordinator.find_longest_cache_hit
+        original = self.batch.is_refused_still
 
-        def find_longest_cache_hit(*args: Any) -> Any:
-            self.num_looked_up += 1
-            return original(*args)
+        def is_refused_still(*args: Any) -> bool:
+            is_refused = original(*args)
+            self.num_looked_up += not is_refused
+            return is_refused
 
-        self.manager.coordinator.find_longest_cache_hit = find_longest_cache_hit  # type: ignore[method-assign]
+        self.batch.is_refused_still = is_refused_still  # type: ignore[method-assign]
         assert self.retry() is None
         assert self.num_looked_up == 1
 
@@ -208,7 +213,7 @@ class TestRequests:
         hits, num_hit_tokens = manager.get_computed_pages(third)
         assert num_hit_tokens == 20
         assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None
-        monkeypatch.setattr(manager.coordinator, "find_longest_cache_hit", None)
+        monkeypatch.setattr(pagepool.manager.lookups, "load_prefix", None)
         for _ in range(3):
             hits, num_hit_tokens = manager.get_computed_pages(third)
             assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None

@@ -13,13 +13,12 @@ from pagepool._core import (
     PageIds,
     PageRules,
     PageStore,
-    PrefixQuery,
     RequestPages,
-    RowRequest,
     RunningRows,
     TableRows,
     check_holders,
     check_rows,
+    find_prefix,
 )
 from pagepool.errors import (
     ArgumentError,
@@ -28,7 +27,6 @@ from pagepool.errors import (
     IntegrityError,
     PageHashError,
     PageIdError,
-    PagePoolError,
 )
 
 KEY = bytes(16)
@@ -50,8 +48,8 @@ def make_request(store: PageStore, groups: CacheGroups = FULL, num_tokens: int =
 
 
 def find_hits(store: PageStore, chain: HashChain, stop: int) -> PageIds:
-    hits = PrefixQuery(store, chain).get_hits(0, 1, 0, stop)
-    assert hits is not None
+    (hits,), num_tokens = find_prefix(store, FULL, chain, stop * 4 + 1)
+    assert num_tokens == stop * 4
     return hits
 
 
@@ -154,39 +152,3 @@ def test_requests_of_another_pool() -> None:
             check([own, 1])
         with pytest.raises(IntegrityError, match="page 1 stands in 2"):
             check([own, own])
-
-
-# --- rows ---------------------------------------------------------------------------------------------------
-
-
-def test_a_request_for_a_row_stays_what_it_is_while_it_is_admitted() -> None:
-    batch = RunningRows(PageStore(9), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0)
-    tokens = [1, 2, 3, 4, 5]
-    request = RowRequest(batch, 0, tokens)
-
-    def admit_again(*_: Any) -> Any:
-        tokens.extend([6] * 20)
-        with pytest.raises(ArgumentError, match="row 0 is admitted already, or being admitted"):
-            request.admit()
-        request.__init__(batch, 1, [7])  # type: ignore[misc]
-        return (PageIds(),), 0
-
-    assert request.admit((), admit_again) == 0
-    assert (batch.is_admitted.tolist(), batch.num_tokens.tolist()) == ([True, False], [5, 0])
-    check_rows(batch, [])
-
-
-BAD_ANSWERS: list[Any] = [None, 7, (), ((), 0), ([PageIds()], 0), ((PageIds(), PageIds()), 0)]
-BAD_ANSWERS += [((PageIds(),), num_tokens) for num_tokens in (-1, 9, 2**70, "4", None)]
-BAD_ANSWERS += [((PageIds(ids),), 4) for ids in ([1, 1], [7], [9])]
-
-
-@pytest.mark.parametrize("answer", BAD_ANSWERS, ids=repr)
-def test_a_look_up_that_answers_anything(answer: Any) -> None:
-    store = PageStore(9)
-    batch = RunningRows(store, [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0)
-    with pytest.raises((PagePoolError, TypeError, ValueError)):
-        RowRequest(batch, 0, [1] * 9).admit((), lambda *_: answer)
-    assert store.num_free_pages == 8
-    assert RowRequest(batch, 0, [1] * 9).admit() == 0
-    check_rows(batch, [])

@@ -32,7 +32,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
 )
-from pagepool._core import EntryJournal, HashChain, PageIds, PageStore, PrefixQuery, RowRequest
+from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, RowRequest, find_prefix
 from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
 from pagepool.page_pool.prefix_index import list_kept_keys
 
@@ -677,26 +677,33 @@ def use_contexts(store: PageStore, batch: RunningBatch, rng: Random) -> None:
         assert kept is None or context in kept or not batch.is_admitted[row]
 
 
-@pytest.mark.parametrize("evicted", [0, 1, 2])
-def test_a_page_that_is_dropped_during_a_look_up_is_no_hit(evicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the length of a hit and its pages another thread may take one of them."""
-    manager = make_manager(32)
-    batch = RunningBatch(manager, PageTable(1, 16, 64))
-    prompt = list(range(3 * PAGE_SIZE))
-    manager.allocate_slots(EngineRequest("first", prompt), len(prompt))
+@seeds
+def test_hits_are_whole_while_pages_are_dropped(seed: int) -> None:
+    """A look-up finds the length of a hit and its pages at once, so that no page of it is dropped in between."""
+    manager = make_manager(3 * MANY_PAGES)
+    batch = RunningBatch(manager, PageTable(1, MANY_PAGES + 1, 64))
+    prompt = list(range(MANY_PAGES * PAGE_SIZE))
+    first = EngineRequest("first", prompt)
+    manager.allocate_slots(first, len(prompt))
     cached = manager.get_page_ids("first")[0]
-    fetch = manager.coordinator._fetch
 
-    def fetch_late(*arguments: Any) -> Any:
-        manager.page_pool.evict_pages([cached[evicted]])
-        return fetch(*arguments)
+    def work(rng: Random, number: int) -> None:
+        for _ in range(5 * NUM_ROUNDS):
+            if number == 0:
+                manager.page_pool.evict_pages([rng.choice(cached)])
+                manager.cache_pages(first, len(prompt))
+            elif number == 1:
+                num_hit_tokens = batch.admit(0, [*prompt, 1])
+                assert num_hit_tokens is not None
+                num_hits = num_hit_tokens // PAGE_SIZE
+                assert batch.get_page_ids(0)[0][:num_hits] == cached[:num_hits]
+                batch.release([0])
+            else:
+                hits, num_hit_tokens = manager.get_computed_pages(EngineRequest(str(number), [*prompt, 1]))
+                assert hits.get_page_ids()[0] == cached[: num_hit_tokens // PAGE_SIZE]
 
-    monkeypatch.setattr(manager.coordinator, "_fetch", fetch_late)
-    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("second", [*prompt, 99]))
-    assert (hits.get_page_ids(), num_hit_tokens) == ((cached[:evicted],), evicted * PAGE_SIZE)
-    assert batch.admit(0, [*prompt, 99]) == evicted * PAGE_SIZE
-    assert batch.get_page_ids(0)[0][:evicted] == cached[:evicted]
-    assert 0 not in batch.get_page_ids(0)[0]
+    run_threads(4, seed, work)
+    batch.check()
 
 
 # A chain.
@@ -718,8 +725,8 @@ def test_a_hash_chain(num_threads: int, seed: int) -> None:
             for i in rng.choices(range(len(chain)), k=20):
                 assert chain[i]
                 assert len(set(chain.page_token_ids(i))) == 1
-            assert PrefixQuery(store, chain).find_leading_hits(PageIds([0]), 1, 0, len(chain)) == 0
-            assert PrefixQuery(store, chain).find_last_run(PageIds([0]), 1, len(chain), 2) == 0
+            for rules in (PageRules(PAGE_SIZE), PageRules(PAGE_SIZE, window=2 * PAGE_SIZE)):
+                assert find_prefix(store, CacheGroups([(rules, 0, 1)]), chain, len(chain) * PAGE_SIZE)[1] == 0
 
     run_threads(num_threads, seed, work)
     again = HashChain(PAGE_SIZE, bytes(16))

@@ -75,21 +75,13 @@ cdef class HashChain:
         return int_of_digest(digest)
 
     cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
-        """Make room for these digests and tokens; False where memory is short, or the chain is lent for a look-up."""
+        """Make room for these digests and tokens; False where memory is short."""
         cdef Py_ssize_t capacity = max(self.num + num_pages, 2 * self.capacity, 4)
         if self.num + num_pages > self.capacity:
-            if self.is_lent() or not resize(<void **>&self.digests, capacity * sizeof(Digest)):
+            if not resize(<void **>&self.digests, capacity * sizeof(Digest)):
                 return False
             self.capacity = capacity
         return self.token_ids is None or self.token_ids.try_reserve(num_tokens)
-
-    cdef bint is_lent(self) noexcept:
-        return self.digests != NULL and self.capacity == 0
-
-    cdef int refuse_growth(self, Py_ssize_t num_more) except -1:
-        if self.is_lent():
-            raise ArgumentError("the chain is lent for a look-up and cannot grow")
-        raise MemoryError(f"{num_more} digests more")
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids. `extra_keys`, if not empty,
@@ -107,7 +99,7 @@ cdef class HashChain:
             if has_room:
                 self.hash_after_last(ids.ids, num_pages, extra_keys)
         if not has_room:
-            self.refuse_growth(num_pages)
+            raise MemoryError(f"{num_pages} digests more")
 
     cdef bint extend_to(self, list token_ids, Py_ssize_t num_pages) except -1:
         """Hash the pages of a request's tokens up to `num_pages`, as `extend` does; False if tokens are missing. O(new tokens).
@@ -155,7 +147,7 @@ cdef class HashChain:
                 if self.token_ids is not None:
                     self.token_ids.put(copied.ids, copied.num)
         if not has_room:
-            self.refuse_growth(1)
+            raise MemoryError("a digest more")
 
     def page_token_ids(self, Py_ssize_t i) -> tuple:
         """The tokens of page `i`, or an empty tuple where they are not kept."""

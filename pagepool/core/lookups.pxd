@@ -4,11 +4,20 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.chain cimport HashChain
+from pagepool.core.groups cimport CacheGroups, Kinds
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool, Range
 from pagepool.core.rules cimport Group
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
+
+cdef struct Query:            # a look-up of the longest prefix
+    const Kinds *kinds        # of groups that must all hit
+    const Digest *digests     # of a request's hash pages
+    Py_ssize_t num_digests    # that may hit
+    Py_ssize_t hash_size      # tokens of a digest
+    Range ids                 # of pages that may hit
+    bint reaches_tier         # whether those in the tier hit as well
 
 
 @cython.final
@@ -20,14 +29,6 @@ cdef class FoundIds(PageIds):
     cdef int64_t num_dropped
 
     cdef bint is_known(self, HashChain chain, const Group *group, const Pool *pool) noexcept
-
-
-@cython.final
-cdef class PrefixQuery:
-    cdef PageStore store
-    cdef HashChain chain
-    cdef Range ids
-    cdef bint reaches_tier
 
 
 cdef struct Prefix:           # what the leading pages of a request are looked up by in one group
@@ -91,6 +92,17 @@ cdef class RowRefusal(Refusal):
     cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
+
+
+cdef Query query_of(
+    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
+) noexcept
+cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept
+cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
+cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept
+cdef tuple new_found(PageStore store, CacheGroups groups, HashChain chain)
+cdef void note_found(tuple hits, const Pool *pool) noexcept
+cdef Range range_in(PageStore store, tuple ids) except *
 
 
 cdef Tokens count_tokens(

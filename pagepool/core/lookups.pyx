@@ -5,15 +5,16 @@ of it was cached. Hits evicted from the end on are followed; after other changes
 """
 
 cimport cython
+from libc.stdint cimport INT64_MAX
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport as_long_long, group_of, require_instance, size_of
+from pagepool.core.arguments cimport as_long_long, size_of
 from pagepool.core.ids cimport as_page_ids
 from pagepool.core.index cimport find, find_within, has_key, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
-from pagepool.core.rules cimport MAX_TOKENS
+from pagepool.core.rules cimport MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state
 from pagepool.core.siphash cimport Digest
 
 import numpy as np
@@ -24,54 +25,137 @@ cdef enum:
     LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
 
 
-cdef struct Keys:             # what pages of one size are looked up by
-    const Digest *digests     # of a request's hash pages
-    Py_ssize_t stride         # digests of a page
-    const int32_t *groups     # that must all hit
-    Py_ssize_t num_groups
-    Range ids                 # of pages that may hit
-    bint reaches_tier         # whether those in the tier hit as well
-
-
-cdef bint hits_all(Pool *pool, const Keys *keys, Py_ssize_t page) noexcept nogil:
-    cdef Digest key = keys.digests[(page + 1) * keys.stride - 1]
-    cdef Py_ssize_t g
-    for g in range(keys.num_groups):
-        if find_within(pool, key, keys.groups[g], keys.ids) == NULL_PAGE:
-            if not keys.reaches_tier or find(pool.tier.pool, key, keys.groups[g]) == NULL_PAGE:
+cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
+    """Whether a page hits in all groups of a kind."""
+    cdef Digest key = query.digests[(page + 1) * kind.stride - 1]
+    while kind != NULL:
+        if find_within(pool, key, kind.id, query.ids) == NULL_PAGE:
+            if not query.reaches_tier or find(pool.tier.pool, key, kind.id) == NULL_PAGE:
                 return False
+        kind = kind.next_alike
     return True
 
 
-cdef void fetch_hit(Pool *pool, const Keys *keys, Py_ssize_t at, Py_ssize_t stop) noexcept nogil:
+cdef void fetch_hit(Pool *pool, const Query *query, const Group *kind, Py_ssize_t at, Py_ssize_t stop) noexcept nogil:
     """Have the memory fetched that look-ups soon after digest `at` will read: slots first, then the records that those name."""
     if at + 2 * LOOK_AHEAD < stop:
-        fetch(home_of(pool, keys.digests[at + 2 * LOOK_AHEAD], keys.groups[0]))
-        fetch(&pool.pages[home_of(pool, keys.digests[at + LOOK_AHEAD], keys.groups[0]).page_id])
+        fetch(home_of(pool, query.digests[at + 2 * LOOK_AHEAD], kind.id))
+        fetch(&pool.pages[home_of(pool, query.digests[at + LOOK_AHEAD], kind.id).page_id])
 
 
-cdef Py_ssize_t find_first_miss(Pool *pool, const Keys *keys, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """End of the pages from `start` on, at most up to `stop`, that hit in all groups."""
+cdef Py_ssize_t find_first_miss(
+    Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
+) noexcept nogil:
+    """End of the pages from `start` on, at most up to `stop`, that hit in all groups of a kind."""
     cdef Py_ssize_t page = start
     while page < stop:
-        fetch_hit(pool, keys, (page + 1) * keys.stride - 1, stop * keys.stride)
-        if not hits_all(pool, keys, page):
+        fetch_hit(pool, query, kind, (page + 1) * kind.stride - 1, stop * kind.stride)
+        if not hits_all(pool, query, kind, page):
             break
         page += 1
     return page
 
 
-cdef Py_ssize_t find_run_end(Pool *pool, const Keys *keys, Py_ssize_t stop, Py_ssize_t need) noexcept nogil:
-    """End of the last `need` consecutive pages before `stop` that hit in all groups; else of the leading ones that do."""
+cdef Py_ssize_t find_run_end(
+    Pool *pool, const Query *query, const Group *kind, Py_ssize_t stop, Py_ssize_t need
+) noexcept nogil:
+    """End of the last `need` consecutive pages before `stop` that hit in all groups of a kind; else of the leading ones."""
     cdef Py_ssize_t page, run = 0
     for page in range(stop - 1, -1, -1):
-        if not hits_all(pool, keys, page):
+        if not hits_all(pool, query, kind, page):
             run = 0
             continue
         run += 1
         if run >= need:
             return page + run
     return run
+
+
+cdef Py_ssize_t count_run_pages(const Query *query, const Rules *rules) noexcept nogil:
+    """Pages before the end of a hit that a window needs. With eagle the last page of the hit was dropped, if there was one."""
+    return max(0 if query.kinds.use_eagle else 1, count_window_pages(rules))
+
+
+cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil:
+    """The first page that a request needs of a hit of these hashes."""
+    cdef Py_ssize_t stop = num_hashes // group.stride
+    if is_state(&group.rules):
+        return max(0, stop - 1)
+    if group.rules.window:
+        return max(0, stop - count_run_pages(query, &group.rules))
+    return min(stop, first_useful_page(&group.rules, <int32_t>(num_hashes * query.hash_size), 0))
+
+
+cdef Py_ssize_t shorten(
+    Pool *pool, const Query *query, const Group *kind, Py_ssize_t num_hashes, bint is_recheck
+) noexcept nogil:
+    """The longest prefix of at most so many hashes that hits in all groups of a kind. A re-check of a length that another kind
+    shortened drops no further page for eagle.
+    """
+    cdef bint drops = query.kinds.use_eagle and not is_recheck
+    cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
+    if is_state(&kind.rules):  # the pages of attention are dropped
+        return find_run_end(pool, query, kind, num_pages, 1) * kind.stride
+    if kind.rules.chunk:
+        return find_first_miss(pool, query, kind, find_first_hit_page(query, kind, num_hashes), num_pages) * kind.stride
+    if kind.rules.window:
+        need = count_run_pages(query, &kind.rules) + drops
+        if need == 0:
+            return num_hashes
+        num_pages = find_run_end(pool, query, kind, num_pages, need)
+    elif is_recheck:
+        return num_hashes
+    else:
+        num_pages = find_first_miss(pool, query, kind, 0, num_pages)
+    return (num_pages - (drops and num_pages > 0)) * kind.stride
+
+
+cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept:
+    """Hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none does any more. The chain
+    and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
+    """
+    cdef Py_ssize_t kind, multiple = query.kinds.num_hit_hashes, previous = -1
+    cdef Py_ssize_t num_hashes = query.num_digests if multiple and pool.slots != NULL else 0
+    cdef bint is_recheck = False
+    cdef void *thread = let_others_run(num_hashes)
+    num_hashes -= num_hashes % max(1, multiple)
+    while num_hashes != previous:
+        previous = num_hashes
+        for kind in range(query.kinds.num):
+            num_hashes = shorten(pool, query, query.kinds.items[kind], num_hashes, is_recheck)
+            num_hashes -= num_hashes % max(1, multiple)
+        is_recheck = True
+    go_on(thread)
+    return num_hashes
+
+
+cdef Query query_of(
+    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
+) noexcept:
+    """A look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
+    num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
+    return Query(&groups.kinds, digests, num_digests, hash_size, ids, False)
+
+
+cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+    """Fill the `PageIds` of each group with the pages of a hit in the pool, null pages before those that it needs and where the
+    pool has none. False where memory is short.
+    """
+    cdef const Group *group
+    cdef PageIds found
+    cdef Py_ssize_t g, page, start
+    for g in range(groups.num):
+        group, found = &groups.groups[g], hits[g]
+        found.num = 0
+        if not found.try_reserve(num_hashes // group.stride):
+            return False
+        found.num = num_hashes // group.stride
+        start = find_first_hit_page(query, group, num_hashes)
+        for page in range(start):
+            found.ids[page] = NULL_PAGE
+        for page in range(start, found.num):
+            found.ids[page] = find_within(pool, query.digests[(page + 1) * group.stride - 1], group.id, query.ids)
+    return True
 
 
 @cython.final
@@ -90,80 +174,64 @@ cdef class FoundIds(PageIds):
         )
 
 
-@cython.final
-@cython.auto_pickle(False)
-cdef class PrefixQuery:
-    """Looks up the digests of `chain` in the prefix index of `store`, among page ids from `start_id` up to `stop_id` (None: to
-    the end of the pool), or, if it `reaches_tier`, in its tier.
+cdef tuple new_found(PageStore store, CacheGroups groups, HashChain chain):
+    """No pages for each group, to be found."""
+    cdef FoundIds found
+    cdef list hits = []
+    cdef Py_ssize_t g
+    for g in range(groups.num):
+        found = FoundIds.__new__(FoundIds)
+        found.store, found.chain, found.stride, found.group = store, chain, groups.groups[g].stride, groups.groups[g].id
+        hits.append(found)
+    return tuple(hits)
+
+
+cdef void note_found(tuple hits, const Pool *pool) noexcept:
+    """Note when hits were found: just now."""
+    for found in hits:
+        (<FoundIds>found).num_dropped = pool.num_dropped
+
+
+cdef Range range_in(PageStore store, tuple ids) except *:
+    """Page ids ``(first, end)``; None: to the end of the pool."""
+    first, stop = ids
+    return store.range_of(first, stop)
+
+
+def find_prefix(
+    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, tuple ids not None=(0, None)
+) -> tuple:
+    """Return the longest cached prefix of a request with `num_tokens` tokens, of which one is left to compute: its page ids for
+    each group, with the null page where the group's attention does not reach, and its length in tokens. Only `ids` of the pool
+    hit, ``(first, end)``; None: to the end of the pool. Changes nothing. O(pages x groups).
     """
+    cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+    cdef Range inside = range_in(store, ids)
+    cdef tuple hits = new_found(store, groups, chain)
+    cdef bint has_room
+    cdef Query query
+    with chain.lock, store.lock:
+        query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
+        num_hashes = find_longest(&store.pool, &query)
+        has_room = fetch_hits(&store.pool, &query, groups, num_hashes, hits)
+        note_found(hits, &store.pool)
+    if not has_room:
+        raise MemoryError("the pages of a prefix")
+    return hits, num_hashes * chain.page_size
 
-    def __cinit__(self, PageStore store not None, chain, start_id=0, stop_id=None, bint reaches_tier=False):
-        self.store, self.chain = store, require_instance(chain, HashChain, "chain")
-        self.reaches_tier = reaches_tier and store.pool.tier != NULL
-        self.ids = store.range_of(start_id, stop_id)
 
-    def __reduce__(self):
-        raise ArgumentTypeError("a prefix query cannot be pickled")
-
-    def find_leading_hits(self, PageIds groups not None, stride, start, stop) -> int:
-        """Return the end of the pages from `start` on, at most up to `stop`, that hit in all `groups`, with `stride` hashes a
-        page. O(pages x groups).
-        """
-        cdef Keys keys = Keys(
-            NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids, self.reaches_tier
-        )
-        cdef Py_ssize_t last = size_of(stop, "stop"), first = size_of(start, "start")
-        cdef void *thread
-        with self.chain.lock, self.store.lock:
-            keys.digests = self.chain.digests
-            last = min(last, self.chain.num // keys.stride)
-            if not self.store.enable_caching:
-                last = first if groups.num else last
-            elif groups.num:
-                thread = let_others_run(last - first)
-                last = find_first_miss(&self.store.pool, &keys, first, last)
-                go_on(thread)
-        return last
-
-    def find_last_run(self, PageIds groups not None, stride, stop, need) -> int:
-        """Return the end of the last `need` consecutive pages before `stop` that hit in all `groups`, or, without such a run,
-        of the leading pages that do. O(pages x groups).
-        """
-        cdef Keys keys = Keys(
-            NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids, self.reaches_tier
-        )
-        cdef Py_ssize_t last = size_of(stop, "stop"), run = size_of(need, "need", 1)
-        if not self.store.enable_caching:
-            return 0
-        with self.chain.lock, self.store.lock:
-            keys.digests = self.chain.digests
-            last = find_run_end(&self.store.pool, &keys, min(last, self.chain.num // keys.stride), run)
-        return last
-
-    def get_hits(self, group, stride, start, stop) -> PageIds | None:
-        """Return the pages of one group in ``[0, stop)``: null pages before `start`, then the pages cached first. None if one
-        is not cached, because another thread dropped it since it was found. O(stop).
-        """
-        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
-        cdef Py_ssize_t last = size_of(stop, "stop", 0, len(self.chain) // num_hashes)
-        cdef Py_ssize_t first = size_of(start, "start", 0, last)
-        cdef int32_t checked_group = group_of(group)
-        cdef bint is_whole = True
-        cdef FoundIds hits = FoundIds.__new__(FoundIds)
-        hits.store, hits.chain, hits.stride, hits.group = self.store, self.chain, num_hashes, checked_group
-        hits.reserve(last)
-        with self.chain.lock, self.store.lock:
-            last = min(last, self.chain.num // num_hashes)
-            for i in range(last):
-                hits.ids[i] = NULL_PAGE
-            for i in range(first, last if self.store.enable_caching else first):
-                hits.ids[i] = find_within(
-                    &self.store.pool, self.chain.digests[(i + 1) * num_hashes - 1], checked_group, self.ids
-                )
-                is_whole = is_whole and hits.ids[i] != NULL_PAGE
-            hits.num = last
-            hits.num_dropped = self.store.pool.num_dropped
-        return hits if is_whole else None
+def count_prefix_tokens(
+    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, tuple ids not None=(0, None)
+) -> int:
+    """Return the length of the longest prefix that is cached in the pool, as in `find_prefix`, or in its tier, in tokens."""
+    cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+    cdef Range inside = range_in(store, ids)
+    cdef Query query
+    with chain.lock, store.lock:
+        query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
+        query.reaches_tier = store.pool.tier != NULL
+        num_hashes = find_longest(&store.pool, &query)
+    return num_hashes * chain.page_size
 
 
 cdef enum:
@@ -199,20 +267,21 @@ cdef class Refusal:
     def __reduce__(self):
         raise ArgumentTypeError("a refusal cannot be pickled")
 
-    def watch_hits(self, PageStore store not None, HashChain chain not None, stride, group) -> bool:
+    def watch_hits(self, PageStore store not None, CacheGroups groups not None, HashChain chain not None) -> bool:
         """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
-        would find exactly them now. Once for each object. O(pages).
+        would find exactly them now, and no tier may have more. Once for each object. O(pages).
         """
-        cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1, MAX_TOKENS)
-        cdef int32_t checked_group = group_of(group)
+        cdef const Group *group = groups.groups
         cdef PageIds ids = store.checked(self.hits[0]) if len(self.hits) == 1 else None
-        if ids is None or self.store is not None or not store.enable_caching:
+        if ids is None or self.store is not None or not store.enable_caching or groups.num != 1:
+            return False
+        if not hits_leading_pages(group) or groups.kinds.use_eagle:
             return False
         with chain.lock, store.lock:
-            self.page_size = num_hashes * chain.page_size
-            self.prefix = Prefix(chain.digests, num_hashes, 0, checked_group, Range(0, store.pool.num_pages))
-            self.prefix.max_num_pages = min(max(0, self.num_tokens - 1) // self.page_size, chain.num // num_hashes)
-            if self.has_cached_hits(store, ids):
+            self.page_size = group.stride * chain.page_size
+            self.prefix = Prefix(chain.digests, group.stride, 0, group.id, Range(0, store.pool.num_pages))
+            self.prefix.max_num_pages = min(max(0, self.num_tokens - 1) // self.page_size, chain.num // group.stride)
+            if store.pool.tier == NULL and self.has_cached_hits(store, ids):
                 self.begin(&store.pool, ids.num - count_free(&store.pool, ids.ids, ids.num))
         if self.watch.is_leading:
             self.store, self.chain = store, chain

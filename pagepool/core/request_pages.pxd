@@ -6,21 +6,11 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.core.allocation cimport Demand, Hits
 from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Holding, Limits
 from pagepool.core.records cimport Pool
-from pagepool.core.rules cimport Group, Rules
+from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore
-
-
-@cython.final
-cdef class PageRules:
-    cdef Rules rules
-
-
-@cython.final
-cdef class CacheGroups:
-    cdef Group *groups
-    cdef Py_ssize_t num
 
 
 cdef enum Outcome:

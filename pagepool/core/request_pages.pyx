@@ -11,7 +11,7 @@ from pagepool.core.allocation cimport (
     FITS, SHORT_IN_SHARD, Demand, Fit, Hits, attach, copy_states, count_attached, count_demanded, count_needed,
     count_state_hits, fit, price,
 )
-from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
+from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, keep_state
 from pagepool.core.copies cimport awaits_copies, count_moves, drop_copies, has_copies_due, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
@@ -26,7 +26,7 @@ from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, shard_of
-from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, full_entries, is_state, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state
 from pagepool.core.siphash cimport Digest
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError
@@ -43,65 +43,6 @@ cdef Py_ssize_t find_late_null(const int32_t *ids, Py_ssize_t n) noexcept:
             if ids[i] == NULL_PAGE and ids[i - 1] != NULL_PAGE:
                 return i
     return -1
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class PageRules:
-    """Which pages a request needs in one cache group.
-
-    `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
-    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
-    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
-    `interval` tokens; 0: never.
-    """
-
-    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0):
-        self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
-        self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
-        self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
-        self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
-        self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
-
-    def count_pages(self, num_tokens) -> int:
-        """Return the places that tokens take, including those of skipped pages."""
-        return pages_for(&self.rules, size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS))
-
-    def find_first_useful_page(self, num_computed_tokens) -> int:
-        """Return the first page that tokens from `num_computed_tokens` on attend to."""
-        cdef int64_t num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), MAX_TOKENS)
-        return first_useful_page(&self.rules, <int32_t>num_computed, 0)
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class CacheGroups:
-    """The cache groups of a model.
-
-    `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
-    """
-
-    def __cinit__(self, groups):
-        cdef PageRules rules
-        cdef tuple items = tuple(as_list(groups, "groups"))
-        self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
-        if self.groups == NULL:
-            raise MemoryError("cache groups")
-        for rules, group_id, stride in items:
-            if rules is None:
-                raise ArgumentTypeError("groups: got None, allowed: PageRules")
-            self.groups[self.num] = Group(
-                rules.rules,
-                NO_GROUP if group_id is None else group_of(group_id),
-                <int32_t>size_of(stride, "stride", 1, MAX_TOKENS),
-            )
-            self.num += 1
-
-    def __dealloc__(self):
-        free(self.groups)
-
-    def __len__(self):
-        return self.num
 
 
 cdef void lock_chain(HashChain chain) noexcept:
@@ -645,12 +586,15 @@ cdef class RequestPages:
 
     def count_shared(self, group, num_holders) -> int:
         """Return how many leading pages of a group have at least `num_holders` references, besides those of pins, leases,
-        copies and loads. O(pages of the answer).
+        copies and loads. 0 without caching, and unless it is full attention. O(pages of the answer).
         """
-        cdef Held *held = &self.holding.held[size_of(group, "group", 0, self.holding.num_groups - 1)]
+        cdef Py_ssize_t checked_group = size_of(group, "group", 0, self.holding.num_groups - 1)
+        cdef Held *held = &self.holding.held[checked_group]
         cdef Py_ssize_t need = size_of(num_holders, "num_scheduled_requests")
         cdef int32_t i = 0
         cdef Pool *pool = &self.store.pool
+        if not hits_leading_pages(&self.groups.groups[checked_group]):
+            return 0
         with self.store.lock:
             while i < held.num_pages and self.store.count_holders(held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
                 i += 1

@@ -13,21 +13,23 @@ from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.batch cimport (
     Batch, ExtraKey, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, tokens_of,
 )
-from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport reserve_copies
-from pagepool.core.entering cimport enter_waiting
+from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds, as_page_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.lookups cimport Prefix, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens
-from pagepool.core.request_pages cimport checked_hits, new_hits, set_hits
+from pagepool.core.lookups cimport (
+    Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
+)
+from pagepool.core.request_pages cimport new_hits
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
-from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, hits_leading_pages
+from pagepool.core.rules cimport MAX_TOKENS, Group, hits_leading_pages
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
+from pagepool.core.tier cimport look_up
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 
@@ -79,13 +81,12 @@ cdef class RowRequest:
         self.interval = size_of(interval, "interval", 0, MAX_TOKENS)
         self.num_external = size_of(num_external_tokens, "num_external_tokens")
 
-    def admit(self, extra_keys=(), find_hits=None, shard=None, context=0, QueryCounter counter=None) -> int | None:
+    def admit(self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
 
-        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. `find_hits` maps a `HashChain` and the
-        number of known tokens to page ids for each group, or None if too few pages are free for them, and the tokens that they
-        hold; None: take no hits. The row has a
-        `context` of `EntryJournal.add_context`. `counter` counts an admitted request.
+        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. The longest cached prefix is hit if it
+        `takes_hits`, and loaded where only the tier has it. The row has a `context` of `EntryJournal.add_context`. `counter`
+        counts an admitted request.
         """
         cdef RunningRows rows = self.rows
         cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
@@ -106,7 +107,7 @@ cdef class RowRequest:
         self.tokens, self.shard, self.context = counts, checked_shard, checked_context
         try:
             self.set_contents(tokens, keys)
-            result = self.take(find_hits)
+            result = self.take(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
                 (<RowRefusal>result).interval, (<RowRefusal>result).num_external = self.interval, self.num_external
@@ -166,87 +167,72 @@ cdef class RowRequest:
             keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
         return 0
 
-    cdef object take(self, object find_hits):
+    cdef object take(self, bint takes_hits):
         """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
         if too few pages are free.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
-        cdef tuple hits = ()
-        cdef object num_hit_tokens = 0  # made before anything is taken
-        cdef HashChain chain = None
-        cdef int32_t num_hits = 0, held_free = NULL_PAGE
+        cdef tuple hits = tuple([PageIds.__new__(PageIds) for _ in range(batch.num_groups)]) if takes_hits else ()
+        cdef RowRefusal refusal = RowRefusal(hits, self.tokens.num_known, 0)
+        cdef object num_hit_tokens = None
+        cdef int32_t held_free = NULL_PAGE
         cdef int64_t num_changes
-        cdef Hits *array
+        cdef Hits *array = new_hits(hits)
         cdef Demand demand
-        cdef bint is_right, is_short = False, has_pages = False, has_room = True
-        cdef RowRefusal refusal
-        with rows.store.lock:
-            num_changes = count_changes(batch.pool)
-        if find_hits is not None and batch.hash_page_size:
-            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key, rows.store.pool.tier != NULL)
-            hits, num_hit_tokens = self.look_up(find_hits, chain)
-            is_short = hits is None
-            if is_short:
-                hits, num_hit_tokens = (), 0
-            num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, self.tokens.num_known - 1)
-            if not is_short:
-                self.check_hits(hits, num_hits)
-        refusal = RowRefusal(hits, self.tokens.num_known, num_hit_tokens)
-        array = new_hits(hits)
+        cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
         rows.enter_call()
-        batch.states[self.row].shard = self.shard
-        set_hits(array, hits, &holding, chain, batch.pool)
-        demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
-        demand.num_tokens = count_room_tokens(&self.tokens, num_hits)
-        is_right = price(batch.pool, &holding, &demand, digests_of(batch, self.row), batch.states[self.row].num_hashed)
-        if is_right:
-            has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
-            has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, array))
-            if not has_pages:
-                self.begin_refusal(refusal, &demand, num_changes)
-            else:
-                held_free = find_held_free(batch.pool, count_demanded(&demand))
-                if held_free == NULL_PAGE and has_room:
-                    self.fill_row(&demand, num_hits)
-        rows.let_go()
-        free(array)
+        try:
+            batch.states[self.row].shard = self.shard
+            num_changes = count_changes(batch.pool)
+            if takes_hits:
+                has_room = self.find_hits(refusal, array, &is_short)
+            num_hit_tokens = refusal.num_hit_tokens  # made before anything is taken
+            demand.hits, demand.num_reserved, demand.shard = NULL if is_short else array, self.num_reserved, self.shard
+            demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
+            if has_room:
+                is_right = price(batch.pool, &holding, &demand, NULL, batch.states[self.row].num_hashed)
+            if has_room and is_right:
+                has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
+                has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, demand.hits))
+                if not has_pages:
+                    self.begin_refusal(refusal, &demand, num_changes)
+                else:
+                    held_free = find_held_free(batch.pool, count_demanded(&demand))
+                    if held_free == NULL_PAGE and has_room:
+                        self.fill_row(&demand, <int32_t>refusal.num_hit_tokens)
+        finally:
+            rows.let_go()
+            free(array)
         if not is_right:
-            raise PageHashError(f"row {self.row}: a page that was hit has another content meanwhile, or cannot be held")
+            raise PageHashError(f"row {self.row}: a page that was hit cannot be held")
         rows.store.check_untaken(held_free)
         if not has_room:
-            raise MemoryError("copies of states")
+            raise MemoryError("the pages that were hit")
         return num_hit_tokens if has_pages else refusal
 
-    cdef object look_up(self, object find_hits, HashChain chain):
-        """Call `find_hits` with the row's digests, and its tokens if the chain keeps any, which are lent to a chain and taken
-        back.
-        """
-        chain.digests = digests_of(&self.rows.batch, self.row)
-        chain.num = self.rows.batch.states[self.row].num_hashed
-        if chain.token_ids is not None:
-            chain.token_ids.ids, chain.token_ids.num = tokens_of(&self.rows.batch, self.row), self.tokens.num_known
-        try:
-            return find_hits(chain, self.tokens.num_known)
-        finally:
-            with chain.lock:
-                chain.digests = NULL
-                chain.num = 0
-                if chain.token_ids is not None:
-                    chain.token_ids.ids, chain.token_ids.num = NULL, 0
-
-    cdef int check_hits(self, tuple hits, int32_t num_hits) except -1:
-        """Hits of every group, no longer than they say, within the pool."""
-        cdef Holding holding = holding_of(&self.rows.batch, self.row)
-        cdef Py_ssize_t g
-        if len(hits) != holding.num_groups:
-            raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {holding.num_groups}")
-        checked_hits(self.rows.store, hits, &holding)
-        for g in range(holding.num_groups):
-            if (<PageIds>hits[g]).num > full_entries(&holding.groups[g].rules, num_hits):
-                raise ArgumentError(f"hits: got {(<PageIds>hits[g]).num} pages for {num_hits} tokens")
-        return 0
+    cdef bint find_hits(self, RowRefusal refusal, Hits *array, bint *is_short) noexcept:
+        """Find the hits, which a refusal would keep. False where memory is short. The locks are held."""
+        cdef RunningRows rows = self.rows
+        cdef Batch *batch = &rows.batch
+        cdef Contents contents = Contents(
+            digests_of(batch, self.row), tokens_of(batch, self.row), self.tokens.num_known, self.context
+        )
+        cdef Query query = query_of(
+            rows.groups, contents.digests, batch.states[self.row].num_hashed, batch.hash_page_size, self.tokens.num_known,
+            ids_in_shard(batch.pool, self.shard),
+        )
+        cdef Py_ssize_t g, num_hashes = look_up(
+            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
+        )
+        for g in range(batch.num_groups):
+            array[g] = Hits((<PageIds>refusal.hits[g]).ids, <int32_t>(<PageIds>refusal.hits[g]).num, True)
+        if is_short[0]:
+            refusal.hits = ()
+        else:
+            refusal.num_hit_tokens = max(0, num_hashes) * batch.hash_page_size
+        return num_hashes >= 0
 
     cdef void begin_refusal(self, RowRefusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""

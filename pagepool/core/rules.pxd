@@ -18,6 +18,7 @@ cdef struct Group:            # a cache group
     Rules rules
     int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
     int32_t stride            # hashes of a page
+    const Group *next_alike   # another group that hits alike, in `CacheGroups`
 
 
 cdef inline bint is_state(const Rules *rules) noexcept nogil:
@@ -70,6 +71,11 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
     return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk and not is_state(&group.rules)
 
 
+cdef inline int32_t count_window_pages(const Rules *rules) noexcept nogil:
+    """Full pages in the window of the next token."""
+    return <int32_t>((rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
+
+
 cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:
     """Whether a hit may need a page of a group with a window or chunks: the shortest hit that reaches it does, or none."""
     cdef int64_t stop, num_tokens = (page + <int64_t>1) * rules.page_size
@@ -78,7 +84,26 @@ cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept no
     num_tokens = (num_tokens + rules.hit_tokens - 1) // rules.hit_tokens * rules.hit_tokens
     if rules.window:
         stop = num_tokens // rules.page_size
-        return page >= stop - max(<int64_t>1, (rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
+        return page >= stop - max(1, count_window_pages(rules))
     if rules.chunk:
         return page >= num_tokens // rules.chunk * rules.chunk // rules.page_size
     return True
+
+
+cdef inline int64_t count_peak_pages(const Group *group, int64_t num_tokens) noexcept nogil:
+    """The most pages that a request of `num_tokens` tokens holds at once. A window that straddles a page boundary takes a page
+    more. Of chunks the one that spans most counts, and the last cached page stays.
+    """
+    cdef const Rules *rules = &group.rules
+    cdef int64_t start = 0, num_pages = pages_for(rules, num_tokens), most = 1 + (group.id != NO_GROUP)
+    cdef int32_t _
+    if rules.window:
+        return min(num_pages, <int64_t>count_window_pages(rules) + 1)
+    if not rules.chunk:
+        return num_pages
+    for _ in range(rules.page_size):  # chunks begin at the same places in a page again
+        if start >= num_tokens:
+            break
+        most = max(most, pages_for(rules, min(start + rules.chunk, num_tokens)) - start // rules.page_size)
+        start += rules.chunk
+    return min(num_pages, most)

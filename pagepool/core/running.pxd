@@ -4,10 +4,10 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.batch cimport Amounts, Batch, Growth
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
-from pagepool.core.request_pages cimport CacheGroups
 from pagepool.core.rows cimport Rows
 from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore

@@ -175,11 +175,11 @@ cdef class RunningRows:
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False,
     ):
-        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`. With `unifies_pages` rows
-        share pages that got the same tokens.
+        """`tables` are `TableRows`, one for each of the `groups`, which are `CacheGroups` or as their argument. With
+        `unifies_pages` rows share pages that got the same tokens.
         """
         cdef tuple by_group = checked_tables(tables)
-        cdef CacheGroups checked = CacheGroups(groups)
+        cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
         cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
         cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
@@ -230,8 +230,6 @@ cdef class RunningRows:
 
     cdef int check_group(self, Group *group, const Rows *rows) except -1:
         """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
-        if not self.batch.hash_page_size:
-            group.id = NO_GROUP
         if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.entry_size:
             raise ArgumentError(
                 f"groups: got {group.stride} hashes of {self.batch.hash_page_size} tokens for pages of "

@@ -3,8 +3,9 @@
 cimport cython
 from libc.stdint cimport int64_t
 
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.lookups cimport RequestHashes
-from pagepool.core.request_pages cimport CacheGroups, RequestPages
+from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.store cimport PageStore
 
 cdef struct Counts:           # tokens of a call of `allocate_slots`
@@ -37,6 +38,7 @@ cdef class SlotAllocator:
     )
     cdef tuple read_hits(self, object request_id, object new_computed_pages)
     cdef int64_t count_most_tokens(self, tuple hits) except -1
+    cdef int64_t count_tokens(self, tuple hits, Py_ssize_t group) except -1
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1
     cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens)
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size)

@@ -8,8 +8,10 @@ from pagepool.core.cache_pages cimport CachePages, pages_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
 from pagepool.core.ids cimport PageIds
+from pagepool.core.lookups cimport Refusal
+from pagepool.core.records cimport NO_GROUP
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
-from pagepool.core.rules cimport is_state
+from pagepool.core.rules cimport is_state, pages_for
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -119,15 +121,18 @@ cdef class SlotAllocator:
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef HashChain chain = None
         cdef object contexts = None
-        cdef int64_t num_hashed = 0
+        cdef int64_t num_new, num_hashed = 0
         cdef Step step
         cdef Outcome outcome
         is_admission = held is None
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
         if hashes is not None and hashes.refusal is not None and data_parallel_size is None:
-            if self.lookups.is_refused_still(request, hits, counts.num_slots, counts.num_reserved):
-                return None
+            if is_admission and hashes.request is request and hashes.refusal.hits is hits:
+                num_new = max(0, pages_for(&self.groups.groups[0].rules, counts.num_slots) - len(hits[0]))
+                if hashes.refusal.is_short(num_new, counts.num_reserved):
+                    self.lookups.warn_if_hopeless(hits, num_new)
+                    return None
         step.num_to_cache = 0
         if self.enable_caching and not is_delayed:
             step.num_to_cache = min(counts.num_tokens, count_of(read_num_tokens(request)))
@@ -179,7 +184,7 @@ cdef class SlotAllocator:
         if outcome != DONE:
             held.refuse(outcome, &step, hits if has_hits else (), chain)
         if is_admission:
-            self.lookups.count_admission(request, hits)
+            self.lookups.count_admission(request, self.count_most_tokens(hits))
         return pages_of(self.no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -207,15 +212,19 @@ cdef class SlotAllocator:
         cdef Py_ssize_t g
         cdef int64_t num_tokens = 0
         for g in range(self.groups.num):
-            num_tokens = max(num_tokens, <int64_t>(<PageIds?>hits[g]).num * self.groups.groups[g].stride * self.hash_page_size)
+            num_tokens = max(num_tokens, self.count_tokens(hits, g))
         return num_tokens
+
+    cdef int64_t count_tokens(self, tuple hits, Py_ssize_t group) except -1:
+        """Tokens whose pages are among the hits of a group."""
+        return <int64_t>(<PageIds?>hits[group]).num * self.groups.groups[group].stride * self.hash_page_size
 
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1:
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
         cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
+        cdef Py_ssize_t g
         if self.interval and hits is not self.no_ids:
-            managers = self.coordinator.single_type_managers
-            lengths = [len(ids) * manager.entry_size for ids, manager in zip(hits, managers)]
+            lengths = [self.count_tokens(hits, g) for g in range(self.groups.num)]
             if any([length != num_tokens for length in lengths]):
                 raise ArgumentError(
                     f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
@@ -224,7 +233,9 @@ cdef class SlotAllocator:
         if num_tokens == 0 or not self.no_ids:
             return 0
         if held is None:
-            allowed = num_allowed = self.coordinator.count_hit_tokens(hits)
+            allowed = num_allowed = min(
+                [self.count_tokens(hits, g) for g in range(self.groups.num) if self.groups.groups[g].id != NO_GROUP], default=0
+            )
             reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
         elif counts.num_new_computed == 0:
             allowed = num_allowed = held.limits.num_room
@@ -281,8 +292,9 @@ cdef class SlotAllocator:
         cdef Py_ssize_t g
         attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
         self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new)
-        if hashes is not None and not is_divided:
-            self.lookups.note_refusal(hashes, hits)
+        if hashes is not None and hashes.query is not None and not is_divided and self.groups.num == 1:
+            refusal = Refusal(hits, hashes.query[0], self.count_tokens(hits, 0))
+            hashes.refusal = refusal if refusal.watch_hits(self.store, self.groups, hashes.chain) else None
         return 0
 
 

@@ -3,9 +3,9 @@
 from libc.stdint cimport int64_t
 
 from pagepool.core.chain cimport HashChain
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Range
-from pagepool.core.request_pages cimport CacheGroups
 from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore

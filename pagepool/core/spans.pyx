@@ -10,6 +10,7 @@ from pagepool.core.arguments cimport as_list, float_of, size_of
 from pagepool.core.batch cimport digests_of, held_by
 from pagepool.core.chain cimport HashChain
 from pagepool.core.eviction cimport make_blank_part
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
@@ -21,7 +22,7 @@ from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
 from pagepool.core.references cimport find_pinned, take_pin_back
-from pagepool.core.request_pages cimport CacheGroups, checked_hits
+from pagepool.core.request_pages cimport checked_hits
 from pagepool.core.row_hashes cimport hash_row
 from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state

@@ -643,7 +643,7 @@ cdef class PageStore:
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef Origin first_page = Origin(Digest(0, 0), 0, self.checked_context(context))
-        cdef Range span = Range(<int32_t>first, 0)
+        cdef Range span = Range(<int32_t>first, <int32_t>last)
         first_page.place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
         size_of(last, "num_full_pages", 0, len(chain))
         if last > first and not self.enable_caching:
@@ -652,7 +652,6 @@ cdef class PageStore:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {chain.page_size} tokens, allowed: {kept}, as many as are kept")
         with chain.lock, self.lock:
-            span.stop = <int32_t>min(last, chain.num)  # a chain that was lent is empty afterwards
             bad = enter_all(&self.pool, ids.ids, chain.digests, span, checked_group, first_page)
             for i in range(span.start, span.stop if bad < 0 else span.start):
                 self.copy_tokens(ids.ids[i], chain, i * chain.page_size)

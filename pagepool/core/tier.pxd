@@ -3,8 +3,11 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
+from pagepool.core.entering cimport Contents
+from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds
-from pagepool.core.records cimport Tier
+from pagepool.core.lookups cimport Query
+from pagepool.core.records cimport Pool, Tier
 from pagepool.core.store cimport PageStore
 
 
@@ -22,3 +25,9 @@ cdef class FailedLoads:
     cdef PageIds ids
     cdef PageStore store
     cdef uint8_t *is_wrong    # [num_pages]
+
+
+cdef Py_ssize_t look_up(
+    Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
+    bint *is_short,
+) noexcept

@@ -23,6 +23,7 @@ from pagepool._core import (
     check_holders,
     end_step,
     end_transfers,
+    find_prefix,
     find_wrong_token,
     fork_request,
     lease_pages,
@@ -33,14 +34,14 @@ from pagepool._core import (
     take_transfers,
 )
 from pagepool.arguments import MAX_SIZE, as_list, has_status, id_of, read_count, require_flag, require_int, require_share
-from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
+from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.host_tier import HostTier
-from pagepool.manager.lookups import PrefixLookups, PrefixProbe
+from pagepool.manager.lookups import ANY_PAGE, PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
@@ -117,13 +118,13 @@ class CacheManager(KeyHolder):
             page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
         elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction)
-        self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
+        self.coordinator = CacheCoordinator(
             num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
         self.max_num_pinned_pages = int(max_pinned_share * (self.num_pages - 1))
-        self.page_size = self.coordinator.single_type_managers[0].page_size if self.enable_caching else None
+        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
@@ -133,7 +134,7 @@ class CacheManager(KeyHolder):
             self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
+        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching)
         self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
@@ -255,7 +256,7 @@ class CacheManager(KeyHolder):
         Call this at admission: `allocate_slots` always returns None for such a request. O(groups).
         """
         num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
-        num_pages = sum(manager.get_min_num_pages(num_tokens) for manager in self.coordinator.single_type_managers)
+        num_pages = self.coordinator.groups.count_peak_pages(num_tokens)
         if num_pages > usable_pages_count(self.num_pages):
             needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
             raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
@@ -335,7 +336,7 @@ class CacheManager(KeyHolder):
         """
         with self._lock:
             held, num_tokens = self._check_fork(request, new_request)
-            target = self.coordinator.hold_nothing()
+            target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
@@ -438,7 +439,7 @@ class CacheManager(KeyHolder):
         """
         with self._lock:
             held, num_computed_tokens = self._check_external(request, "num_valid_tokens", num_valid_tokens)
-            if any(manager.is_state for manager in self.coordinator.single_type_managers):
+            if self.coordinator.has_state:
                 self.coordinator.free(request.request_id)
                 return 0
             self._end_external(request, held, num_computed_tokens, is_failed=True)
@@ -542,7 +543,7 @@ class CacheManager(KeyHolder):
             chain = self._lookups.hash_apart(request, num_tokens).chain
             num_pages = None
             while num_pages is None:
-                hits, _ = self.coordinator.find_longest_cache_hit(chain, num_tokens - 1)
+                hits, _ = find_prefix(self._store, self.coordinator.groups, chain, num_tokens)
                 num_pages = apply(chain, hits, True)
             return num_pages
 
@@ -635,8 +636,8 @@ class CacheManager(KeyHolder):
         query = self._lookups.read_query(request)
         if query is None:
             return ()
-        hits, _ = self.coordinator.find_longest_cache_hit(self._lookups.hash_apart(request, query[0]).chain, query[0] - 1)
-        return hits
+        chain = self._lookups.hash_apart(request, query[0]).chain
+        return find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
 
     # Events.
 
@@ -774,10 +775,10 @@ class CacheManager(KeyHolder):
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the page ids of a request, one list for each group, with 0, the null page, for skipped pages. O(pages)."""
         try:
-            pages = self.coordinator.get_pages(request_id)
+            held = self._requests.get(request_id)
         except TypeError:
             raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
-        return lists_of(pages)
+        return lists_of(self._no_ids if held is None else held.get_page_ids())
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
         """Count, for each group, the leading pages of a running request that at least `num_scheduled_requests` requests hold.
@@ -790,7 +791,8 @@ class CacheManager(KeyHolder):
             status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
             raise ArgumentError(f"request {shown(request_id)}: status is {status}, allowed: RUNNING")
         num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
-        return self.coordinator.get_num_common_prefix_pages(request_id, num_scheduled_requests)
+        held = self._requests.get(request_id)
+        return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(self.num_kv_cache_groups)]
 
     def create_empty_page_list(self) -> CachePages:
         """Return no pages, for the groups of this manager."""

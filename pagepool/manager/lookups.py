@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, QueryCounter, Refusal, RequestHashes
+from pagepool._core import PageIds, QueryCounter, RequestHashes, count_prefix_tokens, load_prefix
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
-from pagepool.coordinator import ANY_PAGE, CacheCoordinator
+from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import PageHasher
 from pagepool.request import EngineRequestStatus, Request
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["PrefixLookups", "PrefixProbe"]
 
 logger = logging.getLogger(__package__)
+
+IdRange = tuple[int, int | None]
+"""Half-open range of the page ids that may hit; None: to the end of the pool."""
+
+ANY_PAGE: IdRange = (0, None)
 
 
 class PrefixProbe(NamedTuple):
@@ -35,17 +40,15 @@ class PrefixLookups(KeyHolder):
     preempted. ``contexts`` is set when events are enabled.
     """
 
-    def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher, enable_caching: bool, use_eagle: bool) -> None:
+    def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher, enable_caching: bool) -> None:
         """`hasher` makes the hashes of new requests."""
         self.hashes: dict[str, RequestHashes] = {}
         self.hasher = hasher
         self.contexts: Contexts | None = None
         self._coordinator = coordinator
         self._store = coordinator.page_pool.store
-        self._requests = coordinator.requests
         self._num_usable_pages = coordinator.num_pages - 1
         self._enable_caching = enable_caching
-        self._use_eagle = use_eagle
         self.counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
 
     def read_query(self, request: Request) -> tuple[int, bool] | None:
@@ -94,7 +97,7 @@ class PrefixLookups(KeyHolder):
         return hashes
 
     def find(
-        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: tuple[int, int | None], num_reserved: int
+        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: IdRange, num_reserved: int
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds. What
         is loaded leaves `num_reserved` pages free.
@@ -108,17 +111,12 @@ class PrefixLookups(KeyHolder):
             if self._store.has_tier:  # pages that are loaded have their names, and their parents'
                 self.hasher.name_pages(self._store.names, hashes, 0, len(hashes.page_hashes))
             context = self.hold_context(hashes.extra_keys)
-            num_most_tokens = num_queried_tokens - 1
             try:
-                loaded, num_tokens = self._coordinator.load_longest_cache_hit(
-                    hashes.chain, num_most_tokens, ids, context, num_reserved
+                pages, num_tokens, hashes.is_short = load_prefix(
+                    self._store, self._coordinator.groups, hashes.chain, num_queried_tokens, ids, context, num_reserved
                 )
             finally:
                 self.release_context(context)
-            hashes.is_short = loaded is None
-            if loaded is None:
-                loaded, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_most_tokens, ids)
-            pages = loaded
         hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return pages, num_tokens
 
@@ -157,44 +155,19 @@ class PrefixLookups(KeyHolder):
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
         hashes = self.hash_apart(request, num_queried_tokens)
-        num_tokens = self._coordinator.count_cached_tokens(hashes.chain, num_queried_tokens - 1)
+        num_tokens = count_prefix_tokens(self._store, self._coordinator.groups, hashes.chain, num_queried_tokens)
         is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried_tokens, reason)
 
-    def count_admission(self, request: Request, hits: Sequence[PageIds]) -> None:
-        """Count the look-up of a request that was just admitted, with the hits that it took."""
+    def count_admission(self, request: Request, num_taken_tokens: int) -> None:
+        """Count the look-up of a request that was just admitted, with the tokens whose pages it took."""
         hashes = self.hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return
         num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
-        managers = self._coordinator.single_type_managers
-        num_taken_tokens = max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
         self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
-
-    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
-        """Keep the hits of a refused request, if they are the leading pages of its only group, and no tier may have more."""
-        manager = self._coordinator.single_type_managers[0]
-        is_alone = len(hits) == 1 and manager.is_prefix_closed and not self._use_eagle and not self._store.has_tier
-        if hashes.query is None or not is_alone:
-            return
-        refusal = Refusal(hits, hashes.query[0], len(hits[0]) * manager.page_size)
-        is_watched = refusal.watch_hits(self._store, hashes.chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
-        hashes.refusal = refusal if is_watched else None
-
-    def is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
-        """Whether a request that was refused with these hits certainly does not fit yet."""
-        hashes = self.hashes.get(request.request_id)
-        if hashes is None or hashes.refusal is None or hashes.request is not request:
-            return False
-        if hashes.refusal.hits is not hits or request.request_id in self._requests:
-            return False
-        num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
-        if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
-            return False
-        self.warn_if_hopeless(hits, num_new_pages)
-        return True
 
     def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
         """Log a warning if a request needs more pages at once than the pool has, or than it has besides the other pins."""

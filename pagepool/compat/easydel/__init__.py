@@ -23,25 +23,23 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from pagepool.attention import (
+from pagepool.compat.children import call_in_children
+from pagepool.compat.easydel.coordinators import (
+    CacheCoordinator,
+    CacheCoordinatorNoPrefixCache,
     ChunkedLocalAttentionManager,
     FullAttentionManager,
+    HybridCacheCoordinator,
     MambaManager,
     SingleTypeCacheManager,
     SlidingWindowManager,
+    UnitaryCacheCoordinator,
+    get_kv_cache_coordinator,
     get_manager_for_kv_cache_spec,
 )
-from pagepool.compat.children import call_in_children
 from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch
-from pagepool.coordinator import (
-    CacheCoordinator,
-    CacheCoordinatorNoPrefixCache,
-    HybridCacheCoordinator,
-    UnitaryCacheCoordinator,
-    get_kv_cache_coordinator,
-)
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
 from pagepool.page_pool import PagePool

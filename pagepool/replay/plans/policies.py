@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 from pagepool._core import (
     CacheGroups,
     HashChain,
-    PageIds,
     PageRules,
     PageStore,
-    PrefixQuery,
     RequestPages,
     end_step,
     end_transfers,
-    load_hits,
+    load_prefix,
     take_transfers,
 )
 from pagepool.arguments import require_int
-from pagepool.coordinator import ANY_PAGE
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
 from pagepool.replay.simulation.allocator import HASH_SEED
@@ -97,24 +94,18 @@ class PolicySimulator:
 
     def _run(self, request: SimulatedRequest, chain: HashChain, steps: "Steps") -> int:
         """Run a request from its look-up to its end. Returns the number of pages it hit."""
-        store, has_tier = steps.store, steps.store.has_tier
+        store = steps.store
         held = RequestPages(store, self._groups, request.num_slots)
-        num_hits = num_queried_pages = (request.num_prompt_tokens - 1) // self._page_size
         steps.begin()
-        if has_tier:
-            num_hits = PrefixQuery(store, chain, reaches_tier=True).find_leading_hits(PageIds([GROUP]), 1, 0, num_queried_pages)
-            load_hits(store, chain, [(GROUP, 1, 0, num_hits, False)], ANY_PAGE)
-        query = PrefixQuery(store, chain)
-        num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_hits)
-        hits = query.get_hits(GROUP, 1, 0, num_hits) if num_hits else None
+        hits, num_hit_tokens, _ = load_prefix(store, self._groups, chain, request.num_prompt_tokens)
         num_computed_tokens = 0
-        for num_tokens in self._list_lengths(request, num_hits * self._page_size, has_tier):
+        for num_tokens in self._list_lengths(request, num_hit_tokens, store.has_tier):
             steps.begin()
-            held.allocate(num_tokens, num_computed_tokens, () if hits is None else (hits,), chain, num_tokens)
+            held.allocate(num_tokens, num_computed_tokens, hits if num_computed_tokens == 0 else (), chain, num_tokens)
             steps.end()
-            hits, num_computed_tokens = None, num_tokens
+            num_computed_tokens = num_tokens
         held.give_back()
-        return num_hits
+        return num_hit_tokens // self._page_size
 
     def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int, has_tier: bool) -> list[int]:
         """List the numbers of tokens at which a request takes and enters pages: the ends of its steps, in the answer only those

@@ -1,0 +1,143 @@
+"""The managers by kind of attention and the coordinators of EasyDeL's allocator, by their names, over pagepool's look-up."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagepool._core import HashChain, PageIds, count_prefix_tokens, find_prefix
+from pagepool.arguments import require_flag
+from pagepool.coordinator import CacheCoordinator, kind_of
+from pagepool.errors import ArgumentError
+from pagepool.page_pool import PagePool
+from pagepool.specs import CacheGroupSpec
+
+__all__ = [
+    "CacheCoordinator",
+    "CacheCoordinatorNoPrefixCache",
+    "ChunkedLocalAttentionManager",
+    "FullAttentionManager",
+    "HybridCacheCoordinator",
+    "MambaManager",
+    "SingleTypeCacheManager",
+    "SlidingWindowManager",
+    "UnitaryCacheCoordinator",
+    "get_kv_cache_coordinator",
+    "get_manager_for_kv_cache_spec",
+]
+
+
+class SingleTypeCacheManager:
+    """One cache group: its spec, its index and the pool. A page has ``num_hashes_per_page`` hashes, as the coordinator says."""
+
+    def __init__(self, kv_cache_spec: Any, page_pool: PagePool, kv_cache_group_id: int) -> None:
+        """`kv_cache_spec` describes the group with index `kv_cache_group_id`."""
+        self.kv_cache_spec = kv_cache_spec
+        self.page_pool = page_pool
+        self.kv_cache_group_id = kv_cache_group_id
+        self.page_size = kv_cache_spec.page_size
+        self.num_hashes_per_page = 1
+
+
+class FullAttentionManager(SingleTypeCacheManager):
+    """Each token attends to all tokens before it."""
+
+
+class SlidingWindowManager(SingleTypeCacheManager):
+    """Each token attends to the last tokens, including itself."""
+
+
+class ChunkedLocalAttentionManager(SingleTypeCacheManager):
+    """Each token attends to its chunk."""
+
+
+class MambaManager(SingleTypeCacheManager):
+    """Each request has a state of fixed size."""
+
+
+MANAGERS = FullAttentionManager, SlidingWindowManager, ChunkedLocalAttentionManager, MambaManager
+
+
+def get_manager_for_kv_cache_spec(kv_cache_spec: Any, **kwargs: Any) -> SingleTypeCacheManager:
+    """Make the manager for the kind of attention of a spec. `kwargs` go to its constructor. ArgumentError as `kind_of`."""
+    by_name = {cls.__name__: cls for cls in MANAGERS}
+    return by_name[f"{kind_of(kv_cache_spec)}Manager"](kv_cache_spec, **kwargs)
+
+
+class HybridCacheCoordinator(CacheCoordinator):
+    """Any number of groups of any kinds, page sizes and order."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+        page_pool: PagePool | None = None,
+    ) -> None:
+        """See `CacheCoordinator`."""
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
+        self.single_type_managers = tuple(
+            get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id)
+            for group_id, group in enumerate(kv_cache_groups)
+        )
+        described = self.describe()
+        for i, manager in enumerate(self.single_type_managers):
+            manager.num_hashes_per_page = int(described[f"kv_cache_groups[{i}].num_hashes_per_page"] or 1)
+
+    def find_longest_cache_hit(self, chain: HashChain, max_cache_hit_length: int) -> tuple[tuple[PageIds, ...], int]:
+        """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
+        page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
+        """
+        return find_prefix(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1)
+
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """Return the length of the longest prefix that is cached in the pool or its host tier, in tokens."""
+        return count_prefix_tokens(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1)
+
+
+class UnitaryCacheCoordinator(HybridCacheCoordinator):
+    """One group."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+        page_pool: PagePool | None = None,
+    ) -> None:
+        """ArgumentError unless there is exactly one group."""
+        if len(kv_cache_groups) != 1:
+            raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
+
+
+class CacheCoordinatorNoPrefixCache(HybridCacheCoordinator):
+    """Any number of groups, including none, without prefix caching: nothing hits."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        page_pool: PagePool | None = None,
+    ) -> None:
+        """See `CacheCoordinator`."""
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False, page_pool)
+
+
+def get_kv_cache_coordinator(
+    num_pages: int,
+    kv_cache_groups: Sequence[CacheGroupSpec],
+    max_model_len: int,
+    use_eagle: bool,
+    enable_caching: bool,
+    page_pool: PagePool | None = None,
+) -> CacheCoordinator:
+    """Make the coordinator for a number of groups, with or without prefix caching, on `page_pool` or a new pool."""
+    if not require_flag("enable_caching", enable_caching):
+        return CacheCoordinatorNoPrefixCache(num_pages, kv_cache_groups, max_model_len, use_eagle, page_pool)
+    cls = UnitaryCacheCoordinator if len(kv_cache_groups) == 1 else HybridCacheCoordinator
+    return cls(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)

@@ -1,0 +1,25 @@
+# The cache groups of a model.
+
+cimport cython
+
+from pagepool.core.rules cimport Group, Rules
+cdef struct Kinds:            # of groups, those that hit alike together
+    const Group **items       # [num] the first group of each kind; full attention first: it bounds the others at the least cost
+    Py_ssize_t num
+    Py_ssize_t num_hit_hashes  # of which hits have a multiple; 0: nothing hits, because a group is never cached
+    bint use_eagle            # the last page of a hit is dropped
+
+
+@cython.final
+cdef class PageRules:
+    cdef Rules rules
+
+
+@cython.final
+cdef class CacheGroups:
+    cdef Group *groups
+    cdef Py_ssize_t num
+    cdef Kinds kinds
+
+    cdef int count_hit_hashes(self) except -1
+    cdef void list_kinds(self, bint are_leading) noexcept

@@ -1,0 +1,105 @@
+"""The cache groups of a model, and which pages a request needs in each."""
+
+cimport cython
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.string cimport memcmp
+
+from pagepool.core.arguments cimport as_list, group_of, size_of
+from pagepool.core.records cimport NO_GROUP
+from pagepool.core.rules cimport MAX_TOKENS, count_peak_pages, hits_leading_pages
+
+from math import lcm
+
+from pagepool.errors import ArgumentTypeError
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PageRules:
+    """Which pages a request needs in one cache group.
+
+    `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
+    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
+    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
+    `interval` tokens; 0: never.
+    """
+
+    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0):
+        self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
+        self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
+        self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
+
+
+cdef bint hit_alike(const Group *one, const Group *other) noexcept:
+    return one.stride == other.stride and memcmp(&one.rules, &other.rules, sizeof(Rules)) == 0
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class CacheGroups:
+    """The cache groups of a model.
+
+    `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
+    With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states.
+    """
+
+    def __cinit__(self, groups, bint use_eagle=False):
+        cdef tuple items = tuple(as_list(groups, "groups"))
+        cdef PageRules rules
+        self.kinds.use_eagle = use_eagle
+        self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
+        self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
+        if self.groups == NULL or self.kinds.items == NULL:
+            raise MemoryError("cache groups")
+        for rules, group_id, stride in items:
+            if rules is None:
+                raise ArgumentTypeError("groups: got None, allowed: PageRules")
+            self.groups[self.num] = Group(
+                rules.rules,
+                NO_GROUP if group_id is None else group_of(group_id),
+                <int32_t>size_of(stride, "stride", 1, MAX_TOKENS),
+                NULL,
+            )
+            self.num += 1
+        self.count_hit_hashes()
+        self.list_kinds(True)
+        self.list_kinds(False)
+
+    def __dealloc__(self):
+        free(self.groups)
+        free(self.kinds.items)
+
+    def __len__(self):
+        return self.num
+
+    cdef int count_hit_hashes(self) except -1:
+        """Compute the hashes of which hits have a multiple: those of whole pages of every group."""
+        cdef Py_ssize_t g
+        multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
+        self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
+        return 0
+
+    cdef void list_kinds(self, bint are_leading) noexcept:
+        """List the groups that hit leading pages, or the others, by kind."""
+        cdef Py_ssize_t g, kind
+        for g in range(self.num):
+            if hits_leading_pages(&self.groups[g]) != are_leading:
+                continue
+            kind = 0
+            while kind < self.kinds.num and not hit_alike(self.kinds.items[kind], &self.groups[g]):
+                kind += 1
+            self.groups[g].next_alike = self.kinds.items[kind]
+            self.kinds.items[kind] = &self.groups[g]
+            self.kinds.num = max(self.kinds.num, kind + 1)
+
+    def count_peak_pages(self, num_tokens) -> int:
+        """Return the peak number of pages that a request of `num_tokens` tokens holds, computed in the smallest steps.
+        O(groups), with chunks O(groups x page size).
+        """
+        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
+        cdef Py_ssize_t g
+        return sum([count_peak_pages(&self.groups[g], num) for g in range(self.num)])
