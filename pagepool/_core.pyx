@@ -116,7 +116,7 @@ from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.lookups import Refusal, RequestHashes, count_prefix_tokens, find_prefix
+from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import gcd, lcm
 from typing import Any
 
-from pagepool._core import CacheGroups, HashChain, PageRules, RequestPages
+from pagepool._core import CacheGroups, PageRules, RequestPages
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
@@ -55,13 +55,16 @@ class CacheCoordinator:
             raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
         sizes = [require_int("page_size", spec.page_size, 1) for spec in specs]
         page_sizes = [size for size, kind in zip(sizes, kinds, strict=True) if kind != "Mamba"]
-        found = [_interval_of(spec) for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"]
+        found = [getattr(spec, "checkpoint_interval", None) for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"]
         intervals = [interval or 1 for interval in found if interval is not None]
         self.hash_page_size = gcd(*(page_sizes or intervals)) or 1
         self.max_cached_page_size = max(page_sizes, default=self.hash_page_size)
         self._num_hit_tokens = lcm(*page_sizes, *intervals)
         self.checkpoint_interval = self._num_hit_tokens if intervals and self.enable_caching else None
-        _check_intervals(intervals, self.hash_page_size)
+        for interval in intervals:
+            if interval % self.hash_page_size:
+                allowed = f"multiples of {self.hash_page_size}, the tokens of a hash"
+                raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: {allowed}")
         self._described = [self._describe_group(i, kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True))]
         self.groups = CacheGroups(
             [
@@ -77,12 +80,13 @@ class CacheCoordinator:
 
     def _describe_group(self, group_id: int, kind: str, spec: Any) -> dict[str, Any]:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
-        sizes = {name: getattr(spec, name, None) for name in ("page_size", "sliding_window", "attention_chunk_size")}
-        is_cached = kind != "Mamba" or _interval_of(spec) is not None
+        is_cached = kind != "Mamba" or getattr(spec, "checkpoint_interval", None) is not None
         entry_size = self._num_hit_tokens if kind == "Mamba" else int(spec.page_size)
         return {
             "kind": kind,
-            **{name: None if size is None else int(size) for name, size in sizes.items()},
+            "page_size": _size_of(spec, "page_size"),
+            "sliding_window": _size_of(spec, "sliding_window"),
+            "attention_chunk_size": _size_of(spec, "attention_chunk_size"),
             "index_group_id": group_id if is_cached else None,
             "num_hashes_per_page": entry_size // self.hash_page_size if is_cached else 1,
         }
@@ -103,52 +107,26 @@ class CacheCoordinator:
         """Return, by name, the settings that decide which pages a prefix hits, except those of hashes."""
         configuration: Configuration = {"num_kv_cache_groups": len(self._described)}
         for i, described in enumerate(self._described):
-            configuration |= {f"kv_cache_groups[{i}].{name}": value for name, value in described.items()}
+            configuration |= {f"kv_cache_groups[{i}].{name}": described[name] for name in described}
         return {**configuration, "hash_page_size": self.hash_page_size}
-
-    def free(
-        self,
-        request_id: str,
-        num_computed_tokens: int | None = None,
-        chain: HashChain | None = None,
-        num_last_tokens: int = 0,
-        context: int = 0,
-    ) -> None:
-        """Give back all pages of a request, group by group, the last page first. An unknown request has none.
-
-        With `num_computed_tokens`, pages that it entered under `chain` with later tokens lose their entries. States after
-        `num_last_tokens` tokens become checkpoints, if they are due.
-        """
-        held = self.requests.get(request_id)
-        if held is not None:
-            held.give_back(num_computed_tokens, chain, num_last_tokens, context)
-            del self.requests[request_id]
 
 
 def kind_of(kv_cache_spec: Any) -> str:
     """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec". So an engine's own
     spec classes work. ArgumentError for other names.
     """
-    for cls in type(kv_cache_spec).__mro__:
-        if cls.__name__.removesuffix("Spec") in KINDS and cls.__name__.endswith("Spec"):
-            return cls.__name__.removesuffix("Spec")
+    names = [cls.__name__.removesuffix("Spec") for cls in type(kv_cache_spec).__mro__ if cls.__name__.endswith("Spec")]
+    for name in names:
+        if name in KINDS:
+            return name
     allowed = ", ".join(f"{kind}Spec" for kind in KINDS)
     raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {allowed}")
 
 
-def _interval_of(kv_cache_spec: Any) -> int | None:
-    """Return the tokens between the checkpoints of a state; None: none are kept. The coordinator may keep fewer."""
-    interval: int | None = getattr(kv_cache_spec, "checkpoint_interval", None)
-    return interval
-
-
-def _check_intervals(intervals: Sequence[int], hash_page_size: int) -> None:
-    """Raise ArgumentError unless states are kept where hashes end."""
-    for interval in intervals:
-        if interval % hash_page_size:
-            raise ArgumentError(
-                f"checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the tokens of a hash"
-            )
+def _size_of(kv_cache_spec: Any, name: str) -> int | None:
+    """Return a size of a spec, or None if it has no such size."""
+    size = getattr(kv_cache_spec, name, None)
+    return None if size is None else int(size)
 
 
 def _check_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool) -> None:

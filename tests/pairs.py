@@ -24,7 +24,7 @@ from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
-from pagepool._core import CacheGroups, HashChain, PageRules, count_prefix_tokens
+from pagepool._core import CacheGroups, HashChain, PageRules, find_prefix
 
 POLICIES = "lru", "adaptive"
 PINNED_SHARES = 0.2, 0.6, 1.0
@@ -69,7 +69,7 @@ def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
             chain = HashChain(1, NULL_KEY)
             for content, _ in entries:
                 chain.append_key(oracle.keys.digests[content])
-            num_hits = count_prefix_tokens(store, groups, chain, len(entries) + 1, (NULL_PAGE, NULL_PAGE + 1))
+            _, num_hits = find_prefix(store, groups, chain, len(entries) + 1, (NULL_PAGE, NULL_PAGE + 1), True)
             found += entries[:num_hits]
             del entries[: num_hits + 1]
     return sorted(found)

@@ -128,7 +128,7 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
     pool.free_page_ids([3, 4])
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
-    assert PinSpan(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, (PageIds([5]),), 1, False) == 1
+    assert PinSpan(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, None, 2, 1) == 1
     memory = memory_of(pool.store, PoolMemory)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()

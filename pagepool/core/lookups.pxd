@@ -64,6 +64,8 @@ cdef class Refusal:
     cdef Py_ssize_t page_size       # of it, in tokens
     cdef Watch watch
 
+    cdef bint watch_hits(self, PageStore store, CacheGroups groups, HashChain chain) except -1
+    cdef bint is_short(self, int64_t num_new_pages, Py_ssize_t num_reserved) noexcept
     cdef bint has_cached_hits(self, PageStore store, PageIds ids) noexcept
     cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept
     cdef const int32_t *first_ids(self) noexcept

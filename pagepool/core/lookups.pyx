@@ -199,11 +199,13 @@ cdef Range range_in(PageStore store, tuple ids) except *:
 
 
 def find_prefix(
-    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, tuple ids not None=(0, None)
+    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
+    tuple ids not None=(0, None), bint reaches_tier=False,
 ) -> tuple:
     """Return the longest cached prefix of a request with `num_tokens` tokens, of which one is left to compute: its page ids for
     each group, with the null page where the group's attention does not reach, and its length in tokens. Only `ids` of the pool
-    hit, ``(first, end)``; None: to the end of the pool. Changes nothing. O(pages x groups).
+    hit, ``(first, end)``; None: to the end of the pool. If it `reaches_tier`, pages of the tier hit, too, as null pages.
+    Changes nothing. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Range inside = range_in(store, ids)
@@ -212,26 +214,13 @@ def find_prefix(
     cdef Query query
     with chain.lock, store.lock:
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
+        query.reaches_tier = reaches_tier and store.pool.tier != NULL
         num_hashes = find_longest(&store.pool, &query)
         has_room = fetch_hits(&store.pool, &query, groups, num_hashes, hits)
         note_found(hits, &store.pool)
     if not has_room:
         raise MemoryError("the pages of a prefix")
     return hits, num_hashes * chain.page_size
-
-
-def count_prefix_tokens(
-    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, tuple ids not None=(0, None)
-) -> int:
-    """Return the length of the longest prefix that is cached in the pool, as in `find_prefix`, or in its tier, in tokens."""
-    cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-    cdef Range inside = range_in(store, ids)
-    cdef Query query
-    with chain.lock, store.lock:
-        query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        query.reaches_tier = store.pool.tier != NULL
-        num_hashes = find_longest(&store.pool, &query)
-    return num_hashes * chain.page_size
 
 
 cdef enum:
@@ -267,15 +256,13 @@ cdef class Refusal:
     def __reduce__(self):
         raise ArgumentTypeError("a refusal cannot be pickled")
 
-    def watch_hits(self, PageStore store not None, CacheGroups groups not None, HashChain chain not None) -> bool:
+    cdef bint watch_hits(self, PageStore store, CacheGroups groups, HashChain chain) except -1:
         """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
-        would find exactly them now, and no tier may have more. Once for each object. O(pages).
+        would find exactly them now, and no tier may have more. O(pages).
         """
         cdef const Group *group = groups.groups
         cdef PageIds ids = store.checked(self.hits[0]) if len(self.hits) == 1 else None
-        if ids is None or self.store is not None or not store.enable_caching or groups.num != 1:
-            return False
-        if not hits_leading_pages(group) or groups.kinds.use_eagle:
+        if ids is None or groups.num != 1 or not hits_leading_pages(group) or groups.kinds.use_eagle:
             return False
         with chain.lock, store.lock:
             self.page_size = group.stride * chain.page_size
@@ -348,17 +335,16 @@ cdef class Refusal:
             self.hits = (ids,)
         return is_same
 
-    def is_short(self, num_new_pages, num_reserved=0) -> bool:
+    cdef bint is_short(self, int64_t num_new_pages, Py_ssize_t num_reserved) noexcept:
         """Whether it is certain that too few pages are free for the watched hits and `num_new_pages` behind them. O(1)."""
-        cdef Py_ssize_t num_pages, num_new = size_of(num_new_pages, "num_new_pages")
-        cdef Py_ssize_t reserved = size_of(num_reserved, "num_reserved_pages")
+        cdef int64_t num_pages
         cdef bint is_short
         if self.store is None:
             return False
         with self.chain.lock, self.store.lock:
-            num_pages = num_new + len(self.hits[0]) - self.watch.num_held
-            is_short = self.finds_watched_hits() and self.watch.num_pages == len(self.hits[0])
-            is_short = is_short and not has_free_pages(&self.store.pool, num_pages, reserved, -1)
+            num_pages = num_new_pages + (<PageIds>self.hits[0]).num - self.watch.num_held
+            is_short = self.finds_watched_hits() and self.watch.num_pages == (<PageIds>self.hits[0]).num
+            is_short = is_short and not has_free_pages(&self.store.pool, num_pages, num_reserved, -1)
         return is_short
 
 

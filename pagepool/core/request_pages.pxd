@@ -64,6 +64,4 @@ cdef class RequestPages:
 cdef void lock_chain(HashChain chain) noexcept
 cdef void unlock_chain(HashChain chain) noexcept
 cdef void set_contents(Contents *contents, HashChain chain) noexcept
-cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
 cdef Hits *new_hits(tuple hits) except? NULL
-cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain chain, const Pool *pool) noexcept

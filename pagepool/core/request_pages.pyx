@@ -63,22 +63,15 @@ cdef void set_contents(Contents *contents, HashChain chain) noexcept:
         contents.token_ids, contents.num_token_ids = chain.token_ids.ids, chain.token_ids.num
 
 
-cdef tuple by_group(object hits, const Holding *holding):
-    """`hits` as `PageIds` for each group, or none at all."""
+cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
+    """`hits` as page ids of the pool for each group, null pages first, or none at all. O(hits)."""
     cdef tuple checked = tuple(as_list(hits, "hits"))
+    cdef Py_ssize_t bad
     if checked and len(checked) != holding.num_groups:
         raise ArgumentError(f"hits: got {len(checked)} groups, allowed: {holding.num_groups}")
     for ids in checked:
         if not isinstance(ids, PageIds):
             raise ArgumentTypeError(f"hits: got {type(ids).__name__}, allowed: PageIds")
-    return checked
-
-
-cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
-    """`hits` as page ids of the pool for each group, null pages first, or none at all. O(hits)."""
-    cdef tuple checked = by_group(hits, holding)
-    cdef Py_ssize_t bad
-    for ids in checked:
         store.checked(ids)
         bad = find_late_null((<PageIds>ids).ids, (<PageIds>ids).num)
         if bad >= 0:

@@ -7,7 +7,7 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
-from pagepool.core.batch cimport digests_of, held_by
+from pagepool.core.batch cimport digests_of, holding_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.groups cimport CacheGroups
@@ -15,6 +15,7 @@ from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
+from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport begin_level_parts
@@ -22,7 +23,7 @@ from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
 from pagepool.core.references cimport find_pinned, take_pin_back
-from pagepool.core.request_pages cimport checked_hits
+from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_row
 from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
@@ -30,30 +31,6 @@ from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
-
-cdef struct Listed:           # pages of a group
-    const int32_t *ids
-    Py_ssize_t num
-    Range places              # those within a span
-
-
-cdef Py_ssize_t list_cached(
-    Pool *pool, const Group *group, const Listed *listed, const Digest *digests, PageIds found
-) noexcept:
-    """List those of a group's pages, or of a state's checkpoints, that are cached under their digests. Returns how many pages
-    are not, null pages aside.
-    """
-    cdef Py_ssize_t num_missed = 0
-    cdef int32_t i, page_id
-    cdef Digest key
-    for i in range(listed.places.start, listed.places.stop):
-        key = digests[(i + 1) * group.stride - 1]
-        page_id = find(pool, key, group.id) if is_state(&group.rules) else listed.ids[i]
-        if page_id != NULL_PAGE and has_key(&pool.pages[page_id], key, group.id):
-            found.put(&page_id, 1)
-        else:
-            num_missed += i < listed.num and listed.ids[i] != NULL_PAGE
-    return num_missed
 
 
 @cython.auto_pickle(False)
@@ -80,47 +57,68 @@ cdef class TokenSpan:
             return Range(0, 0)
         return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
 
-    cdef tuple checked_pages(self, CacheGroups groups, HashChain chain, object ids, PageIds found):
-        """`ids` as pages of each group, with room in `found` for all of them, and for the checkpoints of states."""
-        cdef Holding holding = Holding(groups.groups, NULL, groups.num)
-        cdef tuple checked = checked_hits(self.store, ids, &holding)
-        cdef PageIds listed
-        cdef Py_ssize_t g, num_all = 0
-        for g in range(len(checked)):
-            listed = checked[g]
-            num_all += chain.num // groups.groups[g].stride if is_state(&groups.groups[g].rules) else listed.num
-        found.reserve(num_all)
-        return checked
+    cdef bint list_group(
+        self, const Group *group, const int32_t *ids, Py_ssize_t n, const Digest *digests, Py_ssize_t num_digests, PageIds found
+    ) noexcept:
+        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests."""
+        cdef Range places = self.pages_of(group, n, num_digests)
+        cdef int32_t i, page_id
+        cdef Digest key
+        if not found.try_reserve(max(0, places.stop - places.start)):
+            return False
+        for i in range(places.start, places.stop):
+            key = digests[(i + 1) * group.stride - 1]
+            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
+            if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
+                found.put(&page_id, 1)
+        return True
 
-    cdef Py_ssize_t list_pages(self, CacheGroups groups, HashChain chain, tuple checked, PageIds found) noexcept:
-        """List those of checked pages that are cached under the digests of the chain. Returns how many are not. Chain and pool
-        are locked.
+    cdef bint list_holding(
+        self, const Holding *holding, const Digest *digests, Py_ssize_t num_digests, PageIds found
+    ) noexcept:
+        """List the cached pages that a request or row holds. False where memory is short."""
+        cdef const Held *held
+        cdef Py_ssize_t g
+        for g in range(holding.num_groups):
+            held = &holding.held[g]
+            if not self.list_group(&holding.groups[g], held.ids, held.num_pages, digests, num_digests, found):
+                return False
+        return True
+
+    cdef bint list_request(
+        self, CacheGroups groups, HashChain chain, RequestPages held, Py_ssize_t num_tokens, PageIds found, tuple hits
+    ) noexcept:
+        """List the cached pages that a request holds, or, if it is None, those that one of so many tokens would hit. False
+        where memory is short. Chain and pool are locked.
         """
-        cdef const Group *group
-        cdef PageIds listed
-        cdef Py_ssize_t g, num_missed = 0
-        cdef Listed pages
-        for g in range(len(checked)):
-            group, listed = &groups.groups[g], checked[g]
-            pages = Listed(listed.ids, listed.num, self.pages_of(group, listed.num, chain.num))
-            num_missed += list_cached(&self.store.pool, group, &pages, chain.digests, found)
-        return num_missed
+        cdef Pool *pool = &self.store.pool
+        cdef Query query = query_of(
+            groups, chain.digests, chain.num, chain.page_size, num_tokens, Range(0, pool.num_pages)
+        )
+        cdef PageIds ids
+        cdef Py_ssize_t g
+        if held is not None:
+            return self.list_holding(&held.holding, chain.digests, chain.num, found)
+        if not fetch_hits(pool, &query, groups, find_longest(pool, &query), hits):
+            return False
+        for g in range(groups.num):
+            ids = hits[g]
+            if not self.list_group(&groups.groups[g], ids.ids, ids.num, chain.digests, chain.num, found):
+                return False
+        return True
 
     cdef bint list_row(self, RunningRows rows, Py_ssize_t row, PageIds found) noexcept:
         """List the cached pages of a row of a locked batch, none if it is not admitted. False where memory is short."""
-        cdef const Group *group
-        cdef Held *held
-        cdef Py_ssize_t g
-        cdef Range places
-        cdef Listed listed
-        for g in range(rows.batch.num_groups if rows.batch.states[row].is_admitted else 0):
-            group, held = &rows.batch.groups[g], held_by(&rows.batch, row, g)
-            places = self.pages_of(group, held.num_pages, rows.batch.states[row].num_hashed)
-            if not found.try_reserve(max(0, places.stop - places.start)):
-                return False
-            listed = Listed(held.ids, held.num_pages, places)
-            list_cached(&self.store.pool, group, &listed, digests_of(&rows.batch, row), found)
-        return True
+        cdef Holding holding = holding_of(&rows.batch, row)
+        if not rows.batch.states[row].is_admitted:
+            return True
+        return self.list_holding(&holding, digests_of(&rows.batch, row), rows.batch.states[row].num_hashed, found)
+
+    cdef tuple new_hits(self, CacheGroups groups, RequestPages held):
+        """No hits for each group; of what a request holds only the pool is checked."""
+        if held is not None and held.store is not self.store:
+            raise ArgumentError("held: got pages of another pool")
+        return tuple([PageIds.__new__(PageIds) for _ in range(groups.num)])
 
     cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1:
         cdef Py_ssize_t checked = rows.checked_row(row)
@@ -136,7 +134,6 @@ cdef class TokenSpan:
 
 cdef enum PinOutcome:
     PINNED
-    STALE                     # a hit is not cached any more
     OVER_BUDGET
     UNPINNABLE                # a page cannot have a further reference, or pin
     SHORT_OF_MEMORY
@@ -213,23 +210,23 @@ cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verd
 cdef class PinSpan(TokenSpan):
     """A span of tokens whose pages are pinned or unpinned."""
 
-    def pin(self, CacheGroups groups not None, HashChain chain not None, ids, max_num_pinned, bint are_hits) -> int | None:
-        """Pin those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
+    def pin(
+        self, CacheGroups groups not None, HashChain chain not None, RequestPages held, num_tokens, max_num_pinned
+    ) -> int:
+        """Pin the cached pages that a request of `num_tokens` tokens holds, or, if `held` is None, hits. Returns how many.
 
-        For hits None, and nothing is pinned, if one of them is not cached as such any more. PinBudgetError, and nothing
-        changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
+        PinBudgetError, and nothing changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
         """
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
-        cdef Py_ssize_t num_missed
+        cdef tuple hits = self.new_hits(groups, held)
         with chain.lock, self.store.lock:
-            num_missed = self.list_pages(groups, chain, checked, found)
-            if are_hits and num_missed:
-                verdict.outcome = STALE
-            else:
+            if self.list_request(groups, chain, held, num, found, hits):
                 pin_found(self.store, found, fresh, &verdict)
-        return None if verdict.outcome == STALE else self.finish(&verdict, found.num, fresh.num)
+            else:
+                verdict.outcome = SHORT_OF_MEMORY
+        return self.finish(&verdict, found.num, fresh.num)
 
     def pin_row(self, RunningRows rows not None, row, max_num_pinned) -> int:
         """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
@@ -568,21 +565,21 @@ cdef class RetentionSpan(TokenSpan):
     """A span of tokens whose pages are retained."""
 
     def retain(
-        self, CacheGroups groups not None, HashChain chain not None, ids, Retention retention not None, bint are_hits
-    ) -> int | None:
-        """Retain those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
-
-        For hits None, and nothing changes, if one of them is not cached as such any more. O(pages).
+        self, CacheGroups groups not None, HashChain chain not None, RequestPages held, num_tokens,
+        Retention retention not None,
+    ) -> int:
+        """Retain the cached pages that a request of `num_tokens` tokens holds, or, if `held` is None, hits. Returns how many.
+        ArgumentError if there is none, unless none of its tokens lies in the span. O(pages).
         """
+        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef PageIds found = PageIds.__new__(PageIds)
-        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
-        cdef bint is_stale, has_room = True
+        cdef tuple hits = self.new_hits(groups, held)
+        cdef bint has_room
         with chain.lock, self.store.lock:
-            is_stale = self.list_pages(groups, chain, checked, found) and are_hits
-            if not is_stale:
-                has_room = retain_found(self.store, found, retention)
+            has_room = self.list_request(groups, chain, held, num, found, hits)
+            has_room = has_room and retain_found(self.store, found, retention)
         self.check_room(has_room)
-        return None if is_stale else found.num
+        return self.require_cached(found.num, num)
 
     def retain_row(self, RunningRows rows not None, row, Retention retention not None) -> int:
         """Retain the cached pages of an admitted row. Returns how many. Errors as in `require_cached`. O(pages)."""
@@ -602,10 +599,9 @@ cdef class RetentionSpan(TokenSpan):
             raise MemoryError(f"levels of {self.store.pool.num_pages} pages")
         return 0
 
-    def require_cached(self, num_pages, num_tokens) -> int:
+    cdef Py_ssize_t require_cached(self, Py_ssize_t num_pages, int64_t num_tokens) except -1:
         """`num_pages`; ArgumentError if that is 0, unless none of `num_tokens` tokens lies in the span."""
-        cdef Py_ssize_t count = size_of(num_pages, "num_pages")
-        cdef int64_t stop = min(self.stop, <int64_t>size_of(num_tokens, "num_tokens", 0, INT64_MAX))
-        if count == 0 and self.start < stop:
+        cdef int64_t stop = min(self.stop, num_tokens)
+        if num_pages == 0 and self.start < stop:
             raise ArgumentError(f"tokens {self.start} to {stop}: got no cached page, allowed: at least one")
-        return count
+        return num_pages

@@ -1,6 +1,6 @@
 """The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
 __all__ = ["CacheManager"]
-Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
-"""What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
 
 class CacheManager(KeyHolder):
@@ -440,7 +438,7 @@ class CacheManager(KeyHolder):
         with self._lock:
             held, num_computed_tokens = self._check_external(request, "num_valid_tokens", num_valid_tokens)
             if self.coordinator.has_state:
-                self.coordinator.free(request.request_id)
+                self._give_back(request.request_id)
                 return 0
             self._end_external(request, held, num_computed_tokens, is_failed=True)
             return num_computed_tokens
@@ -521,31 +519,19 @@ class CacheManager(KeyHolder):
         (2, 2, 1)
         """
         span = PinSpan(self._store, start, stop)
-
-        def pin(chain: HashChain, page_ids: Sequence[PageIds], are_hits: bool) -> int | None:
-            return span.pin(self.coordinator.groups, chain, page_ids, self.max_num_pinned_pages, are_hits)
-
-        return self._apply_to_cached(request, read_count(request, "num_tokens"), span.stop, pin)
-
-    def _apply_to_cached(self, request: Request, num_tokens: int, stop: int, apply: Apply) -> int:
-        """Call `apply` with the hashes of a request up to `stop` and its pages or else its hits, and return the number of pages
-        that it returns; 0 if nothing can hit. It is called again where it returns None for hits: one has left the cache.
-        """
-        if not self.enable_caching:
-            return 0
+        num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            held = self._requests.get(id_of(request))
-            if held:
-                chain = self._lookups.hash_apart(request, min(num_tokens, stop)).chain
-                return apply(chain, held.get_page_ids(), False) or 0
-            if self._lookups.read_query(request) is None:
-                return 0
-            chain = self._lookups.hash_apart(request, num_tokens).chain
-            num_pages = None
-            while num_pages is None:
-                hits, _ = find_prefix(self._store, self.coordinator.groups, chain, num_tokens)
-                num_pages = apply(chain, hits, True)
-            return num_pages
+            chain, held = self._hash_cached(request, num_tokens, span.stop)
+            return span.pin(self.coordinator.groups, chain, held, num_tokens, self.max_num_pinned_pages)
+
+    def _hash_cached(self, request: Request, num_tokens: int, stop: int) -> tuple[HashChain, RequestPages | None]:
+        """Return the hashes of a request, up to `stop` if it holds pages, and what it holds. Without hashes nothing hits."""
+        held = self._requests.get(id_of(request)) or None
+        if held is not None:
+            num_tokens = min(num_tokens, stop)
+        elif self._lookups.read_query(request) is None:
+            num_tokens = 0
+        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0).chain, held
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of a request. Returns the
@@ -599,11 +585,9 @@ class CacheManager(KeyHolder):
         """
         span, retention = RetentionSpan(self._store, start, stop), Retention(priority, seconds)
         num_tokens = read_count(request, "num_tokens")
-
-        def retain(chain: HashChain, page_ids: Sequence[PageIds], are_hits: bool) -> int | None:
-            return span.retain(self.coordinator.groups, chain, page_ids, retention, are_hits)
-
-        return span.require_cached(self._apply_to_cached(request, num_tokens, span.stop, retain), num_tokens)
+        with self._lock:
+            chain, held = self._hash_cached(request, num_tokens, span.stop)
+            return span.retain(self.coordinator.groups, chain, held, num_tokens, retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
         """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns the
@@ -723,9 +707,16 @@ class CacheManager(KeyHolder):
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
             with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
-                self.coordinator.free(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
+                self._give_back(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
             if num_computed_tokens is not None:
                 self.page_pool.forget_evicted_names()
+
+    def _give_back(self, request_id: str, *options: Any) -> None:
+        """Call `RequestPages.give_back`, unless the request holds no pages."""
+        held = self._requests.get(request_id)
+        if held is not None:
+            held.give_back(*options)
+            del self._requests[request_id]
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, QueryCounter, RequestHashes, count_prefix_tokens, load_prefix
+from pagepool._core import PageIds, QueryCounter, RequestHashes, find_prefix, load_prefix
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
 from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
@@ -155,7 +155,7 @@ class PrefixLookups(KeyHolder):
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
         hashes = self.hash_apart(request, num_queried_tokens)
-        num_tokens = count_prefix_tokens(self._store, self._coordinator.groups, hashes.chain, num_queried_tokens)
+        _, num_tokens = find_prefix(self._store, self._coordinator.groups, hashes.chain, num_queried_tokens, reaches_tier=True)
         is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried_tokens, reason)

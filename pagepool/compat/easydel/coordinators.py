@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pagepool._core import HashChain, PageIds, count_prefix_tokens, find_prefix
+from pagepool._core import HashChain, PageIds, find_prefix
 from pagepool.arguments import require_flag
 from pagepool.coordinator import CacheCoordinator, kind_of
 from pagepool.errors import ArgumentError
@@ -92,7 +92,7 @@ class HybridCacheCoordinator(CacheCoordinator):
 
     def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
         """Return the length of the longest prefix that is cached in the pool or its host tier, in tokens."""
-        return count_prefix_tokens(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1)
+        return find_prefix(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1, reaches_tier=True)[1]
 
 
 class UnitaryCacheCoordinator(HybridCacheCoordinator):
