@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport int64_t
 
+from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport RequestHashes
 from pagepool.core.request_pages cimport CacheGroups, RequestPages
 from pagepool.core.store cimport PageStore
@@ -38,7 +39,7 @@ cdef class SlotAllocator:
     cdef tuple read_hits(self, object request_id, object new_computed_pages)
     cdef int64_t count_most_tokens(self, tuple hits) except -1
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1
-    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens)
+    cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages)
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size)
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens

@@ -7,8 +7,7 @@ from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.cache_pages cimport CachePages, pages_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
-from pagepool.core.ids cimport PageIds
-from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
+from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step, new_ids
 from pagepool.core.rules cimport is_state
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
@@ -43,7 +42,7 @@ cdef class SlotAllocator:
         self.coordinator, self.lookups = coordinator, lookups
         self.store, self.groups = coordinator.page_pool.store, coordinator.groups
         self.requests, self.hashes = coordinator.requests, lookups.hashes
-        self.no_ids = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+        self.no_ids = new_ids(self.groups.num)
         self.max_num_tokens = coordinator.max_model_len
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
@@ -117,6 +116,7 @@ cdef class SlotAllocator:
         cdef bint has_hits = hits is not self.no_ids, needs_pages, is_admission, is_full, is_due_state
         cdef RequestPages held = self.requests.get(request_id)
         cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef PageIds tokens = None
         cdef HashChain chain = None
         cdef object contexts = None
         cdef int64_t num_hashed = 0
@@ -146,13 +146,15 @@ cdef class SlotAllocator:
         if hint is not None or data_parallel_size is not None:
             found = self.find_shard(held, hits, hint, data_parallel_size)
         if has_hits or num_hashed:
-            hashes = self.extend(request, request_id, num_hashed)
+            if hashes is None or hashes.request is not request:
+                hashes = self.lookups.extend(request, num_hashed)
             chain = hashes.chain
+            tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
         needs_pages = has_hits or counts.num_slots > held.limits.num_room
         if needs_pages or is_due_state:
-            new = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+            new = new_ids(self.groups.num)
         step.num_computed, step.context = counts.num_computed, 0
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard = as_shard(found[0], found[1]) if found else -1
@@ -165,7 +167,7 @@ cdef class SlotAllocator:
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, found[1] if found else 0, new)
+            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, found[1] if found else 0, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.requests.pop(request_id, None)
@@ -239,19 +241,19 @@ cdef class SlotAllocator:
             )
         return 0
 
-    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens):
-        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        cdef RequestHashes hashes = self.hashes.get(request_id)
-        cdef Py_ssize_t num_pages = num_tokens // self.hash_page_size
-        if hashes is None or hashes.request is not request:
-            return self.lookups.extend(request, num_tokens)
-        if len(hashes.chain) >= num_pages:
-            return hashes
+    cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages):
+        """Return the tokens that are to be hashed for the first `num_pages` pages of a request; None once all are."""
+        cdef PageIds tokens
+        if hashes.chain.num >= num_pages:
+            return None
         if self.hashes_natively and hashes.extra_keys is None:
             token_ids = request.all_token_ids
-            if type(token_ids) is list and hashes.chain.extend_to(token_ids, num_pages):
-                return hashes
-        return self.lookups.extend(request, num_tokens)
+            if type(token_ids) is list:
+                tokens = hashes.chain.read_next(token_ids, num_pages)
+                if tokens is not None:
+                    return tokens
+        self.lookups.extend(request, num_pages * self.hash_page_size)
+        return None
 
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
         """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
