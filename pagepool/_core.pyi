@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.hashing import HashNames, PageHashWithGroupId
+from pagepool.request import Request
 
 class _BuildFlags(TypedDict):
     debug: bool
@@ -160,23 +161,22 @@ class RequestHashes:
     refusal: Refusal | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = ...) -> Self: ...
 
-@final
 class SlotAllocator:
-    no_ids: Final[tuple[PageIds, ...]]
-    def __new__(cls, coordinator: Any, lookups: Any) -> Self: ...
-    def allocate(
+    _no_ids: Final[tuple[PageIds, ...]]
+    def _begin(self, coordinator: Any, lookups: Any) -> None: ...
+    def allocate_slots(
         self,
-        lock: Any,
-        request: Any,
+        request: Request,
         num_new_tokens: int,
-        num_new_computed_tokens: int,
-        new_computed_pages: CachePages | None,
-        num_lookahead_tokens: int,
-        delay_cache_pages: bool,
-        dp_shard_hint: int | None,
-        data_parallel_size: int | None,
-        num_external_tokens: int,
-        num_reserved_pages: int,
+        num_new_computed_tokens: int = ...,
+        new_computed_pages: CachePages | None = ...,
+        num_lookahead_tokens: int = ...,
+        delay_cache_pages: bool = ...,
+        dp_shard_hint: int | None = ...,
+        data_parallel_size: int | None = ...,
+        *,
+        num_external_computed_tokens: int = ...,
+        num_reserved_pages: int = ...,
     ) -> CachePages | None: ...
 
 @final

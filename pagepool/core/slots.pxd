@@ -1,6 +1,5 @@
 # Slots for the next tokens of requests.
 
-cimport cython
 from libc.stdint cimport int64_t
 
 from pagepool.core.ids cimport PageIds
@@ -16,7 +15,6 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_reserved      # pages to leave free
 
 
-@cython.final
 cdef class SlotAllocator:
     cdef PageStore store
     cdef CacheGroups groups
@@ -24,11 +22,11 @@ cdef class SlotAllocator:
     cdef object lookups             # `PrefixLookups`
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
-    cdef readonly tuple no_ids
+    cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
     cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
-    cdef bint enable_caching
+    cdef bint enables_caching
     cdef bint hashes_natively
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1

@@ -54,7 +54,7 @@ Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
 """What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
 
-class CacheManager(KeyHolder):
+class CacheManager(KeyHolder, SlotAllocator):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -134,12 +134,11 @@ class CacheManager(KeyHolder):
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
-        self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
+        self._begin(self.coordinator, self._lookups)
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
-        self._no_ids = self._slots.no_ids
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
             host_tier.bind(self._store)
@@ -201,53 +200,6 @@ class CacheManager(KeyHolder):
         return self._lookups.probe(request)
 
     # Slots.
-
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_computed_tokens: int = 0,
-        new_computed_pages: CachePages | None = None,
-        num_lookahead_tokens: int = 0,
-        delay_cache_pages: bool = False,
-        dp_shard_hint: int | None = None,
-        data_parallel_size: int | None = None,
-        *,
-        num_external_computed_tokens: int = 0,
-        num_reserved_pages: int = 0,
-    ) -> CachePages | None:
-        """Allocate slots for the next tokens of a request and return the new pages; None if too few pages are free.
-
-        The request has ``num_computed_tokens`` computed tokens. Behind these come: `num_new_computed_tokens` in
-        `new_computed_pages`, the hits of `get_computed_pages`, if the request holds no page yet;
-        `num_external_computed_tokens` that a transfer will fill; `num_new_tokens` to compute now; and slots for
-        `num_lookahead_tokens` drafts, up to `max_model_len`. Pages that are filled by known tokens other than drafts enter the
-        prefix index, unless `delay_cache_pages` (then call `commit_external` or `cache_pages` later). If the step does not run,
-        `free` with `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if
-        None is returned.
-
-        With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
-        shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
-        for others (a watermark for admission).
-
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
-        cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
-        of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
-        restore its state. Amortised O(new pages).
-        """
-        return self._slots.allocate(
-            self._lock,
-            request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            new_computed_pages,
-            num_lookahead_tokens,
-            delay_cache_pages,
-            dp_shard_hint,
-            data_parallel_size,
-            num_external_computed_tokens,
-            num_reserved_pages,
-        )
 
     def require_capacity(self, num_tokens: int) -> None:
         """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
