@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, WINDOW, make_batch, make_manager, start
+from hybrids import FULL, STATE, WINDOW, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
 from settings import NUM_OPERATIONS
 from threads import run_threads
@@ -99,6 +100,110 @@ def test_failed_loads_rewind_rows_and_requests() -> None:
     assert manager.allocate_slots(request, 13) is not None
     manager.check()
     batch.check()
+
+
+def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Transfers]:
+    """Let two requests hit pages that only the tier has, and return them with the loads."""
+    for num_tokens in (16, 21):  # a state is kept where a request ends
+        pass_through(manager, FIRST[:num_tokens])
+    evicted = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
+    manager.page_pool.free_page_ids(evicted)
+    complete(manager)
+    requests = [start(manager, name, FIRST) for name in "ab"]
+    for request in requests:
+        request.num_computed_tokens = len(FIRST)
+    manager.take_copies()
+    return requests, manager.take_transfers()
+
+
+def fail_load_of(manager: CacheManager, transfers: Transfers, page_id: int) -> FailedLoads:
+    return manager.fail_transfers(transfers.number, loads=[transfers.load_dst.tolist().index(page_id)])
+
+
+def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    [before], [others] = (manager.get_page_ids(name) for name in "ab")
+    assert before[:5] == others[:5]
+    failed = fail_load_of(manager, transfers, before[2])
+    for request in requests:
+        assert manager.find_wrong_token(request, failed) == 8
+        request.num_computed_tokens = 8
+    assert manager.get_page_ids("a") == (before[:2],), "the other one holds the page and those behind"
+    assert manager.get_page_ids("b") == (others,), "now nobody else does"
+    manager.check()
+    for request in requests:
+        assert manager.allocate_slots(request, 2, num_lookahead_tokens=5) is not None
+    manager.take_transfers()
+    [first], [second] = (manager.get_page_ids(name) for name in "ab")
+    assert (first[:2], second) == (others[:2], others)
+    assert not {*first[2:]} & {*second[2:]}, "drafts of one would lie over the tokens of the other"
+    for request in requests:
+        manager.allocate_slots(request, 13)
+    manager.take_transfers()
+    assert count_hits(manager, FIRST) == 20, "entered again"
+    for request in requests:
+        assert manager.find_wrong_token(request, failed) in (None, 8), "asked once more"
+        manager.free(request)
+    manager.check()
+    assert manager.stats().num_held_pages == 0
+
+
+def test_a_request_goes_back_to_where_pages_of_all_groups_begin() -> None:
+    """The wrong token is within a page of the other group, which others hold and which is right: it would be written, too."""
+    manager = make_tiered(replace(FULL, page_size=8), FULL, num_pages=40)
+    requests, transfers = load_for_two(manager)
+    [_, page_ids] = manager.get_page_ids("a")
+    failed = fail_load_of(manager, transfers, page_ids[3])
+    assert [manager.find_wrong_token(request, failed) for request in requests] == [8, 12]
+    assert [len(ids) for ids in manager.get_page_ids("a")] == [1, 2]
+    assert [len(ids) for ids in manager.get_page_ids("b")] == [3, 6]
+    manager.check()
+
+
+def test_a_request_that_gives_back_all_pages_starts_over() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    first = requests[0]
+    failed = fail_load_of(manager, transfers, manager.get_page_ids("a")[0][0])
+    assert manager.find_wrong_token(first, failed) == 0
+    assert manager.get_page_ids("a") == ([],)
+    manager.free(first, num_computed_tokens=0)
+    first.num_computed_tokens = 0
+    hits, num_hit_tokens = manager.get_computed_pages(first)
+    assert num_hit_tokens == 0
+    assert manager.allocate_slots(first, 21, num_hit_tokens, hits) is not None
+    manager.check()
+
+
+def test_a_request_with_a_state_goes_back_to_its_start() -> None:
+    manager = make_tiered(FULL, STATE, num_pages=40)
+    requests, transfers = load_for_two(manager)
+    failed = manager.fail_transfers(transfers.number, loads=[0])
+    assert [manager.find_wrong_token(request, failed) for request in requests] == [0, 0]
+    manager.check()
+    for request in requests:
+        manager.free(request, num_computed_tokens=0)
+    assert manager.stats().num_held_pages == 0
+    manager.check()
+
+
+def test_a_request_with_copies_due_stays_as_it_is() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    fork = EngineRequest("fork", FIRST)
+    fork.num_computed_tokens = 21
+    assert manager.fork(requests[0], fork) is not None
+    before = [manager.get_page_ids(name) for name in ("a", "fork")]
+    failed = fail_load_of(manager, transfers, before[0][0][1])
+    for request in (requests[0], fork):
+        assert manager.find_wrong_token(request, failed) == 4
+    assert [manager.get_page_ids(name) for name in ("a", "fork")] == before
+    manager.take_copies()
+    for request in (requests[0], fork):
+        assert manager.find_wrong_token(request, failed) == 4
+        assert [len(ids) for ids in manager.get_page_ids(request.request_id)] == [1]
+    manager.check()
 
 
 def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:

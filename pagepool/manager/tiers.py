@@ -10,8 +10,8 @@ from pagepool._core import (
     add_tier,
     end_step,
     end_transfers,
-    find_wrong_token,
     list_in_flight,
+    rewind_request,
     take_transfers,
 )
 from pagepool.arguments import MAX_SIZE, id_of, require_int
@@ -112,9 +112,19 @@ class TieredPages(CopiedPages):
         return end_transfers(self._store, number, saves, loads)
 
     def find_wrong_token(self, request: "Request", failed: FailedLoads) -> int | None:
-        """Return the first token of a request whose page failed to load; None if there is none. Its tokens are to be computed
-        again from there on: set ``num_computed_tokens``, or free the request, with ``num_computed_tokens=0``, if a window has
-        left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
-        this list, or of later ones: its state may have seen wrong tokens. O(pages).
+        """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
+        From there on it gives back the first page that others hold, and those behind: `allocate_slots` takes others for it, so
+        call this before, and read all its pages by `get_page_ids` then.
+
+        Lower ``num_computed_tokens`` to that token, or free the request, with ``num_computed_tokens=0``, if a window has left
+        pages that it needs from there on, if the model has states, or while copies of its pages are due: nothing is given back
+        then. With states the token is 0 for each request that hit loaded pages of this list, or of later ones: its state may
+        have seen wrong tokens. O(pages).
         """
-        return find_wrong_token(self.coordinator.requests.get(id_of(request)), failed)
+        with self._lock:
+            held = self.coordinator.requests.get(id_of(request))
+            try:
+                return rewind_request(held, failed)
+            finally:
+                if held is not None and not held:
+                    del self.coordinator.requests[request.request_id]
