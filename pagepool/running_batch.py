@@ -292,8 +292,9 @@ class RunningBatch(RunningRows):
         The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
         until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
         False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
-        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
+        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
+        also those of a row that was released; RowIndexError outside the table. O(pages).
         """
         return swap_out_row(self, row)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, STATE, WINDOW, make_batch, make_manager, start
+from hybrids import FULL, STATE, WINDOW, batch_state, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
+from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
@@ -51,6 +52,13 @@ def fill_tier(manager: CacheManager, token_ids: list[int] = FIRST) -> None:
     """Cache a prompt, let another one evict it, and save it."""
     pass_through(manager, token_ids)
     pass_through(manager, OTHER[:28])
+    complete(manager)
+
+
+def evict_all(manager: CacheManager) -> None:
+    """Let all free pages be evicted, and saved."""
+    page_ids = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
+    manager.page_pool.free_page_ids(page_ids)
     complete(manager)
 
 
@@ -106,9 +114,7 @@ def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Transfers]
     """Let two requests hit pages that only the tier has, and return them with the loads."""
     for num_tokens in (16, 21):  # a state is kept where a request ends
         pass_through(manager, FIRST[:num_tokens])
-    evicted = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
-    manager.page_pool.free_page_ids(evicted)
-    complete(manager)
+    evict_all(manager)
     requests = [start(manager, name, FIRST) for name in "ab"]
     for request in requests:
         request.num_computed_tokens = len(FIRST)
@@ -314,6 +320,61 @@ def test_swapping_needs_room() -> None:
     assert batch.swap_in(0) is None, "one page of the pool is free"
     batch.release([1])
     assert batch.swap_in(0) == 9
+
+
+def test_swapping_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> None:
+    """The row takes pages while they are due: it might have got a page of them."""
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    pass_through(manager, FIRST)
+    evict_all(manager)
+    batch.admit(1, OTHER[:5])
+    assert batch.admit(0, FIRST) == 20
+    batch.release([0])
+    batch.admit(2, OTHER[10:15])
+    with refused(lambda: batch_state(batch), CopiesDueError, "^row 2: copies of its pages are due, or transfers: call"):
+        batch.swap_out(2)
+    assert batch.swap_out(1), "it took its pages before"
+    assert batch.take_transfers().load_dst.size == 5
+    assert batch.swap_out(2), "they are taken, and none is of its pages"
+    batch.check()
+
+
+def test_swapping_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
+    """They are older than those of the row's own hits."""
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    for token_ids in (FIRST, OTHER[:21]):
+        pass_through(manager, token_ids)
+    evict_all(manager)
+    batch.admit(0, FIRST)
+    older = batch.take_transfers().number
+    batch.release([0])
+    batch.admit(1, OTHER[:21])
+    complete(manager)
+    assert not batch.swap_out(1)
+    manager.complete_transfers(older)
+    assert batch.swap_out(1)
+    batch.check()
+
+
+def test_a_step_is_not_undone_while_the_open_page_is_loaded() -> None:
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    batch.admit(0, FIRST[:18])
+    assert batch.swap_out(0)
+    complete(manager)
+    evict_all(manager)
+    assert batch.swap_in(0) == 18
+    loads = batch.take_transfers()
+    assert batch.get_page_ids(0)[0][4] in loads.load_dst
+    result = batch.step([0], [5])
+    with refused(lambda: batch_state(batch), ArgumentError, r"^row 0 \(at 0\): cannot go back: .* or have other holders"):
+        batch.undo(result)
+    manager.complete_transfers(loads.number)
+    batch.undo(result)
+    assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (18, 18)
+    batch.check()
 
 
 def test_rows_that_cannot_be_swapped() -> None:
