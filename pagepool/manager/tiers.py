@@ -113,13 +113,15 @@ class TieredPages(CopiedPages):
 
     def find_wrong_token(self, request: "Request", failed: FailedLoads) -> int | None:
         """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
-        From there on it gives back the first page that others hold, and those behind: `allocate_slots` takes others for it, so
-        call this before, and read all its pages by `get_page_ids` then.
+        Lower ``num_computed_tokens`` to that token before the request is scheduled again.
 
-        Lower ``num_computed_tokens`` to that token, or free the request, with ``num_computed_tokens=0``, if a window has left
-        pages that it needs from there on, if the model has states, or while copies of its pages are due: nothing is given back
-        then. With states the token is 0 for each request that hit loaded pages of this list, or of later ones: its state may
-        have seen wrong tokens. O(pages).
+        Behind that token the request keeps its pages up to the first that others hold, and gives back the rest:
+        `allocate_slots` takes new ones for these, to which nobody else writes. Read all of its pages by `get_page_ids` then,
+        and end transfers from elsewhere into its pages before.
+
+        Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
+        if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
+        loaded pages of this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
         with self._lock:
             held = self.coordinator.requests.get(id_of(request))
