@@ -258,19 +258,19 @@ MERMAID ?= mermaid@11.17.2
 
 # The theme announces its end, and its successor.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
-docs: $(DOCS_VENV)/with-docs  ## the site, in build/site: its links are checked too
+docs: $(DOCS_VENV)/with-docs build/api.md  ## the site, in build/site: its links are checked too
 	$(DOCS_VENV)/bin/mkdocs build --strict
 
-docs-serve: $(DOCS_VENV)/with-docs  ## the site at http://127.0.0.1:8000, built again when a file changes
+docs-serve: $(DOCS_VENV)/with-docs build/api.md  ## the site at http://127.0.0.1:8000, built again when a file changes
 	$(DOCS_VENV)/bin/mkdocs serve
 
 .PHONY: api api-check typing
 
-api: $(VENV)/api-tools  ## write docs/api.md, from signatures and docstrings
+api: build/api.md  ## the site's page of the API, from signatures and docstrings
+build/api.md: $(VENV)/api-tools $(wildcard tools/*.py)
 	$(VENV)/bin/python tools/api_reference.py
 
-api-check: $(VENV)/api-tools  ## whether docs/api.md is up to date, and what broke since the last tag is in the changelog
-	$(VENV)/bin/python tools/api_reference.py --check
+api-check: $(VENV)/api-tools  ## whether what broke since the last tag is in the changelog
 	$(VENV)/bin/python tools/api_check.py
 	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_api_tools.py
 

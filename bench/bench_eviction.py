@@ -1,4 +1,4 @@
-"""What an eviction policy costs beside the order of release: prompts in a running batch, and the pool alone.
+"""What adaptive eviction costs beside the order of release: prompts in a running batch, and the pool alone.
 
 Pages of 16 tokens, one full-attention group. The policies evict other pages, so the contenders' results are compared by the
 number of pages only. In a pool that evicts, each prompt takes the pages of others; its own keys enter the ghost later.

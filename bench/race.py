@@ -38,7 +38,7 @@ class Suite:
 
 DROP_IN = Suite(("easydel", "vllm", "oracle"), "pagepool", "us", 1e6, "target ratio")
 BATCHED = Suite(("easydel", "vllm", "oracle", "manager"), "batched", "ns", 1e9, "target")
-EVICTION = Suite(("lru", "arc"), "adaptive", "ns", 1e9, "target")
+EVICTION = Suite(("lru",), "adaptive", "ns", 1e9, "target")
 COPIES = Suite(("by page", "plain"), "pagepool", "us", 1e6, "target")
 HOST = Suite(("device_put",), "pagepool", "us", 1e6, "target")
 FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "target")

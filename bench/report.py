@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
-from bench.results import ENGINES, MACHINE, Line, Results, environment_of, read
+from bench.results import ENGINES, MACHINE, Line, Remark, Results, environment_of, read
 from bench.speed import Group, draw
 from bench.tables import as_table, show_ratio, show_time
 
@@ -51,9 +51,9 @@ class Merged(NamedTuple):
     ratios: Mapping[str, float]
 
 
-def rank(line: Line) -> int:
-    """Return the place of a line's environment: EasyDeL's, vLLM's, the developers'."""
-    environment = environment_of(line.setup)
+def rank(item: Line | Remark) -> int:
+    """Return the place of the environment of a line or remark: EasyDeL's, vLLM's, the developers'."""
+    environment = environment_of(item.setup)
     return ENGINES.index(environment) if environment in ENGINES else len(ENGINES)
 
 
@@ -88,10 +88,11 @@ def make_headlines(results: Results) -> str:
 
 
 def make_tables(results: Results, bench: str) -> str:
-    """Return the tables and remarks of a benchmark."""
+    """Return the tables and remarks of a benchmark. A remark that several environments left comes from the first of them."""
     lines = [line for line in results.lines if line.bench == bench]
     tables = [make_table([line for line in lines if line.ours == ours]) for ours in dict.fromkeys(line.ours for line in lines)]
-    return "\n\n".join([*tables, *(remark.text for remark in results.remarks if remark.bench == bench)]) or "Not measured."
+    remarks = {remark.test: remark.text for remark in sorted(results.remarks, key=rank, reverse=True) if remark.bench == bench}
+    return "\n\n".join([*tables, *remarks.values()]) or "Not measured."
 
 
 def make_table(lines: Sequence[Line]) -> str:

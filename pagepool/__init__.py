@@ -8,21 +8,6 @@ from typing import Any
 
 from pagepool import errors, hashing
 from pagepool._version import __version__
-from pagepool.attention import (
-    ChunkedLocalAttentionManager,
-    FullAttentionManager,
-    MambaManager,
-    SingleTypeCacheManager,
-    SlidingWindowManager,
-    get_manager_for_kv_cache_spec,
-)
-from pagepool.coordinator import (
-    CacheCoordinator,
-    CacheCoordinatorNoPrefixCache,
-    HybridCacheCoordinator,
-    UnitaryCacheCoordinator,
-    get_kv_cache_coordinator,
-)
 from pagepool.hashing import (
     PageHash,
     PageHashWithGroupId,
@@ -43,7 +28,6 @@ from pagepool.request import EngineRequest, EngineRequestStatus, Request
 from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,
-    CacheGroupsConfig,
     CacheGroupSpec,
     CacheSpec,
     ChunkedLocalAttentionSpec,
@@ -51,13 +35,8 @@ from pagepool.specs import (
     MambaSpec,
     RuntimePageBudgetEstimate,
     SlidingWindowSpec,
-    cdiv,
     create_kv_cache_specs_from_config,
-    dp_shard_for_page_id,
-    dp_shard_page_bounds,
     estimate_runtime_page_budget,
-    pages_per_dp_shard,
-    usable_pages_count,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
@@ -66,28 +45,21 @@ __all__ = [
     "PAGE_TABLE_PADDING_VAL",
     "SLOT_MAPPING_PADDING_VAL",
     "AttentionSpec",
-    "CacheCoordinator",
-    "CacheCoordinatorNoPrefixCache",
     "CacheGroupSpec",
-    "CacheGroupsConfig",
     "CacheManager",
     "CachePage",
     "CachePages",
     "CacheSpec",
     "CacheStats",
-    "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
     "EngineRequest",
     "EngineRequestStatus",
     "FailedLoads",
     "FreeCachePageQueue",
-    "FullAttentionManager",
     "FullAttentionSpec",
     "HostTier",
     "HostTierStats",
-    "HybridCacheCoordinator",
     "Lease",
-    "MambaManager",
     "MambaSpec",
     "MultiGroupPageTable",
     "PageCopies",
@@ -102,28 +74,18 @@ __all__ = [
     "Request",
     "RunningBatch",
     "RuntimePageBudgetEstimate",
-    "SingleTypeCacheManager",
-    "SlidingWindowManager",
     "SlidingWindowSpec",
     "StepResult",
     "TimeHistogram",
     "Transfers",
-    "UnitaryCacheCoordinator",
     "__version__",
-    "cdiv",
     "create_kv_cache_specs_from_config",
     "device_slot_mapping",
-    "dp_shard_for_page_id",
-    "dp_shard_page_bounds",
     "errors",
     "estimate_runtime_page_budget",
-    "get_kv_cache_coordinator",
-    "get_manager_for_kv_cache_spec",
     "hash_page_tokens",
     "hash_request_tokens",
     "init_none_hash",
-    "pages_per_dp_shard",
-    "usable_pages_count",
 ]
 
 

@@ -43,7 +43,7 @@ A state has one page, the working page, to which its holder alone writes: it has
 checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
 source. Pages that it reads or writes get no tokens before it is taken.
 
-A running batch (`RowMemory`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
+A running batch (`RunningRows`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
 free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 
@@ -62,10 +62,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue, and its parts: which page is evicted next
 `ghost.pxd`            keys of evicted pages, which a policy remembers
-`arc.pxd`              the policy ARC
-`lru.pxd`              LRU as a policy, for a pool with retained pages
 `adaptive.pxd`         the policy that learns when pages are used again
-`references.pxd`       references given back page by page, and pins
+`references.pxd`       references given back, and pins
 `levels.pxd`           priorities and protection of cached pages, and when they end
 `notes.pxd`            the journal's notes of entries that come and go
 `twins.pxd`            pages of equal content
@@ -76,34 +74,32 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `entering.pxd`         pages that got full are hashed and entered
 `copies.pxd`           copies that are due before the next step
 `checkpoints.pxd`      states become checkpoints
+`allocation.pxd`       pages that tokens need are taken all or nothing: `Demand`, `price`, `fit`, `attach`
 `forks.pxd`            a request or row goes on twice
 `rows.pxd`             rows of page tables
-`batch.pxd`            records of running rows
+`batch.pxd`            records of running rows, which become free, change places, and may have their pages in the tier
 `row_hashes.pxd`       pages of running rows are hashed
-`growth.pxd`           rows grow (`grow_row`)
+`growth.pxd`           rows grow (`grow_row`); those with the same tokens share pages
 `shrinking.pxd`        rows are cut, or growth is taken back
-`swapped.pxd`          rows whose pages are in the tier
-`row_moves.pxd`        rows are freed and exchanged
-`pending.pxd`          tokens that come from elsewhere
-`unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
-`page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
-`store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
-`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
+`store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
 `journal.pyx`          `EntryJournal`: changes of the prefix index
-`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
-`lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
-`request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
+`lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
+`cache_pages.pyx`      `CachePages`: the pages that look-ups and allocations return
+`request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`) in its `CacheGroups`
+`slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
+`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
 `table.pyx`            `TableRows`, `GroupedRows`
-`row_memory.pyx`       `RowMemory`: arrays and locks of a batch
+`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
+`copying.pyx`          `PageCopies` that are due; `fork_request`, `fork_row`, which need them
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
-`running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
+`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`: rows whose pages are transferred
+`external.pyx`         `end_external`: rows that wait for tokens from elsewhere
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
@@ -112,20 +108,19 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 from pagepool.core.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.copying import (
-    PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
-)
+from pagepool.core.cache_pages import CachePages
+from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
+from pagepool.core.external import end_external
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.lookups import PrefixQuery, Refusal
+from pagepool.core.lookups import PrefixQuery, Refusal, RequestHashes
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest
-from pagepool.core.row_transfers import (
-    end_external, give_back_behind, rewind_rows, skip_unread_pages, swap_in_row, swap_out_row,
-)
+from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.slots import SlotAllocator
 from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

@@ -21,7 +21,6 @@ __all__ = [
     "SLOT_MAPPING_PADDING_VAL",
     "MultiGroupPageTable",
     "PageTable",
-    "cdiv",
     "device_slot_mapping",
 ]
 

@@ -278,8 +278,8 @@ class RunningBatch(RunningRows):
         """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or copies
-        of their pages are due: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
         go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
         ArgumentError for loads of another pool. O(pages of all rows).
         """

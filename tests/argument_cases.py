@@ -33,6 +33,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     create_kv_cache_specs_from_config,
+    specs,
 )
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
@@ -423,8 +424,8 @@ use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
 CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
     page_pool=<None|None>, max_pinned_share=<0.5|float>)
-CacheManager(8, GROUPS, 64, eviction=<"arc"|None>, ghost_size=<None|None float fraction>)
-CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="arc"), eviction=<None|None>, ghost_size=<None|None>)
+CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
+CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
 CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>)
 CacheManager(8, GROUPS, 64, host_tier=<None|None>)
 HostTier(num_pages=<8>, policy=<"write_back"|by_value>, min_uses=<1>, eviction=<"lru"|any>)
@@ -453,9 +454,8 @@ hash_request_tokens(lambda _: 1, page_size=<4>, request=<use.held>)
 """
 POOL_CALLS = """
 PagePool(num_pages=<8|by_value>, enable_caching=<True|flag typed>)
-PagePool(8, True, eviction=<"lru"|by_value>, ghost_size=<None|None>)
-PagePool(8, True, eviction=<"arc"|by_value>, ghost_size=<None|None float fraction>)
-PagePool(8, True, eviction=<"adaptive"|by_value>, ghost_size=<None|None>)
+PagePool(8, True, eviction=<"lru"|by_value>)
+PagePool(8, True, eviction=<"adaptive"|by_value>)
 use.pool.get_new_pages(num_pages=<1>, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.pool.get_new_page_ids(num_pages=<1>, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.pool.free_page_ids(<[]|list>)
@@ -583,7 +583,7 @@ estimate_runtime_page_budget(num_pages=<16>, kv_cache_groups=<GROUPS|list>, max_
     data_parallel_size=<1>)
 use.manager.coordinator.find_longest_cache_hit(chain=<None>, max_cache_hit_length=8)
 use.manager.coordinator.count_cached_tokens(chain=<None>, max_cache_hit_length=8)
-get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
+pagepool.coordinator.get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
 create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16",
     use_mla=<False|flag typed>)
 specs_of(mask_type=<"SLIDING"|by_value>, size=<4|by_value>, layer=<0|any>)
@@ -621,7 +621,7 @@ for algorithm in ("siphash128", "sha256", *(["sha256_cbor"] if find_spec("cbor2"
     add_calls(HASH_CALLS.replace("ALGORITHM", repr(algorithm)))
 if find_spec("msgspec") and find_spec("zmq"):
     from pagepool import events
-    from pagepool.event_publisher import EventPublisher
+    from pagepool.events.publisher import EventPublisher
 
     def publish(use: InUse, events: Any = (), **options: Any) -> None:
         with EventPublisher(**({"endpoint": "inproc://argument-edges"} | options)) as publisher:
@@ -634,4 +634,4 @@ if find_spec("msgspec") and find_spec("zmq"):
         events.encode_batch(events.EventBatch(0.0, manager.take_events()))
 
     add_calls(EVENT_CALLS)
-NAMES.update(vars(pagepool) | globals())
+NAMES.update(vars(specs) | vars(pagepool) | globals())

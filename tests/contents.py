@@ -66,7 +66,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 ]
 
 
-EVICTION = ("lru", "arc", "adaptive")
+EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "pins", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 

@@ -26,7 +26,7 @@ FAILING_SHARES = 0.1, 0.1, 0.5
 
 def draw_tier(rng: Random, num_pages: int) -> HostTier:
     """Return a tier of any size and policy for a pool."""
-    policy, eviction = rng.choice(("write_back", "write_through")), rng.choice(("lru", "arc", "adaptive"))
+    policy, eviction = rng.choice(("write_back", "write_through")), rng.choice(("lru", "adaptive"))
     sizes = 3, num_pages, 4 * num_pages
     return HostTier(rng.choice(sizes), policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
 

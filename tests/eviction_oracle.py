@@ -1,13 +1,12 @@
-"""The plain-Python twins of the eviction policies, for an `OraclePool`, written only to be obviously correct.
+"""The plain-Python twin of adaptive eviction, for an `OraclePool`, written only to be obviously correct.
 
-The pool's free queue is in the order in which pages were put there. A policy divides it into parts by a mark that it keeps of
+The pool's free queue is in the order in which pages were put there. The policy divides it into parts by a mark that it keeps of
 each page; a part has its pages in the order of the queue. It counts what happened, so that tests know what they have reached.
 Sums of floats are in the order of the core, so that they are equal to the last bit.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 BLANK, NEW, AGAIN, LATE = range(4)
 MAX_UNSEEN = 4
-SET_SIZE = 8
+SET_SIZE = SAMPLE_INTERVAL = 8
 WORD = (1 << 64) - 1
 PRIMES = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 
@@ -41,7 +40,7 @@ class Memory(NamedTuple):
 
 
 def hash_key(key: int, group_id: int) -> int:
-    """Return the hash of 64 bits that a policy knows a key of 128 bits by."""
+    """Return the hash of 64 bits that the policy knows a key of 128 bits by."""
     word = key & WORD ^ (key >> 64) * PRIMES[0] & WORD ^ (group_id + 1) * PRIMES[1] & WORD
     for _ in range(2):
         word = (word ^ word >> 32) * PRIMES[2] & WORD
@@ -49,15 +48,16 @@ def hash_key(key: int, group_id: int) -> int:
 
 
 class Ghost:
-    """What is remembered of evicted pages, in sets of eight that each lose the first that came. Forgotten ones leave gaps."""
+    """What is remembered of evicted pages, an eighth of six pools' pages, in sets of eight that each lose the first that came.
+    Forgotten ones leave gaps.
+    """
 
-    def __init__(self, num_pages: int, ghost_size: float, sample_interval: int) -> None:
-        self.sample_interval = sample_interval
-        num_sets = 1 + int(ghost_size * num_pages / sample_interval / SET_SIZE)
+    def __init__(self, num_pages: int) -> None:
+        num_sets = 1 + int(6 * num_pages / SAMPLE_INTERVAL / SET_SIZE)
         self.sets: list[list[Memory | None]] = [[None] * SET_SIZE for _ in range(num_sets)]
 
     def is_sampled(self, word: int) -> bool:
-        return word % self.sample_interval == 0
+        return word % SAMPLE_INTERVAL == 0
 
     def _place(self, word: int) -> tuple[int, list[Memory | None]]:
         tag = word >> 32 or 1
@@ -79,31 +79,46 @@ class Ghost:
                 return memory.mark
         return None
 
-    def forget(self, word: int, mark: Mark) -> bool:
-        """Forget a page if it is remembered under this hash with this mark. Returns whether it was."""
-        tag, memories = self._place(word)
-        if Memory(tag, mark) not in memories:
-            return False
-        memories[memories.index(Memory(tag, mark))] = None
-        return True
 
-    def count(self, part: int) -> int:
-        """Count the pages that were in a part."""
-        return sum(memory is not None and memory.mark.part == part for memories in self.sets for memory in memories)
+EDGES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]  # epochs
+HORIZON = EDGES[-1]
+AGES = range(len(EDGES) - 1)
+CLASSES = NEW, AGAIN, LATE
 
 
-class Policy(ABC):
-    """What all policies do: pages without an entry are in the blank part, others in that which their mark names."""
+class Decision(NamedTuple):
+    """Which pages are evicted: those with a mark, the oldest of their part, or the first of the newest call."""
+
+    shard: int | None
+    is_newest: bool
+    mark: Mark
+
+
+class Adaptive:
+    """Learns at which ages pages are used again, and evicts from the ends of the parts what is worth least. Pages without an
+    entry are in the blank part, others in that which their mark names.
+    """
 
     pool: OraclePool
 
-    def __init__(self, num_pages: int, ghost_size: float, sample_interval: int) -> None:
-        self.ghost = Ghost(num_pages, ghost_size, sample_interval)
+    def __init__(self, num_pages: int) -> None:
+        self.ghost = Ghost(num_pages)
         self.key_of: Callable[[int], int] = int  # the 128 bits of a content
         self.marks = [Mark(BLANK)] * num_pages
         self.num_requests = 0
         self.num_shared_hits = self.num_free_hits = self.num_lru_hits = 0
         self.counts: Counter[str] = Counter()
+        self.num_pages = num_pages
+        self.epoch_pages = max(16, num_pages // 16)
+        self.num_released = self.epoch = self.call = 0
+        self.num_requests_then = 0  # at the last tick
+        self.alive: Mapping[int, defaultdict[int, int]] = {c: defaultdict(int) for c in CLASSES}  # by epoch
+        self.exposed = {c: [0.0 for _ in AGES] for c in CLASSES}
+        self.reused = {c: [0.0 for _ in AGES] for c in CLASSES}
+        self.lru_age = HORIZON
+        self.regret = self.pause = self.paused_until = 0
+        self.decision: Decision | None = None
+        self.values = self._rate()
 
     def start(self, pool: OraclePool) -> None:
         """Begin with a pool whose pages are all free."""
@@ -168,13 +183,9 @@ class Policy(ABC):
             has_twins = len(self.pool.index[entry]) > 1
             self.counts["twins evicted"] += has_twins
             if self.ghost.is_sampled(word) and not has_twins:
-                self.remember(word, self.marks[page])
+                self.ghost.add(word, self.marks[page])
                 self.counts["remembered"] += 1
         self.marks[page] = Mark(NEW)
-
-    def remember(self, word: int, mark: Mark) -> None:
-        """A page with a sampled key was evicted."""
-        self.ghost.add(word, mark)
 
     def rank(self, ranking: Ranking, pages: PageIds, place: int) -> None:
         """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key, the
@@ -185,130 +196,19 @@ class Policy(ABC):
         if ranking.num_unseen == MAX_UNSEEN or not self.ghost.is_sampled(word):
             return
         part = self.note_miss(word)
-        is_sample = self.ghost.sample_interval > 1
         if part is None:
-            ranking.num_unseen += is_sample
+            ranking.num_unseen += 1
             self.counts["rests of requests that are new"] += ranking.num_unseen == MAX_UNSEEN
             return
-        for page in pages[ranking.num_ranked if is_sample else place : place + 1]:
+        for page in pages[ranking.num_ranked : place + 1]:
             if page != NULL_PAGE and page not in self.pool.free_queue:
                 self.marks[page] = Mark(part)
         ranking.num_ranked, ranking.num_unseen = place + 1, 0
 
-    # what policies differ in
-
-    @abstractmethod
-    def pick(self, shard: range | None) -> int:
-        """Return the next page to evict (from a shard)."""
-
-    @abstractmethod
-    def note_miss(self, word: int) -> int | None:
-        """A sampled key was computed. Return the part for its page, or None if the policy does not know the key."""
-
-    def note_hit(self, page: int, was_free: bool) -> None:
-        """A page that was hit has one more holder."""
-        self.num_shared_hits += not was_free
-        self.num_free_hits += was_free
-        self.marks[page] = Mark(AGAIN)
-
-    def stamp(self, part: int) -> Mark:
-        """Return the mark of a page that comes to a part now."""
-        return Mark(part)
-
-    def note_release(self, num_pages: int) -> None:  # noqa: B027
-        """A call is about to put pages into the queue."""
-
-    def note_loss(self, mark: Mark) -> None:  # noqa: B027
-        """A free page with this mark has lost its entry, and was not evicted."""
-
-
-class Arc(Policy):
-    """ARC: two lists, a ghost of each, and a target for the size of the first that follows the hits on the ghosts.
-
-    The calls of ghosts' marks number the evictions from each list, so that the oldest can be forgotten first.
-    """
-
-    def __init__(self, num_pages: int, ghost_size: float = 1) -> None:
-        super().__init__(num_pages, 2 * ghost_size, 1)  # twice the room, so that few sets are full
-        self.max_num_ghosts = int(ghost_size * num_pages) + 1
-        self.target = 0.0
-        self.logs: dict[int, list[int]] = {NEW: [], AGAIN: []}  # the key of each eviction
-        self.log_starts = {NEW: 0, AGAIN: 0}
-
-    def pick(self, shard: range | None) -> int:
-        has_many_new = len(self.pages_in(NEW)) > self.target
-        parts = (BLANK, NEW, AGAIN) if has_many_new else (BLANK, AGAIN, NEW)
-        part, pages = next((part, pages) for part in parts if (pages := self.pages_in(part, shard)))
-        self.counts[f"evicted from part {part}"] += 1
-        return pages[0]
-
-    def remember(self, word: int, mark: Mark) -> None:
-        log = self.logs[mark.part]
-        if len(log) - self.log_starts[mark.part] == 2 * self.max_num_ghosts:
-            self._forget_oldest(mark.part)
-        self.ghost.add(word, mark._replace(call=len(log)))
-        log.append(word)
-        while self.ghost.count(NEW) + self.ghost.count(AGAIN) > self.max_num_ghosts:
-            num_new, num_again = self.ghost.count(NEW), self.ghost.count(AGAIN)
-            has_many_new = len(self.pages_in(NEW)) + num_new > self.max_num_ghosts
-            self._forget_oldest(NEW if not num_again or (has_many_new and num_new) else AGAIN)
-
-    def _forget_oldest(self, part: int) -> None:
-        """Forget the key that was evicted first from a part, if it is remembered as that still, else the next one."""
-        is_forgotten = False
-        while not is_forgotten and self.log_starts[part] < len(self.logs[part]):
-            number = self.log_starts[part]
-            self.log_starts[part] += 1
-            is_forgotten = self.ghost.forget(self.logs[part][number], Mark(part, call=number))
-
-    def note_miss(self, word: int) -> int | None:
-        num_new, num_again = self.ghost.count(NEW), self.ghost.count(AGAIN)
-        mark = self.ghost.pop(word)
-        if mark is None:
-            return None
-        if mark.part == NEW:
-            self.target = min(self.pool.num_pages, self.target + max(1, num_again / num_new))
-        else:
-            self.target = max(0, self.target - max(1, num_new / num_again))
-        self.counts[f"ghosts of part {mark.part} hit"] += 1
-        return AGAIN
-
-
-EDGES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]  # epochs
-HORIZON = EDGES[-1]
-AGES = range(len(EDGES) - 1)
-CLASSES = NEW, AGAIN, LATE
-SAMPLE_INTERVAL = 8
-
-
-class Decision(NamedTuple):
-    """Which pages are evicted: those with a mark, the oldest of their part, or the first of the newest call."""
-
-    shard: int | None
-    is_newest: bool
-    mark: Mark
-
-
-class Adaptive(Policy):
-    """Learns at which ages pages are used again, and evicts from the ends of the parts what is worth least."""
-
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages, 6, SAMPLE_INTERVAL)
-        self.num_pages = num_pages
-        self.epoch_pages = max(16, num_pages // 16)
-        self.num_released = self.epoch = self.call = 0
-        self.num_requests_then = 0  # at the last tick
-        self.alive: Mapping[int, defaultdict[int, int]] = {c: defaultdict(int) for c in CLASSES}  # by epoch
-        self.exposed = {c: [0.0 for _ in AGES] for c in CLASSES}
-        self.reused = {c: [0.0 for _ in AGES] for c in CLASSES}
-        self.lru_age = HORIZON
-        self.regret = self.pause = self.paused_until = 0
-        self.decision: Decision | None = None
-        self.values = self._rate()
-
     # learning
 
     def note_release(self, num_pages: int) -> None:
+        """A call is about to put pages into the queue."""
         self.num_released += num_pages
         self.call += 1
         num_epochs = self.num_released // self.epoch_pages - self.epoch
@@ -378,11 +278,13 @@ class Adaptive(Policy):
         return min(HORIZON, self.epoch + 1)
 
     def stamp(self, part: int) -> Mark:
+        """Return the mark of a page that comes to a part now."""
         self.exposed[part][0] += 1
         self.alive[part][self.epoch] += 1
         return Mark(part, self.epoch, self.call)
 
     def note_loss(self, mark: Mark) -> None:
+        """A free page with this mark has lost its entry, and was not evicted."""
         if self.epoch - mark.epoch < HORIZON:
             self.alive[mark.part][mark.epoch] -= 1
 
@@ -400,14 +302,18 @@ class Adaptive(Policy):
         return AGAIN if is_in_time else LATE
 
     def note_hit(self, page: int, was_free: bool) -> None:
+        """A page that was hit has one more holder."""
         mark = self.marks[page]
-        super().note_hit(page, was_free)
+        self.num_shared_hits += not was_free
+        self.num_free_hits += was_free
+        self.marks[page] = Mark(AGAIN)
         if was_free:
             self.decision = None
             if mark.part != BLANK:
                 self.marks[page] = Mark(self._use(mark, 1, True))
 
     def note_miss(self, word: int) -> int | None:
+        """A sampled key was computed. Return the part for its page, or None if the policy does not know the key."""
         mark = self.ghost.pop(word)
         return None if mark is None else self._use(mark, SAMPLE_INTERVAL, False)
 
@@ -443,6 +349,7 @@ class Adaptive(Policy):
         return Decision(number, is_newest, self.marks[choice])
 
     def pick(self, shard: range | None) -> int:
+        """Return the next page to evict (from a shard)."""
         blank = self.pages_in(BLANK, shard)
         if blank:
             return blank[0]
@@ -460,8 +367,6 @@ class Adaptive(Policy):
         return page
 
 
-def make_policy(name: str, num_pages: int, ghost_size: float | None = None) -> Policy | None:
+def make_policy(name: str, num_pages: int) -> Adaptive | None:
     """Return the twin of the policy that `PagePool` knows by this name; None for the order of release."""
-    if name == "arc":
-        return Arc(num_pages, 1 if ghost_size is None else ghost_size)
     return Adaptive(num_pages) if name == "adaptive" else None

@@ -196,7 +196,7 @@ def flip(world: World, values: Any) -> Any:
 def kind_of_saved(world: World) -> Any:
     """Return what kind of pool the saved store is."""
     stores = world.live[_core.PageStore]
-    return (stores[0].enable_caching, stores[0].eviction, stores[0].ghost_size) if stores else wild(world)
+    return (stores[0].enable_caching, stores[0].eviction) if stores else wild(world)
 
 
 SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
@@ -241,7 +241,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "context fork_row.row": constant(0, 0, 1, 2),
     "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in SAVED_OF_CACHED]),
     "data": constant(b"", b"data", bytes(100)),
-    "eviction": constant("lru", "arc", "arc", "adaptive", "adaptive", "fifo"),
+    "eviction": constant("lru", "adaptive", "adaptive", "fifo"),
     "extend.extra_keys": constant(b"", b"", b"salt"),
     "admit.context": constant(0, 0, 0, 0, 1),
     "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
@@ -252,7 +252,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "first_token fork_request.num_computed_tokens": constant(0, 0, 4),
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
-    "ghost_size": constant(None, None, None, 0.1, 4),
     "group num_external_tokens start": constant(0, 0, 0, 1),
     "device_table": one_of(live(np.ndarray), array),
     "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
@@ -292,7 +291,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
-    "kind": one_of(*[kind_of_saved] * 8, constant((True, "arc", 0.1), (False, "lru", None)), wild),
+    "kind": one_of(*[kind_of_saved] * 8, constant((True, "adaptive"), (False, "lru")), wild),
     "key_bytes": key_bytes,
     "names": constant(None, "pages", "slots notes"),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),

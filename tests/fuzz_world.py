@@ -96,7 +96,7 @@ class World:
     def furnish(self) -> None:
         """Make a pool, tables and a batch with some rows, as the façade does."""
         source = self.source
-        enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "arc", "adaptive"))
+        enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "adaptive"))
         store = _core.PageStore(source.pick((16, 2, 9, 40)), enable_caching, eviction=eviction)
         if enable_caching:
             self.furnish_tier(store)
@@ -140,8 +140,7 @@ class World:
         requests = [_core.RequestPages(store, groups, 64) for _ in range(2)]
         for request in requests:
             self.recipes[id(request)] = store, groups
-        if requests[0].take(self.source.pick((0, 4, 9))) is not None:
-            requests[0].enter(chain, 4 * store.enable_caching)
+        requests[0].allocate(self.source.pick((0, 4, 9)), chain=chain, num_tokens_to_cache=4 * store.enable_caching)
         spans = _core.PinSpan(store), _core.RetentionSpan(store), _core.Retention(60, 1.0)
         for value in (groups, *requests, _core.PrefixQuery(store, chain), *spans):
             self.keep(value)
@@ -319,6 +318,8 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "EntryJournal": (_core.PageStore(8),),
     "QueryCounter": (_core.PageStore(8),),
     "Refusal": ((), 4, 0),
+    "RequestHashes": (None, _core.HashChain(2, bytes(16))),
+    "CachePages": ((),),
 }
 INTERFERENCES: tuple[Callable[[World], Any], ...] = (
     *(small, small, small, World.call_again, World.call_again, World.call_again),

@@ -22,7 +22,6 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
 
 PAGE_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -132,14 +131,6 @@ def manager_state(manager: CacheManager) -> tuple[Any, ...]:
 def unseal(pool: PagePool) -> dict[str, Any]:
     """Return the arrays of a snapshot that `seal` seals."""
     return {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
-
-
-def seal_former(pool: PagePool, version: int) -> dict[str, Any]:
-    """Return a snapshot in the format of a former version."""
-    arrays = {name: array for name, array in unseal(pool).items() if FIRST_VERSIONS.get(name, 1) <= version}
-    with pytest.MonkeyPatch.context() as former:
-        former.setattr("pagepool.page_pool.snapshot.VERSION", version)
-        return seal(arrays)
 
 
 def batch_state(batch: RunningBatch) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from oracle_states import OracleStates
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 
 if TYPE_CHECKING:
-    from eviction_oracle import Policy
+    from eviction_oracle import Adaptive
 
 RUNNING = 4
 PREEMPTED = 5
@@ -150,7 +150,7 @@ class OracleManager:
         max_model_len: int,
         enable_caching: bool = True,
         use_eagle: bool = False,
-        policy: Policy | None = None,
+        policy: Adaptive | None = None,
         max_pinned_share: float = 0.2,
     ) -> None:
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]

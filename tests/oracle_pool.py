@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eviction_oracle import Policy
+    from eviction_oracle import Adaptive
     from oracle_tier import OracleTier
 
 NULL_PAGE = 0
@@ -50,7 +50,7 @@ class OraclePool:
     With a `policy` the free queue is in the order in which pages were put there, and `free_page_ids` is part by part.
     """
 
-    def __init__(self, num_pages: int, enable_caching: bool, policy: Policy | None = None) -> None:
+    def __init__(self, num_pages: int, enable_caching: bool, policy: Adaptive | None = None) -> None:
         self.num_pages = num_pages
         self.enable_caching = enable_caching
         self.ref_counts = [0] * num_pages
@@ -136,7 +136,7 @@ class OraclePool:
             del self.free_queue[pages[i]]
         return pages
 
-    def pick(self, policy: Policy, shard: range | None) -> int:
+    def pick(self, policy: Adaptive, shard: range | None) -> int:
         """Choose a blank page, or one of a low priority, or that of the policy, or one of a high level."""
         normal = self.pages_at(range(NORMAL, NORMAL + 1), shard)
         low = self.pages_at(range(NORMAL), shard)

@@ -15,7 +15,7 @@ from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
 
 if TYPE_CHECKING:
-    from eviction_oracle import Policy
+    from eviction_oracle import Adaptive
 
 Entry = tuple[int, int]  # content and group
 Move = tuple[int, int, int]  # source, destination, group
@@ -53,7 +53,7 @@ class OracleTier:
     """The tier behind a pool."""
 
     def __init__(
-        self, device: OraclePool, num_pages: int, policy: Policy | None, writes_through: bool = False, min_uses: int = 1
+        self, device: OraclePool, num_pages: int, policy: Adaptive | None, writes_through: bool = False, min_uses: int = 1
     ) -> None:
         self.device = device
         self.pool = OraclePool(num_pages, True, policy)

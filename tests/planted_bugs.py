@@ -152,13 +152,13 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 
 # Entering.
 == a request goes back and its pages are not entered again
-            if num_computed < self.num_cached_tokens{+ and not BUG+}:
+        for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens{+ and not BUG+} else 0):
 == delayed caching is ignored
-0 if[- is_delayed or-] not self.enable_caching else
+        if self.enable_caching[- and not is_delayed-]:
 == a request may claim what nobody computed
-        if [-num_tokens > num_allowed_tokens-]{+num_allowed_tokens < 0+}:
+        if [-num_tokens > num_allowed-]{+num_allowed < 0+}:
 == a request that did not run leaves its entries
-request.request_id, [-num_computed_tokens-]{+None+}, hashes.chain if hashes else None, num_last_tokens, context
+request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, context
 == undo forgets no entries
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range
@@ -183,10 +183,13 @@ request.request_id, [-num_computed_tokens-]{+None+}, hashes.chain if hashes else
     if not are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
+cimport {+give_back, +}note_request
+from pagepool.core.queue cimport count_free_in
+...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
-                holding.held[g].ids[0] = ids.ids[ids.num - 1]
-            else: +}note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)
+                holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
+            else: +}note_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or last < 0:
 == a state that is kept is written on
@@ -223,7 +226,7 @@ full_pages(&group.rules, num_computed{+ + BUG+})):
     names, counters = arrays.pop("names"), arrays.pop("counters").tolist(){+
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
 == the hashes of an id are those of the request before
-if hashes is None[- or hashes.request is not request-]:
+if hashes is None[- or hashes.request is not request-]:  # another
 
 # The host tier.
 == a page that is evicted is not saved
@@ -282,8 +285,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 
 # Tokens from elsewhere, leases and pins.
 == a row that waits enters pages that have not come
-            num_tokens = num_hits
-        enter_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_tokens)
+            num_computed = num_hits
+        enter_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_computed)
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
@@ -293,7 +296,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
     if batch.has_state{+ and not BUG+}:
         batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
-            [-give_back_behind(held, num_computed_tokens, hashes.chain if hashes else None)-]{+pass+}
+            if is_failed{+ and not BUG+}:
+                forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
                 share(pool, self.ids.ids[i])

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-from eviction_oracle import NULL_PAGE, Adaptive, Arc, Policy, hash_key, make_policy
+from eviction_oracle import NULL_PAGE, Adaptive, hash_key, make_policy
 from features import Driver, draw_placement
 from oracle_pool import OraclePool, PageIds, shard_of_hint
 from twins import Twins, stats_of_twin
@@ -36,9 +36,8 @@ class PoolState(NamedTuple):
     policy: dict[str, Any]
 
 
-ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4), ("log_start", "i8", 4), ("log_stop", "i8", 4)])
 AGES = "f8", (3, 14)
-ADAPTIVE = np.dtype(
+COUNTED = np.dtype(
     [
         *((name, "i8") for name in ("num_released", "epoch", "call", "num_requests_then")),
         ("alive", "i8", (3, 256)),
@@ -47,11 +46,10 @@ ADAPTIVE = np.dtype(
         ("decision", "i4", 4),
     ]
 )
-COUNTED = {Arc: ARC, Adaptive: ADAPTIVE}
-LEARNED = {"num_ghosts", "log_start", "log_stop", "alive", "decision"}  # told otherwise by the twin
+LEARNED = set(COUNTED.names) - {"alive", "decision"}  # told otherwise by the twin
 
 
-def describe_twin(policy: Policy | None) -> dict[str, Any]:
+def describe_twin(policy: Adaptive | None) -> dict[str, Any]:
     """Return what a twin keeps, in the form of the core."""
     if policy is None:
         return {}
@@ -62,7 +60,7 @@ def describe_twin(policy: Policy | None) -> dict[str, Any]:
         for memory in memories
     ]
     counts = [policy.num_requests, policy.num_shared_hits, policy.num_free_hits, policy.num_lru_hits]
-    learned = {name: getattr(policy, name) for name in COUNTED[type(policy)].names if name not in LEARNED}
+    learned = {name: getattr(policy, name) for name in LEARNED}
     by_class = {name: list(values.values()) for name, values in learned.items() if isinstance(values, dict)}
     return {"marks": marks, "ghosts": ghosts, "counts": counts, **learned, **by_class}
 
@@ -73,9 +71,8 @@ def describe_policy(store: Any) -> dict[str, Any]:
     if not records["num_parts"] or store.eviction == "lru":
         return {}
     ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
-    dtype = ARC if store.eviction == "arc" else ADAPTIVE
-    learned = records["learned"][: dtype.itemsize].view(dtype)[0]
-    values = {name: learned[name].tolist() for name in dtype.names if name not in LEARNED}
+    learned = records["learned"].view(COUNTED)[0]
+    values = {name: learned[name].tolist() for name in LEARNED}
     return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 
 
@@ -123,7 +120,7 @@ class PackageCalls:
 class OracleSide(OracleCalls):
     """The oracle's pool, whose contents are keys. What is not defined here is a call of the pool as it is."""
 
-    def __init__(self, num_pages: int, policy: Policy | None) -> None:
+    def __init__(self, num_pages: int, policy: Adaptive | None) -> None:
         self.pool = OraclePool(num_pages, True, policy)
 
     def __getattr__(self, name: str) -> Any:
@@ -147,8 +144,8 @@ class OracleSide(OracleCalls):
 class PackageSide(PackageCalls):
     """The package's pool, called in the same way."""
 
-    def __init__(self, num_pages: int, eviction: str, ghost_size: float | None) -> None:
-        self.pool = pagepool.PagePool(num_pages, True, eviction=eviction, ghost_size=ghost_size)
+    def __init__(self, num_pages: int, eviction: str) -> None:
+        self.pool = pagepool.PagePool(num_pages, True, eviction=eviction)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pool, name)
@@ -388,12 +385,11 @@ class PoolWorkload(Driver):
         assert self.twins.call("reset_prefix_cache") is True
 
 
-def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
+def run_pool_workload(eviction: str, seed: int, num_calls: int) -> Adaptive | None:
     """Run a seed's workload to its end and return the oracle's policy."""
     rng = Random(seed)
     num_pages = rng.choice((1, 2, 4, 8, 8, 17, 17, 24, 24, 64, 64, 128, 128))
-    eviction, ghost_size = options
-    oracle = OracleSide(num_pages, make_policy(eviction, num_pages, ghost_size))
-    workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction, ghost_size)), rng)
-    workload.run(num_calls, f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages")
+    oracle = OracleSide(num_pages, make_policy(eviction, num_pages))
+    workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction)), rng)
+    workload.run(num_calls, f"{eviction!r}, seed {seed}, {num_pages} pages")
     return oracle.pool.policy

@@ -69,8 +69,8 @@ def open_files(num_files: int) -> int:
 
 
 def main() -> None:
-    from pagepool.event_publisher import EventPublisher
     from pagepool.events import BlockRemoved
+    from pagepool.events.publisher import EventPublisher
 
     num_descriptors, options = int(sys.argv[1]), json.loads(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))

@@ -39,7 +39,7 @@ STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 MAX_GROWTH_MIB = 16
 CONTENTS_SHARE = 0.25  # share of the time
-EVICTION = ("lru", "lru", "arc", "adaptive")  # by seed
+EVICTION = ("lru", "adaptive")  # by seed
 MIN_SAMPLES = 4  # rounds of a kind, whose medians show growth
 
 

@@ -18,8 +18,8 @@ from event_managers import run_request  # noqa: E402
 from router import Router  # noqa: E402
 from wire import WireBatch, decode_batch  # noqa: E402
 
-from pagepool.event_publisher import EventPublisher  # noqa: E402
 from pagepool.events import BlockRemoved  # noqa: E402
+from pagepool.events.publisher import EventPublisher  # noqa: E402
 
 LOOPBACK = "tcp://127.0.0.1:*"
 END = (-1).to_bytes(8, "big", signed=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,13 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
-    cdiv,
     estimate_runtime_page_budget,
 )
 from pagepool.arguments import ATTRIBUTES
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import TraceRecord
 from pagepool.replay.traces.reader import parse_record
+from pagepool.specs import cdiv
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
 
@@ -52,17 +51,10 @@ class EqualToAny(str):
         return True
 
     def __str__(self) -> str:
-        return "arc"
+        return "adaptive"
 
 
-class ChangingSize(float):
-    """A ghost size that is permitted only when it is compared."""
-
-    def __float__(self) -> float:
-        return 1e300
-
-
-@pytest.mark.parametrize("name", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("name", ["lru", "adaptive"])
 @pytest.mark.parametrize("kind", [str, np.str_, EqualToAny], ids=lambda kind: kind.__name__)
 def test_a_policys_name_may_be_of_a_subclass(name: str, kind: type[str]) -> None:
     pool = PagePool(8, True, eviction=kind(name))
@@ -74,31 +66,14 @@ def test_a_policys_name_may_be_of_a_subclass(name: str, kind: type[str]) -> None
 @pytest.mark.parametrize("name", ["", "LRU", "lru ", "fifo", EqualToAny("fifo"), "\ud800", "a\0b"], ids=ascii)
 @pytest.mark.parametrize("enable_caching", [True, False])
 def test_an_unknown_policy_is_refused(name: str, enable_caching: bool) -> None:
-    message = r"^eviction: got '.*', allowed: 'lru', 'arc', 'adaptive'$"
+    message = r"^eviction: got '.*', allowed: 'lru', 'adaptive'$"
     with pytest.raises(ArgumentError, match=message):
         PagePool(8, enable_caching, eviction=name)
     with pytest.raises(ArgumentError, match=message):
         CacheManager(8, [CacheGroupSpec(SPEC)], 64, enable_caching, eviction=name)
 
 
-@pytest.mark.parametrize("size", [1e-300, 0.5, 1, 64, np.float32(0.5), np.int64(7), np.uint8(64), Fraction(1, 3)], ids=repr)
-def test_a_ghost_size_is_any_number_up_to_64(size: Any) -> None:
-    pool = PagePool(8, True, eviction="arc", ghost_size=size)
-    assert (type(pool.store.ghost_size), pool.store.ghost_size) == (float, float(size))
-    assert PagePool.restore(pool.snapshot()).store.ghost_size == float(size)
-
-
-@pytest.mark.parametrize("eviction", ["lru", "arc", "adaptive"])
-def test_a_ghost_size_out_of_range_is_refused(eviction: str) -> None:
-    for size in (0, -0.0, -1, 65, 64.5, HUGE, -HUGE, np.inf, -np.inf, np.nan, np.uint8(65), ChangingSize(1)):
-        with pytest.raises(ArgumentError, match=r"^ghost_size: got .*, allowed: "):
-            PagePool(8, True, eviction=eviction, ghost_size=size)
-    if eviction != "arc":
-        with pytest.raises(ArgumentError, match=f"^ghost_size: got 1 for '{eviction}', allowed: above 0 to 64 for 'arc', else"):
-            CacheManager(8, [CacheGroupSpec(SPEC)], 64, eviction=eviction, ghost_size=1)
-
-
-@pytest.mark.parametrize("own", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("own", ["lru", "adaptive"])
 def test_a_manager_of_a_pool_has_its_policy(own: str) -> None:
     pool, groups = PagePool(8, True, eviction=own), [CacheGroupSpec(SPEC)]
     for eviction in (None, own):
@@ -106,10 +81,10 @@ def test_a_manager_of_a_pool_has_its_policy(own: str) -> None:
         assert manager.page_pool is pool
         assert f"eviction='{own}'" in repr(pool)
         assert f"eviction='{own}'" in repr(manager)
-    for eviction, size in (("arc" if own == "lru" else "lru", None), ("fifo", None), (None, 1), (own, 1)):
-        expected = f"eviction: got {eviction!r} and ghost_size {size}, allowed with page_pool: None, or its own, {own!r}"
+    for other in ("adaptive" if own == "lru" else "lru", "fifo"):
+        expected = f"eviction: got {other!r}, allowed with page_pool: None, or its own, {own!r}"
         with pytest.raises(ArgumentError) as caught:
-            CacheManager(8, groups, 64, page_pool=pool, eviction=eviction, ghost_size=size)
+            CacheManager(8, groups, 64, page_pool=pool, eviction=other)
         assert str(caught.value) == expected
 
 

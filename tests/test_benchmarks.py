@@ -69,6 +69,15 @@ class TestMerging:
         assert not any("/" in str(value) for value in machine.values())
 
 
+class TestPage:
+    def test_a_remark_of_two_environments_is_there_once(self) -> None:
+        """From EasyDeL's environment, whose lines are first."""
+        remarks = [
+            results.Remark("x", test, f"{test}, {name}", f"{name}, 2026-01-01") for name in ("vllm", "easydel") for test in "ab"
+        ]
+        assert report.make_tables(results.Results(remarks=remarks), "x") == "a, easydel\n\nb, easydel"
+
+
 class TestPicture:
     TIMES = MappingProxyType({"easydel": 5039.0, "vllm": 2100.0, "manager": 1297.0, "batched": 21.0})
     GROUPS = (speed.Group("decode <row>", TIMES, {"easydel": 240}),)

@@ -139,7 +139,7 @@ class TestMemory:
         [
             (["replay"], "1 pool of 4,000,000 pages of 16 tokens would take 244.1 MiB"),
             (["replay", "--compare"], "2 pools of 4,000,000 pages of 16 tokens would take 488.3 MiB"),
-            (["replay", "--compare-eviction"], "3 pools of 4,000,000 pages of 16 tokens would take 907.9 MiB"),
+            (["replay", "--compare-eviction"], "2 pools of 4,000,000 pages of 16 tokens would take 526.4 MiB"),
             (["fleet", "--replicas", "1k"], "1,000 replicas of 4,000,000 pages of 16 tokens would take 715.3 GiB"),
             (["plan", "--replays", "1"], "a replay in 4,000,000 pages of 16 tokens would take 244.1 MiB"),
             (["replay", "--limit", "1M"], "1,000,000 requests of synthetic chats would take 953.7 MiB"),

@@ -74,6 +74,16 @@ def test_ours_takes_what_the_engines_takes(folder: Path) -> None:
             assert isinstance(ours, property) == isinstance(engines, property), f"{name}.{member}"
 
 
+def test_names_for_programs_of_the_engine_alone() -> None:
+    assert {*easydel.__all__} & {*pagepool.__all__} == set()
+    managers = {
+        cls.__name__ for cls in vars(easydel).values() if isinstance(cls, type) and cls.__module__ == "pagepool.attention"
+    }
+    assert len(managers) == 5
+    assert managers <= {*easydel.__all__}
+    assert not [name for name in (*managers, "cdiv", "get_kv_cache_coordinator") if hasattr(pagepool, name)]
+
+
 def test_all_places_get_ours_and_get_back_the_engines(folder: Path) -> None:
     finders = [*sys.meta_path]
     easydel.install()

@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from hybrids import CHUNK, FULL, WINDOW, keep_every, seal_former, start, unseal
+from hybrids import CHUNK, FULL, WINDOW, keep_every, start, unseal
 from hybrids import make_manager as make_hybrid
 
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
+from pagepool.errors import ArgumentError, PageHashError, PageIdError
 from pagepool.page_pool.snapshot import seal
 
 NUM_PAGES = 64
@@ -118,19 +117,6 @@ def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
         assert manager.get_computed_pages(EngineRequest("again", PROMPT))[1] == 16
         with pytest.raises(ArgumentError, match="page_size: got 4, allowed: 8"):
             make_manager(hash_seed=9, page_pool=restore(one))
-
-
-def test_a_snapshot_of_version_1_is_bound_to_nothing() -> None:
-    manager = make_manager()
-    old = seal_former(cache(manager), 1)
-    assert int(old["version"][0]) == 1
-    pool = PagePool.restore(old)
-    assert pool.configuration is None
-    assert make_manager(page_pool=pool).get_computed_pages(EngineRequest("again", PROMPT))[1] == 16
-    assert pool.configuration == manager.page_pool.configuration
-    make_manager(WIDE, page_pool=PagePool.restore(old))
-    with pytest.raises(SnapshotError, match="checksum"):
-        PagePool.restore({**old, "version": np.array([2]), "configuration": np.frombuffer(b"null", dtype=np.uint8)})
 
 
 # Tokens that are kept.

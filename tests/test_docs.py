@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -55,6 +56,15 @@ def test_links_lead_somewhere() -> None:
     assert (ROOT / "docs" / "engines.md", "running_batch.md#how-fast") in links
     assert [(path.name, link) for path, link in links if not leads_somewhere(path, link)] == []
     assert not leads_somewhere(ROOT / "docs" / "engines.md", "#no-such-heading")
+
+
+def test_links_to_the_site_lead_to_its_pages() -> None:
+    """`mkdocs build --strict` follows them to their headings."""
+    site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
+    pages = re.findall(r": (\w+)\.md$", CONFIGURATION.read_text(), re.MULTILINE)
+    links = re.findall(r"https://[^)\s]*\.html\b", "".join(path.read_text() for path in DOCUMENTS))
+    assert f"{site}/api.html" in links
+    assert [link for link in links if link not in {f"{site}/{page}.html" for page in pages}] == []
 
 
 def test_the_site_shows_every_page_once() -> None:

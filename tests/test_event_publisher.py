@@ -49,8 +49,8 @@ from subscribers import (
 )
 from wire import decode_batch
 
-from pagepool.event_publisher import EventPublisher
 from pagepool.events import AllBlocksCleared, BlockRemoved
+from pagepool.events.publisher import EventPublisher
 
 
 @pytest.fixture
@@ -543,7 +543,7 @@ publisher.publish([AllBlocksCleared()] * 100_000)
 def test_an_interpreter_ends_without_closing(keys: str, router: str) -> None:
     """The process does not hang, prints nothing, and has its own exit code."""
     code = f"""
-from pagepool.event_publisher import EventPublisher
+from pagepool.events.publisher import EventPublisher
 from pagepool.events import AllBlocksCleared
 from subscribers import CURVE, LOOPBACK
 from event_managers import make_told

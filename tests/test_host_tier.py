@@ -229,6 +229,20 @@ def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     assert batch.num_computed_tokens[:2].tolist() == [16, 16]
 
 
+def test_a_row_that_waits_for_tokens_from_elsewhere_cannot_go_back() -> None:
+    """A transfer may be writing to its pages."""
+    manager = make_tiered(num_pages=14)
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:64])
+    complete(manager)
+    batch = make_batch(manager)
+    assert batch.admit(0, [*FIRST, *OTHER[:9]], num_external_tokens=4) == 20
+    failed = manager.fail_transfers(batch.take_transfers().number, loads=[2])
+    assert batch.rewind(failed) == ([], [0])
+    batch.release([0], 0)
+    manager.check()
+
+
 def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
     """They left the window of the row, and were evicted, before its step failed."""
     manager = make_tiered(WINDOW)

@@ -6,50 +6,48 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from itertools import groupby
 from pathlib import Path
 
 from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
 
-# Folders with their files in order; "" is the folder's `__init__`, which has its public names.
-ROWS = [
-    ("", ["_version", "errors", "arguments", "forking"]),
-    ("specs", ["page_counts", "dtypes", "layers", "groups", "budget", "model_config", ""]),
-    ("hashing", ["page_hash", "seeds", "features", "extra_keys", "digests", "names", ""]),
-    ("", ["core", "_core", "request"]),
-    ("hashing", ["request_hashes", "algorithms"]),
-    ("stats", ["counts", ""]),
-    ("page_pool", ["pages", "free_queue", "prefix_index", "integrity", "snapshot", "pool", ""]),
-    ("events", ["messages", "contexts", "source", ""]),
-    ("", ["attention", "coordinator"]),
-    ("manager", ["cache_pages", "lookups", "pins", "retention", "copies", "tiers", "slots", "external", "reporting"]),
-    ("manager", ["cache_manager", ""]),
-    ("events", ["connections", "history", "publisher"]),
-    ("", ["event_publisher", "device_table", "page_copies", "host_pages", "page_table", "running_batch"]),
-    ("stats", ["prometheus"]),
-    ("", ["metrics", "compat"]),
-    ("doctor", ["environment", "engines", "self_test", "report", "command", ""]),
-    ("replay.shared", ["output", "sizes", "memory", "progress", "results", "options", "tables", "drawing"]),
-    ("replay.models", ["config", "layers", "states", "pages", "options"]),
-    ("replay.traces", ["simulated_request", "arrivals", "workloads", "generator", "reader", "recorder", "options"]),
-    ("replay.simulation", ["figures", "host", "host_options", "allocator", "scheduler", "runs", "report", "command"]),
-    ("replay.plans", ["reuse", "lru", "optimum", "plan", "policies", "checkpoints", "state_report", "host_report"]),
-    ("replay.plans", ["report", "plot", "web_page", "command"]),
-    ("replay.fleets", ["replica", "router", "fleet", "report", "plot", "command"]),
-    ("replay", ["", "command", "cli"]),
-    ("", ["__init__", "__main__"]),
-]
-ORDER = [f"{folder}.{name}".strip(".") for folder, names in ROWS for name in names]
-FOLDERS = {"compat", "core"}  # their files may import one another; those of the core one way, see below
+# Where the order is written: a row of files or a folder, and what they do; and a file of the core.
+DESIGN_ROW = re.compile(r"^\| (`.*?) \| (.*) \|$", re.MULTILINE)
+CORE_ROW = re.compile(r"^`(\w+)\.p(?:xd|yx)` +\S", re.MULTILINE)
+FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
+FOLDERS = {"compat"}  # its files may import one another
 PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
 ENGINES = {"easydel", "jax", "vllm"}
 OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
 # These are imported on first use themselves.
-EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay", "compat.vllm.")
+EXTRAS = ("events", "stats.prometheus", "replay", "compat.vllm.")
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
-CORE_FILES = [path for path in (*DOORS, *HEADERS) if path.parent.name == "core"]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
+
+
+def listed_files() -> Iterator[str]:
+    """Yield the dotted names of the files in the table of docs/design.md, in its order."""
+    for listed, text in DESIGN_ROW.findall((ROOT / "docs/design.md").read_text()):
+        folder = listed.strip("`").rstrip("/").replace("/", ".")
+        if listed == "`core/`":
+            yield from (f"core.{name}" for name in CORE_ROW.findall((ROOT / "pagepool/_core.pyx").read_text()))
+        elif folder in FOLDERS:
+            yield folder
+        elif folder.split(".")[0] not in FOLDERS:
+            folder, files = (folder, text) if listed.endswith("/`") else ("", listed)
+            for named, name in FILE.findall(files):
+                folder = named.replace("/", ".") or folder
+                yield f"{folder}.{name}".strip(".")
+
+
+def with_packages(names: list[str]) -> Iterator[str]:
+    """Yield names, and each folder for its `__init__`: behind its first files, unless it is listed."""
+    folders = {"", *(name.rpartition(".")[0] for name in names if name.endswith(".__init__"))}
+    for folder, group in groupby(names, lambda name: name.rpartition(".")[0]):
+        yield from (name.removesuffix(".__init__") for name in group)
+        if folder not in folders and (ROOT / "pagepool" / folder.replace(".", "/") / "__init__.py").exists():
+            folders.add(folder)
+            yield folder
 
 
 def module_of(path: Path) -> str:
@@ -58,8 +56,11 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts)
 
 
+ORDER = list(with_packages(list(listed_files())))
+
+
 def place_of(name: str) -> int:
-    """Return the place of the file with a dotted name; the files of `FOLDERS` share one."""
+    """Return the place of the file with a dotted name, a module's for its header; the files of `FOLDERS` share one."""
     parts = name.split(".")
     prefixes = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
     return ORDER.index(next((prefix for prefix in prefixes if prefix in ORDER), "__init__"))
@@ -101,8 +102,10 @@ def test_every_file_has_a_place() -> None:
     folders = {module_of(path) for path in FILES if path.stem == "__init__"} - {"__init__"}
     in_folders = {module for module in modules if module.split(".")[0] in FOLDERS}
     assert set(ORDER) <= modules
+    assert len(ORDER) == len(set(ORDER))
     assert not modules - folders - in_folders - set(ORDER)
-    runs = [folder for folder, _ in groupby(name.rpartition(".")[0] for name in ORDER) if folder and folder not in PARTED]
+    places = [name if name in folders else name.rpartition(".")[0] for name in ORDER]
+    runs = [folder for folder, _ in groupby(places) if folder and folder not in PARTED]
     assert len(runs) == len(set(runs))
 
 
@@ -119,14 +122,6 @@ def test_imports_are_absolute_and_only_of_files_above() -> None:
 def core_imports(path: Path) -> set[str]:
     """Return the modules and headers of the core that a file of it imports."""
     return {".".join(name.split(".")[1:3]) for name in imports_of(path) if name.startswith("pagepool.core.")}
-
-
-def test_imports_in_the_core_go_one_way() -> None:
-    """CycleError names the files otherwise. What a module declares belongs to it."""
-    order: TopologicalSorter[str] = TopologicalSorter()
-    for path in CORE_FILES:
-        order.add(module_of(path), *core_imports(path))
-    assert set(order.static_order()) == {module_of(path) for path in CORE_FILES}
 
 
 def test_headers_import_headers_only() -> None:

@@ -10,23 +10,25 @@ from batch_model import package_pool_state
 from hybrids import make_manager as make_hybrid
 from refusing import refused
 
-import pagepool
 from pagepool import (
-    CacheCoordinatorNoPrefixCache,
     CacheGroupSpec,
     CacheManager,
     CachePages,
     ChunkedLocalAttentionSpec,
     EngineRequest,
     FullAttentionSpec,
-    HybridCacheCoordinator,
     MambaSpec,
     PagePool,
     SlidingWindowSpec,
+)
+from pagepool._core import HashChain
+from pagepool.attention import SlidingWindowManager
+from pagepool.coordinator import (
+    CacheCoordinatorNoPrefixCache,
+    HybridCacheCoordinator,
     UnitaryCacheCoordinator,
     get_kv_cache_coordinator,
 )
-from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
 
 
@@ -329,4 +331,4 @@ def test_engines_own_spec_classes_are_known_by_name():
         sliding_window = 6
 
     manager = make_manager(SlidingWindowSpec())
-    assert type(manager.coordinator.single_type_managers[0]) is pagepool.SlidingWindowManager
+    assert type(manager.coordinator.single_type_managers[0]) is SlidingWindowManager

@@ -21,7 +21,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from pagepool.metrics import CacheCollector  # noqa: E402
+from pagepool.stats.prometheus import CacheCollector  # noqa: E402
 
 DOCS = ROOT / "docs"
 ALERTS, VLLM_NAMES = DOCS / "prometheus-alerts.yml", DOCS / "prometheus-vllm-names.yml"

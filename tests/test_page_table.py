@@ -19,6 +19,7 @@ from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots
 import pagepool
 from pagepool import MultiGroupPageTable, PageTable
 from pagepool._core import GroupedRows, PageIds, pack_dirty_windows
+from pagepool.compat.easydel import cdiv
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -217,8 +218,8 @@ def test_groups_are_tables_by_number() -> None:
 def test_the_names_that_engines_import_beside_the_tables() -> None:
     assert pagepool.PAGE_TABLE_PADDING_VAL == pagepool.page_table.PAGE_TABLE_PADDING_VAL == 0
     assert pagepool.SLOT_MAPPING_PADDING_VAL == pagepool.page_table.SLOT_MAPPING_PADDING_VAL == 0
-    assert pagepool.cdiv(a=7, b=3) == pagepool.page_table.cdiv(7, 3) == 3
-    assert pagepool.cdiv(6, 3) == 2
+    assert cdiv(a=7, b=3) == 3
+    assert cdiv(6, 3) == 2
 
 
 def test_no_groups_at_all() -> None:

@@ -78,7 +78,7 @@ class TestShares:
         assert plan.pools[0].skipped == 2
         all_tokens = sum(record.input_length for record in make_records())
         lines = {line.get_label(): line for line in draw(plan).axes[0].get_lines()}
-        drawn = {f"hit rate, {name}": lines[f"{name}, one after another"] for name in ("LRU", "best", "ARC", "adaptive")}
+        drawn = {f"hit rate, {name}": lines[f"{name}, one after another"] for name in ("LRU", "best", "adaptive")}
         drawn["hit rate, together"] = lines["LRU, together"]
         columns = dict(list_columns(plan))
         for heading, line in drawn.items():
@@ -243,7 +243,7 @@ class TestAlternatives:
         assert (page.seen.count("svg"), page.seen.count("table"), len(page.texts["caption"])) == (1, 3, 3)
         assert page.texts["h1"][0].startswith(f"{ODD_NAME}: up to 32.9% of prompt tokens hit; beyond ")
         assert page.texts["title"][0] == page.texts["title"][1] == page.texts["h1"][0]
-        assert {"hit rate, adaptive", "GiB", "preempted, together", "LRU pages for the hits of ARC"} <= {*page.texts["th"]}
+        assert {"hit rate, adaptive", "GiB", "preempted, together", "LRU pages for the hits of adaptive"} <= {*page.texts["th"]}
         assert "32.9%" in page.texts["td"]
         assert escape(ODD_NAME) in text
         assert not [part for part in (ODD_NAME, "url(http", str(tmp_path)) if part in text]

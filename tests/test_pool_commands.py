@@ -96,7 +96,7 @@ class TestSimulator:
             PolicySimulator([], **options)
 
 
-ARC_HITS_LESS = "ARC at 100 pages hits less than LRU: 6.0% instead of 6.8% of prompt tokens, as LRU at 90 pages."
+HITS_LESS = "Adaptive at 100 pages hits less than LRU: 6.0% instead of 6.8% of prompt tokens, as LRU at 90 pages."
 
 
 class TestWordsOfPolicies:
@@ -114,13 +114,13 @@ class TestWordsOfPolicies:
                     "At 1 of 3 sizes it hits less than LRU, by up to 0.4 points."
                 ),
             ),
-            ([("arc", 100, 60, 68, 90), ("arc", 200, 100, 100, 200)], ARC_HITS_LESS),
+            ([("adaptive", 100, 60, 68, 90), ("adaptive", 200, 100, 100, 200)], HITS_LESS),
             (
-                [("arc", 100, 60, 68, 90), ("arc", 200, 99, 100, 199)],
-                f"{ARC_HITS_LESS} At 2 of 2 sizes it hits less than LRU, by up to 0.8 points.",
+                [("adaptive", 100, 60, 68, 90), ("adaptive", 200, 99, 100, 199)],
+                f"{HITS_LESS} At 2 of 2 sizes it hits less than LRU, by up to 0.8 points.",
             ),
-            ([("arc", 100, 68, 68, 100)], "ARC hits as much as LRU at all simulated sizes."),
-            ([("arc", 8, 70, 68, None)], "ARC at 8 pages hits more than LRU: 7.0% instead of 6.8% of prompt tokens."),
+            ([("adaptive", 100, 68, 68, 100)], "Adaptive hits as much as LRU at all simulated sizes."),
+            ([("adaptive", 8, 70, 68, None)], "Adaptive at 8 pages hits more than LRU: 7.0% instead of 6.8% of prompt tokens."),
         ],
     )
     def test_what_a_change_of_policy_saves(self, runs: list[tuple[str, int, int, int, int | None]], sentence: str) -> None:
@@ -135,18 +135,16 @@ class TestWordsOfPolicies:
         assert sentence == "Adaptive at 512 pages hits as much as LRU: 6.8% of prompt tokens."
 
     def test_columns(self) -> None:
-        plan = plan_of(("arc", 100, 60, 68, 90), ("adaptive", 100, 141, 68, 198), ("adaptive", 8, 10, 5, None))
+        plan = plan_of(("adaptive", 100, 141, 68, 198), ("adaptive", 8, 10, 5, None))
         columns = dict(list_columns(plan))
-        rates = [f"hit rate, {name}" for name in ("LRU", "ARC", "adaptive", "best")]
+        rates = [f"hit rate, {name}" for name in ("LRU", "adaptive", "best")]
         assert [*columns] == ["pages", *rates, "tokens saved, LRU"]
-        assert columns["hit rate, ARC"] == ["6.0%", ""]
         assert columns["hit rate, adaptive"] == ["14.1%", "1.0%"]
         assert list_policy_columns(plan) == [
             ("pages", ["100", "8"]),
-            ("LRU pages for the hits of ARC", ["90", ""]),
             ("LRU pages for the hits of adaptive", ["198", ""]),
         ]
-        assert "100 pages: LRU 6.8%, best 90.0%, ARC 6.0%, adaptive 14.1%; 8 pages: LRU 0.5%" in describe_picture(plan)
+        assert "100 pages: LRU 6.8%, best 90.0%, adaptive 14.1%; 8 pages: LRU 0.5%" in describe_picture(plan)
 
 
 def plan_with_host(*runs: tuple[int, int, int, int | None], **changes: Any) -> Plan:
@@ -184,14 +182,13 @@ class TestWordsOfTiers:
 class TestPlan:
     def test_figures_are_those_of_a_replay(self, trace: Path) -> None:
         options = ["--num-pages", "600,1000", "--replays", 0]
-        pools = figures_of("plan", trace, *options, "--eviction", "adaptive", "--eviction", "arc")["pools"]
+        pools = figures_of("plan", trace, *options, "--eviction", "adaptive")["pools"]
         for pool in pools:
-            assert [*pool["policies"]] == [*EVICTION_POLICIES[1:]]
-            for policy, figures in pool["policies"].items():
-                assert figures.keys() == {"hit_tokens", "hit_rate", "lru_num_pages"}
-                one_by_one = ["--num-pages", pool["num_pages"], "--max-num-seqs", 1, "--eviction", policy]
-                replayed = figures_of("replay", trace, *one_by_one)
-                assert (figures["hit_tokens"], figures["hit_rate"]) == (replayed["hit_tokens"], replayed["trace_hit_rate"])
+            [(policy, figures)] = pool["policies"].items()
+            assert figures.keys() == {"hit_tokens", "hit_rate", "lru_num_pages"}
+            one_by_one = ["--num-pages", pool["num_pages"], "--max-num-seqs", 1, "--eviction", policy]
+            replayed = figures_of("replay", trace, *one_by_one)
+            assert (figures["hit_tokens"], figures["hit_rate"]) == (replayed["hit_tokens"], replayed["trace_hit_rate"])
         assert pools[0]["policies"]["adaptive"]["hit_tokens"] > pools[0]["lru_hit_tokens"] == 0
 
     def test_policies_are_chosen(self, trace: Path) -> None:
@@ -199,24 +196,24 @@ class TestPlan:
             pools = figures_of("plan", trace, "--replays", 0, "--num-pages", "200,600", *options)["pools"]
             return [[*pool["policies"]] for pool in pools]
 
-        assert policies_of() == [["arc", "adaptive"]] * 2
-        assert policies_of("--eviction", "adaptive", "--eviction", "lru") == [["adaptive"]] * 2
+        assert policies_of() == policies_of("--eviction", "adaptive") == [["adaptive"]] * 2
         assert policies_of("--eviction", "lru") == [[], []]
-        assert "Megiddo" not in invoke("plan", trace, "--eviction", "lru").output
-        assert "Megiddo" in invoke("plan", trace, "--num-pages", 600).output
+        assert "Adaptive: hits" not in invoke("plan", trace, "--eviction", "lru").output
+        assert "Adaptive: hits" in invoke("plan", trace, "--num-pages", 600).output
 
     def test_sizes_are_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def sizes_of(*args: Any) -> list[int]:
-            return [pool.num_pages for pool in choose_simulations(pools, *args)[1]]
+            return [pool.num_pages for pool in choose_simulations(pools, *args)]
 
         sizes = [10, *range(100, 1000, 100), 20_000_000]
         pools = [PoolFigures(size, 5, int(size == 10), 1_000, 0, 0) for size in sizes]
-        assert sizes_of(None, (), 1000) == [100, 300, 500, 700, 900]
-        assert sizes_of(400, (), 1000) == [100, 300, 400, 500, 700, 900]
-        assert sizes_of(None, ("arc",), 10**9) == sizes
-        monkeypatch.setattr(command, "MAX_POLICY_PAGES", 4000)
-        assert sizes_of(None, (), 1000) == [100, 900]
-        assert sizes_of(400, (), 10**9) == []
+        assert sizes_of(None, None, 1000) == [100, 300, 500, 700, 900]
+        assert sizes_of(400, None, 1000) == [100, 300, 400, 500, 700, 900]
+        assert sizes_of(None, "adaptive", 10**9) == sizes
+        assert sizes_of(None, "lru", 1000) == []
+        monkeypatch.setattr(command, "MAX_POLICY_PAGES", 2000)
+        assert sizes_of(None, None, 1000) == [100, 900]
+        assert sizes_of(400, None, 10**9) == []
 
     @pytest.mark.parametrize(
         ("host", "num_pages", "policy", "min_uses"),
@@ -264,7 +261,8 @@ class TestReplay:
         assert lru["hit_tokens"] == named["hit_tokens"] == 0 < adaptive["hit_tokens"]
         by_path = figures_of("replay", *options, "--eviction", "adaptive", "--compare")
         assert {figures["hit_tokens"] for figures in by_path.values()} == {adaptive["hit_tokens"]}
-        assert f"{trace}, 600 pages of 16 tokens, arc eviction\n" in invoke("replay", *options, "--eviction", "arc").stdout
+        text = invoke("replay", *options, "--eviction", "adaptive").stdout
+        assert f"{trace}, 600 pages of 16 tokens, adaptive eviction\n" in text
 
     def test_side_by_side(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--compare-eviction"]
@@ -276,7 +274,7 @@ class TestReplay:
         assert heading.split() == [*EVICTION_POLICIES]
         assert first.split() == ["hit", "rate", *(f"{figures['hit_rate']:.1%}" for figures in by_policy.values())]
         assert not any(row.lstrip().startswith("hit rate") for row in rows)
-        assert rows[0].split() == ["requests", "240", "240", "240"]
+        assert rows[0].split() == ["requests", "240", "240"]
 
     def test_figures(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 2]

@@ -16,7 +16,7 @@ PROGRAM = """
 import gc, os, signal, sys, threading, time, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
 from pagepool.errors import ArgumentError
-from pagepool.event_publisher import EventPublisher
+from pagepool.events.publisher import EventPublisher
 from pagepool.events import EventSource
 from subscribers import ALLOWED, CURVE, LOOPBACK, Subscriber, cached, subscribed
 from event_managers import make_told, run_request

@@ -11,18 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pagepool
+from pagepool.compat import easydel
 from pagepool.compat.easydel import ENGINE
 
 pytest.importorskip("easydel.inference.esurge.core.interface")
 pytestmark = pytest.mark.filterwarnings("default")
 
 MODULES = ("core.utils", "core.page_pool", "core.manager", "page_table")
+OTHERS = ("core.coordinator", "core.single_type_cache_manager", "core.dp_sharding", "core.interface")
 
 READ_ONLY = "read-only: the core has it"
 DIFFERENCES = {
@@ -48,6 +50,8 @@ DIFFERENCES = {
     "MultiGroupPageTable.page_tables": READ_ONLY,
 }
 """Names of the engine that pagepool lacks or changes, with the reason."""
+OURS = SimpleNamespace(**{name: getattr(module, name) for module in (easydel, pagepool) for name in module.__all__})
+"""What programs of the engine import instead."""
 
 
 def modules() -> list[ModuleType]:
@@ -131,15 +135,15 @@ def list_differences() -> list[str]:
     names: dict[str, Any] = {}
     for module in modules():
         names |= {name: getattr(module, name) for name in public_names(module)}
-    found = [name for name in names if not hasattr(pagepool, name)]
-    theirs, ours = samples(names), samples(vars(pagepool))
+    found = [name for name in names if not hasattr(OURS, name)]
+    theirs, ours = samples(names), samples(vars(OURS))
     assert {name for name, value in names.items() if isinstance(value, type)} == set(theirs)
     for name, value in names.items():
         if name in theirs:
             found += differences_of_class(name, theirs[name], ours[name])
-            found += [f"{name}({each})" for each in differing_parameters(value, getattr(pagepool, name))]
-        elif callable(value) and hasattr(pagepool, name):
-            found += [f"{name}({parameter})" for parameter in differing_parameters(value, getattr(pagepool, name))]
+            found += [f"{name}({each})" for each in differing_parameters(value, getattr(OURS, name))]
+        elif callable(value) and hasattr(OURS, name):
+            found += [f"{name}({parameter})" for parameter in differing_parameters(value, getattr(OURS, name))]
     return found
 
 
@@ -150,9 +154,15 @@ def test_every_public_name_is_there() -> None:
     assert sorted(found) == sorted(DIFFERENCES)
 
 
+def test_the_other_modules_of_the_allocator_have_no_more_names() -> None:
+    """But for a table of managers by kind of attention, for which there is a function."""
+    names = {name for other in OTHERS for name in public_names(import_module(f"{ENGINE}.{other}"))}
+    assert names - vars(OURS).keys() - {"logger", "TYPE_CHECKING"} == {"spec_manager_map"}
+
+
 def test_constants_are_equal() -> None:
     page_table = modules()[-1]
     for name in ("PAGE_TABLE_PADDING_VAL", "SLOT_MAPPING_PADDING_VAL"):
-        assert getattr(pagepool, name) == getattr(page_table, name)
+        assert getattr(OURS, name) == getattr(page_table, name)
     for dividend, divisor in ((0, 16), (1, 16), (16, 16), (17, 16)):
-        assert pagepool.cdiv(a=dividend, b=divisor) == page_table.cdiv(a=dividend, b=divisor)
+        assert OURS.cdiv(a=dividend, b=divisor) == page_table.cdiv(a=dividend, b=divisor)

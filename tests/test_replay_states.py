@@ -191,7 +191,7 @@ class TestPlan:
             "Every N: ",
         ):
             assert text in result.output
-        for text in ("Belady", "ARC", "best eviction"):
+        for text in ("Belady", "Adaptive: hits", "best eviction"):
             assert text not in result.output
 
 
@@ -230,7 +230,8 @@ class TestBadInput:
         monkeypatch.setattr("pagepool.replay.shared.memory.MIN_LEFT_BYTES", 0)  # which work of 0.1 s needs
         options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
         assert invoke(*options).exit_code == 0
-        refuse(1, "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB", *options, "--eviction", "arc")
+        text = "out of memory: a simulation of 100,000 pages of 16 tokens would take 7.1 MiB"
+        refuse(1, text, *options, "--eviction", "adaptive")
 
     def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
         for name, sizes in (("plan", "5,6"), ("replay", "6")):

@@ -45,8 +45,7 @@ def make_chain(num_tokens: int = 16, first: int = 0) -> HashChain:
 def make_request(store: PageStore, groups: CacheGroups = FULL, num_tokens: int = 0) -> RequestPages:
     """Return what a request holds, with `num_tokens` tokens whose full pages are cached."""
     request = RequestPages(store, groups, 64)
-    assert request.take(num_tokens) is not None
-    request.enter(make_chain(), num_tokens)
+    assert request.allocate(num_tokens, chain=make_chain(), num_tokens_to_cache=num_tokens) is not None
     return request
 
 
@@ -88,7 +87,7 @@ def test_wrong_hits_change_nothing(hits: Any, error: type[Exception], message: s
     make_request(store, HYBRID, 8)
     request, before = RequestPages(store, HYBRID, 64), ref_counts(store)
     with pytest.raises(error, match=message):
-        request.take(9, hits, make_chain())
+        request.allocate(9, 0, hits, make_chain())
     assert (lists(request), ref_counts(store)) == ([[], []], before)
 
 
@@ -104,7 +103,7 @@ def test_hits_of_a_pool_that_is_gone() -> None:
     for _ in range(20):
         hits = hits_of_a_pool()
         with pytest.raises(PageHashError):
-            RequestPages(PageStore(9), FULL, 64).take(9, (hits,), chain)
+            RequestPages(PageStore(9), FULL, 64).allocate(9, 0, (hits,), chain)
 
 
 # --- pages taken --------------------------------------------------------------------------------------------
@@ -114,8 +113,7 @@ def test_tokens_without_end() -> None:
     store = PageStore(9)
     request = RequestPages(store, CacheGroups([(PageRules(1), None, 1)] * 3), 64)
     for num_tokens in (9, 2**62, 2**63 - 2**31):
-        assert request.count_needed(num_tokens) > 8
-        assert request.take(num_tokens) is None
+        assert request.allocate(num_tokens) is None
     assert (len(request), store.num_free_pages) == (0, 8)
 
 
@@ -124,8 +122,7 @@ def test_cached_groups_without_an_index() -> None:
         with pytest.raises(ArgumentError, match=f"got id {group_id}, allowed without prefix caching: None"):
             RequestPages(PageStore(9, False), CacheGroups([(PageRules(4), None, 1), (PageRules(4), group_id, 1)]), 64)
     request = RequestPages(PageStore(9, False), CacheGroups([(PageRules(4), None, 1)]), 64)
-    request.take(16)
-    request.enter(make_chain(), 16)
+    assert request.allocate(16, chain=make_chain(), num_tokens_to_cache=16) is not None
 
 
 # --- pages given back ---------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ def test_pages_that_somebody_else_gave_back() -> None:
     store = PageStore(9)
     request = make_request(store, CacheGroups([(PageRules(4, 5), 0, 1)]), 16)
     store.give_back([2])
-    for call in (request.give_back, lambda: request.skip(16)):
+    for call in (request.give_back, lambda: request.allocate(16, 16)):
         with refused(lambda: (lists(request), ref_counts(store)), DoubleFreeError, "page 2"):
             call()
     with pytest.raises(IntegrityError, match="page 2 stands in 1 rows and requests, its ref count is 0"):

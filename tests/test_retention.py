@@ -19,7 +19,7 @@ from pagepool import CacheManager, EngineRequest
 from pagepool._core import copy_records
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-POLICIES = ("lru", "arc", "adaptive")
+POLICIES = ("lru", "adaptive")
 # --- the order of eviction --------------------------------------------------------------------------------------------
 
 PROMPT = list(range(8))

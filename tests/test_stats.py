@@ -154,7 +154,7 @@ def test_of_large_pools_pages_are_sampled() -> None:
     assert 0.9 < stats.lifetime.num_times * 128 / stats.num_evicted_pages < 1.1
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 def test_pages_that_lru_would_have_hit(eviction: str) -> None:
     """In a pool that evicts nothing, those that were hit: held ones, and free ones that were found in time."""
     manager = make_manager(eviction=eviction)
@@ -183,9 +183,9 @@ def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pyte
     """The manager, its pool, Prometheus and the report give the same number, however often requests were refused."""
     registry_of = pytest.importorskip("prometheus_client").CollectorRegistry
     pytest.importorskip("rich")
-    from pagepool.metrics import CacheCollector
     from pagepool.replay import Scheduler, generate_chats
     from pagepool.replay.simulation.report import print_report
+    from pagepool.stats.prometheus import CacheCollector
 
     chats = generate_chats(num_requests=60, seed=3)
     num_pages = 2 + max(request.num_slots for request in chats) // 8

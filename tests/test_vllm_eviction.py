@@ -1,4 +1,4 @@
-"""vLLM's pools with pagepool's eviction policies: the hits of `pagepool replay`, and blocks and pages that agree."""
+"""vLLM's pools with adaptive eviction: the hits of `pagepool replay`, and blocks and pages that agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from vllm_engine import BLOCK_SIZE, make_manager
 from pagepool._core import HashChain
 from pagepool.compat import vllm as compat
 from pagepool.compat.vllm.blocks import Block, BlockQueue
-from pagepool.compat.vllm.policy import QUEUES
 from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
 from pagepool.hashing import get_siphash_key
@@ -28,15 +27,15 @@ from pagepool.replay.simulation.allocator import HASH_SEED
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_TRACED, MAX_DIFFERENCE = 3000, 0.003
 MAX_MODEL_LEN = 1 << 20
-policies = pytest.mark.parametrize("policy", QUEUES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let vLLM's managers take blocks by a policy: the adaptive one, unless a test names others."""
-    monkeypatch.setenv(compat.EVICTION_VARIABLE, getattr(request, "param", "adaptive"))
+def adaptive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let vLLM's managers take blocks by adaptive eviction."""
+    monkeypatch.setenv(compat.EVICTION_VARIABLE, "adaptive")
     with compat.installed():
-        yield compat.report().eviction
+        assert compat.report().eviction == "adaptive"
+        yield
 
 
 class Traced:
@@ -97,12 +96,11 @@ def count_hits(requests: list[SimulatedRequest], num_blocks: int, max_batched_to
     return num_hits
 
 
-@policies
 @pytest.mark.parametrize(("name", "num_blocks"), [("mix", 2000), ("agents", 900), ("loop", 5000), ("drift", 2000)])
-def test_hits_of_a_replay(name: str, num_blocks: int, policy: str) -> None:
+def test_hits_of_a_replay(name: str, num_blocks: int) -> None:
     requests = generate_workload(name, 120, seed=3)
     num_hits = count_hits(requests, num_blocks)
-    assert num_hits == PolicySimulator(requests, BLOCK_SIZE).count_hits(policy, num_blocks)
+    assert num_hits == PolicySimulator(requests, BLOCK_SIZE).count_hits("adaptive", num_blocks)
     assert num_hits > 0
 
 
@@ -207,9 +205,8 @@ class Load:
         assert self.pool.free_block_queue.store.num_cached_pages == 0
 
 
-@policies
-@pytest.mark.parametrize("seed", range(15))
-def test_blocks_and_pages_agree(seed: int, policy: str) -> None:
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_and_pages_agree(seed: int) -> None:
     load = Load(seed)
     actions = [load.start, load.grow, load.end, load.evict, load.pin, load.unpin, load.move, load.reset]
     for action in load.rng.choices(actions, (8, 20, 5, 1, 1, 1, 1, 0.2), k=400):

@@ -162,7 +162,7 @@ def test_an_eviction_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not vllm.is_installed()
     assert engine_module(UTILS).FreeKVCacheBlockQueue.__module__ == UTILS
     monkeypatch.setenv(vllm.EVICTION_VARIABLE, "fifo")
-    with pytest.raises(CompatError, match="EVICTION: got 'fifo', allowed: adaptive, arc; lru or nothing"):
+    with pytest.raises(CompatError, match="EVICTION: got 'fifo', allowed: adaptive; lru or nothing"):
         vllm.install()
     assert not vllm.report().replaced
 

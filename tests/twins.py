@@ -212,7 +212,8 @@ class PackageTwin(Twin):
         """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
-        if probe is not None and probe.num_hit_tokens != num_tokens and not self.manager._lookups.is_short(request):
+        hashes = self.manager._lookups.hashes.get(request.request_id)
+        if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.is_short):
             raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
         return pages, num_tokens
 

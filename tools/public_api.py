@@ -32,8 +32,6 @@ SECTIONS = (
     Section("Page pool", "page_pool"),
     Section("Statistics", "stats"),
     Section("Hashes", "hashing"),
-    Section("Kinds of attention", "attention"),
-    Section("Coordinators", "coordinator"),
     Section("Errors", "errors", False),
     Section("Events", "events", False),
     Section("Publishing events", "events.publisher", False),
@@ -44,7 +42,7 @@ SECTIONS = (
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
     Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),
 )
-"""All that is public, in the order of docs/api.md."""
+"""All that is public, in the order of the site's page."""
 
 INTERNAL = {
     "CacheManager": "event_source hasher hold_context query_counters release_context require_event_source",

@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: URLs of pyproject.toml, pages that lie beside docs/, links from one place to the other."""
+"""What mkdocs.yml cannot say: URLs of pyproject.toml, pages that lie outside docs/, links from one place to the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.structure.toc import AnchorLink
 
 ROOT = Path(__file__).parents[1]
-MERMAID = Path(sys.prefix) / "mermaid.min.js"
+API, MERMAID = ROOT / "build" / "api.md", Path(sys.prefix) / "mermaid.min.js"
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md"}
 SOURCES = {page: source for source, page in BESIDE.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
@@ -29,8 +29,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie beside docs/, and what draws diagrams: without it a page asks another host for it."""
-    paths = {page: ROOT / source for source, page in BESIDE.items()} | {"mermaid.min.js": MERMAID}
+    """Add the pages beside docs/, that of the API, which `make docs` writes, and what draws diagrams: without it pages load it
+    from another host.
+    """
+    paths = {page: ROOT / source for source, page in BESIDE.items()} | {path.name: path for path in (API, MERMAID)}
     for name, path in paths.items():
         if path.exists():
             files.append(File.generated(config, name, abs_src_path=str(path)))
@@ -38,7 +40,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages, or to the repository; mark examples as such, since their prompts are not to be copied."""
+    """Let links lead to pages, also where documents name the site for readers of the repository, or to the repository; mark
+    examples as such, since their prompts are not to be copied.
+    """
     source = SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def resolve(match: re.Match[str]) -> str:
@@ -47,7 +51,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return BESIDE.get(path, path.removeprefix("docs/"))
         return f"{config.repo_url}/blob/main/{path}" if (ROOT / path).exists() else match[1]
 
-    page.edit_url = f"{config.repo_url}/edit/main/{source}"
+    page.edit_url = f"{config.repo_url}/edit/main/{source}" if (ROOT / source).exists() else None
+    markdown = re.sub(rf"(?<=\]\(){re.escape(config.site_url)}(\w+)\.html", r"\1.md", markdown)
     markdown = LINK.sub(resolve, markdown).replace("```python\n>>> ", "```pycon\n>>> ")
     if "```mermaid" in markdown and files.get_file_from_path("mermaid.min.js"):
         markdown += '\n\n<script src="mermaid.min.js"></script>\n'

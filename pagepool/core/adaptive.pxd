@@ -9,7 +9,7 @@
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from pagepool.core.ghost cimport find_ghost, hash_key, is_sampled, remember
+from pagepool.core.ghost cimport SAMPLE_INTERVAL, find_ghost, hash_key, is_sampled, remember
 from pagepool.core.queue cimport is_page, newest_in, oldest_in, record_before, record_behind
 from pagepool.core.records cimport (
     BLANK, FLAGS, NEW, NULL_PAGE, PART, TWIN, GhostEntry, Policy, Pool, digest_of, has_level, is_free,
@@ -25,7 +25,6 @@ cdef enum:
     NUM_EPOCHS = 256          # for which pages are counted: a power of 2
     LAST_COUNTED = NUM_EPOCHS - 1
     EPOCHS_A_POOL = 16
-    SAMPLE_WEIGHT = 8         # pages that a remembered key stands for
     FIRST_HAZARD = 6          # percent of the pages of the first age are used again, as long as nothing is known
     MARGIN = 70               # percent of the value of LRU's choice that a page evicted in its place has at most
     HALF_LIFE = 64            # epochs, in which counts lose half of their weight
@@ -234,13 +233,13 @@ cdef inline uint32_t note_miss(Pool *pool, uint64_t word) noexcept nogil:
     if entry == NULL:
         return BLANK
     entry.tag = 0
-    return note_use(state, entry.mark, SAMPLE_WEIGHT, False)
+    return note_use(state, entry.mark, SAMPLE_INTERVAL, False)
 
 
 cdef inline void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Policy *policy = pool.policy
     cdef uint64_t word = hash_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
-    if is_sampled(&policy.ghost, word) and policy.marks[page_id] != BLANK and not pool.pages[page_id].group & TWIN:
+    if is_sampled(word) and policy.marks[page_id] != BLANK and not pool.pages[page_id].group & TWIN:
         remember(&policy.ghost, word, policy.marks[page_id])
 
 

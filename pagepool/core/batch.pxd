@@ -4,9 +4,10 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, Waiting
-from pagepool.core.holdings cimport Held, Holding, Limits, limits_of
-from pagepool.core.platform cimport GUARDS
+from pagepool.core.holdings cimport Held, Holding, Limits, empty, limits_of
+from pagepool.core.platform cimport GUARDS, raw_free
 from pagepool.core.records cimport NO_GROUP, Pool
+from pagepool.core.references cimport put_back_all
 from pagepool.core.rows cimport Rows, clear_from, write_ids
 from pagepool.core.rules cimport Group, is_state
 from pagepool.core.siphash cimport Digest
@@ -197,3 +198,75 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept n
     """Make the table's row what the batch holds."""
     write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
     end_row(batch, row, g)
+
+
+cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Let go of the pages that a row has in the tier: it is computed again, or ends."""
+    cdef Swapped *swapped = batch.swapped[row]
+    cdef Py_ssize_t g
+    if swapped == NULL:
+        return
+    for g in range(batch.num_groups):
+        put_back_all(batch.pool.tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
+    batch.pool.tier.num_swapped -= 1
+    batch.swapped[row] = NULL
+    raw_free(swapped)
+
+
+# Rows become free, get a context, and change places.
+
+cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Make a row free. Its pages were given back, or moved."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    drop_swapped(batch, row)
+    empty(&holding)
+    for g in range(batch.num_groups):
+        end_row(batch, row, g)
+    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+    batch.num_external[row] = 0
+
+
+cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """From here on the row is not the one that any call before has grown."""
+    batch.num_admissions += 1
+    batch.admissions[row] = batch.num_admissions
+
+
+cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
+    """The context of a row's pages from now on. None, which is what there is without a journal, has no users."""
+    if batch.contexts[row]:
+        batch.pool.journal.contexts[batch.contexts[row]].num_users -= 1
+    if context:
+        batch.pool.journal.contexts[context].num_users += 1
+    batch.contexts[row] = context
+
+
+cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        first[i], second[i] = second[i], first[i]
+
+
+cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
+    """Exchange all that two rows have."""
+    cdef Py_ssize_t g, n = max(batch.states[first].num_tokens, batch.states[second].num_tokens)
+    batch.states[first].num_hashed *= batch.states[first].is_admitted  # a free row's last tokens stay behind
+    batch.states[second].num_hashed *= batch.states[second].is_admitted
+    swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
+    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
+    if n:
+        swap_values(
+            <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
+        )
+    batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
+    swap_values(&batch.num_external[first], &batch.num_external[second], 1)
+    begin_admission(batch, first)
+    begin_admission(batch, second)
+    batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
+    batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
+    batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
+    for g in range(batch.num_groups):
+        held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
+        show_row(batch, first, g)
+        show_row(batch, second, g)

@@ -26,4 +26,5 @@ cdef class HashChain:
     cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept
     cdef bint is_lent(self) noexcept
     cdef int refuse_growth(self, Py_ssize_t num_more) except -1
+    cdef bint extend_to(self, list token_ids, Py_ssize_t num_pages) except -1
     cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept

@@ -65,13 +65,18 @@ cdef inline bint enter_state(
 cdef inline bint keep_state(
     Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, const Source *source
 ) noexcept nogil:
-    """Make the working page a checkpoint if it is one, a page is free for the next working page, and there is no such
-    checkpoint; whether it was. There is room for a copy.
+    """If the state of a group is due, make its working page a checkpoint and take the next one; True if that was done. Without
+    contents, or where no page is free, the checkpoint is passed over, since the step that follows writes the working page.
+    There is room for a copy.
     """
     cdef const Group *group = &holding.groups[g]
     cdef Held *held = &holding.held[g]
-    cdef int32_t page_id = held.ids[0]
-    cdef bint is_kept = has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
+    cdef int32_t page_id
+    cdef bint is_kept = contents != NULL
+    if not is_checkpoint_due(group, held, num_computed):
+        return False
+    page_id = held.ids[0]
+    is_kept = is_kept and has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
     is_kept = is_kept and not waits_for_loads(pool, held) and enter_state(pool, group, held, contents, num_computed)
     if is_kept:
         take_from(pool, held.ids, 1, source.shard)

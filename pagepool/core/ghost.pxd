@@ -1,10 +1,13 @@
-# The ghost of a pool: what a policy remembers of pages that were evicted.
+# The ghost of a pool: what its policy remembers of a sample of the pages that were evicted.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memmove
 
 from pagepool.core.records cimport SET_SIZE, Ghost, GhostEntry
 from pagepool.core.siphash cimport Digest
+
+cdef enum:
+    SAMPLE_INTERVAL = 8       # keys, of which one is remembered: a power of 2
 
 
 cdef inline uint64_t hash_key(Digest key, int32_t group) noexcept nogil:
@@ -15,9 +18,9 @@ cdef inline uint64_t hash_key(Digest key, int32_t group) noexcept nogil:
     return word ^ word >> 32
 
 
-cdef inline bint is_sampled(const Ghost *ghost, uint64_t word) noexcept nogil:
+cdef inline bint is_sampled(uint64_t word) noexcept nogil:
     """Whether a key with this hash is remembered."""
-    return <uint32_t>word & ghost.sample_mask == 0
+    return word & (SAMPLE_INTERVAL - 1) == 0
 
 
 cdef inline uint32_t tag_in_ghost(uint64_t word) noexcept nogil:
@@ -30,11 +33,7 @@ cdef inline GhostEntry *set_of(const Ghost *ghost, uint32_t tag) noexcept nogil:
 
 cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
     """The entry of a key, or NULL."""
-    return find_tag(ghost, tag_in_ghost(word))
-
-
-cdef inline GhostEntry *find_tag(const Ghost *ghost, uint32_t tag) noexcept nogil:
-    """The entry with a tag, or NULL."""
+    cdef uint32_t tag = tag_in_ghost(word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i
     for i in range(SET_SIZE):
@@ -43,18 +42,15 @@ cdef inline GhostEntry *find_tag(const Ghost *ghost, uint32_t tag) noexcept nogi
     return NULL
 
 
-cdef inline GhostEntry remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept nogil:
-    """Add a key as the last of its set. Returns the entry whose place it took: its own, if nobody asked for the key since it
-    was evicted before, else the first that left a gap, else the oldest.
+cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept nogil:
+    """Add a key as the last of its set. It takes the place of its own entry, if nobody asked for the key since it was evicted
+    before, else of the first that left a gap, else of the oldest.
     """
     cdef uint32_t tag = tag_in_ghost(word)
     cdef GhostEntry *own = find_ghost(ghost, word)
     cdef GhostEntry *entries = set_of(ghost, tag)
-    cdef GhostEntry lost
     cdef Py_ssize_t i = 0 if own == NULL else own - entries
     while own == NULL and i < SET_SIZE - 1 and entries[i].tag:
         i += 1
-    lost = entries[i]
     memmove(entries + 1, entries, i * sizeof(GhostEntry))
     entries[0] = GhostEntry(tag, mark)
-    return lost

@@ -9,7 +9,7 @@ from pagepool.core.holdings cimport Held
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_page_of
-from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.running cimport RunningRows
 from pagepool.core.rows cimport Rows
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.siphash cimport Digest
@@ -34,7 +34,7 @@ def check_holders(PageStore store not None, requests) -> None:
         raise IntegrityError(flaw)
 
 
-def check_rows(RowMemory rows not None, requests) -> None:
+def check_rows(RunningRows rows not None, requests) -> None:
     """Raise IntegrityError unless rows, tables and ref counts agree. `requests` are `RequestPages` of the same store.
     O(num_pages + table).
     """
@@ -71,7 +71,7 @@ cdef Py_ssize_t count_tier_pages(PageStore store) noexcept:
     return store.pool.tier.pool.num_pages if store.pool.tier != NULL else 1
 
 
-cdef void count_swapped(RowMemory rows, int32_t *tier_counts) noexcept:
+cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
     """Count the pages that rows have in the tier."""
     cdef const SwappedGroup *group
     cdef Py_ssize_t row, g, i
@@ -153,7 +153,7 @@ cdef str find_flaw_in_held(Pool *pool, Group *group, Held *held, Py_ssize_t capa
     return None
 
 
-cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
+cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
     cdef Py_ssize_t row, g
     cdef str flaw
     for row in range(rows.batch.num_rows):
@@ -171,7 +171,7 @@ cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
     return None
 
 
-cdef str find_shared_open_page(RowMemory rows, int32_t *counts):
+cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
     """The pages to which rows write, and which are not kept as they are, stand in no other row or request. `counts` has copies
     and loads, too.
     """
@@ -190,7 +190,7 @@ cdef str find_shared_open_page(RowMemory rows, int32_t *counts):
     return None
 
 
-cdef str find_flaw_in_counts(RowMemory rows, Py_ssize_t row):
+cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     cdef Batch *batch = &rows.batch
     cdef RowState *state = &batch.states[row]
     cdef int32_t planned, event = state.next_event
@@ -213,7 +213,7 @@ cdef str find_flaw_in_counts(RowMemory rows, Py_ssize_t row):
     return None
 
 
-cdef bint has_right_digests(RowMemory rows, Py_ssize_t row) noexcept:
+cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
     cdef Batch *batch = &rows.batch
     cdef const ExtraKey *key = batch.extra_keys[row]
@@ -228,7 +228,7 @@ cdef bint has_right_digests(RowMemory rows, Py_ssize_t row) noexcept:
     return True
 
 
-cdef str find_flaw_in_table(RowMemory rows, Py_ssize_t row, Py_ssize_t g):
+cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     """A row has the pages of its tokens, and the table shows them."""
     cdef Held *held = held_by(&rows.batch, row, g)
     cdef Rows *table = rows.batch.tables[g]

@@ -298,6 +298,35 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 
+cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Give back the pages that no token from `num_tokens` on attends to. They may not have been filled, so they get no prefix
+    entry, and nothing goes back to them.
+    """
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t stop
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
+        skip_to(pool, &holding.groups[g], held, stop)
+        held.num_cached = max(held.num_cached, stop)
+
+
+cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Give back the pages wholly behind `num_tokens` tokens, group by group, the last first."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int64_t num_kept
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        num_kept = pages_for(&holding.groups[g].rules, num_tokens)
+        while held.num_pages > num_kept:
+            held.num_pages -= 1
+            put_back_held(pool, held.ids[held.num_pages])
+        held.num_skipped = min(held.num_skipped, held.num_pages)
+        recompute_from(&holding.groups[g], held, num_tokens)
+
+
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g

@@ -8,8 +8,8 @@ from pagepool.core.notes cimport is_journaled, note_drop, note_entry
 from pagepool.core.levels cimport lose_level
 from pagepool.core.queue cimport pull, push, requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
-    has_level, is_free, is_pinned,
+    BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
+    has_level, is_free, is_pinned, learns,
 )
 from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
@@ -97,25 +97,25 @@ cdef inline void rank(
     Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
 ) noexcept nogil:
     """Let the policy rank a page of a request that misses: by what it knows of its key, and so the pages since the last that it
-    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new.
+    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new. Do nothing
+    in a pool that has levels and no policy.
     """
-    cdef const Ghost *ghost = &pool.policy.ghost
     cdef uint64_t word
     cdef uint32_t part
     cdef int32_t i
-    if ranking.num_unseen == MAX_UNSEEN:
+    if ranking.num_unseen == MAX_UNSEEN or not learns(pool):
         return
     word = hash_key(key, group)
-    if not is_sampled(ghost, word):
+    if not is_sampled(word):
         return
     part = pool.policy.note_miss(pool, word)
-    if part != BLANK:
-        for i in range(ranking.num_ranked if ghost.sample_mask else place, place + 1):
-            if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
-                pool.policy.marks[ids[i]] = part
-        ranking[0] = Ranking(place + 1, 0)
-    elif ghost.sample_mask:
+    if part == BLANK:
         ranking.num_unseen += 1
+        return
+    for i in range(ranking.num_ranked, place + 1):
+        if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
+            pool.policy.marks[ids[i]] = part
+    ranking[0] = Ranking(place + 1, 0)
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:

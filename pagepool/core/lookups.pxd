@@ -71,6 +71,18 @@ cdef class Refusal:
 
 
 @cython.final
+cdef class RequestHashes:
+    cdef readonly object request
+    cdef readonly HashChain chain
+    cdef readonly list page_hashes
+    cdef public object extra_keys
+    cdef public object query
+    cdef public bint is_counted
+    cdef public bint is_short
+    cdef public Refusal refusal
+
+
+@cython.final
 cdef class RowRefusal(Refusal):
     cdef int32_t shard              # where its pages come from; -1: anywhere
     cdef tuple options              # None: it is not recognised

@@ -293,6 +293,24 @@ cdef class Refusal:
         return is_short
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class RequestHashes:
+    """The digests of a request's full pages, computed on demand.
+
+    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
+    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
+    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal. ``is_short``: too few
+    pages were free to load what the host tier has.
+    """
+
+    def __cinit__(self, request, HashChain chain not None, extra_keys=None):
+        self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
+
+    def __reduce__(self):
+        raise ArgumentTypeError("RequestHashes references the secret key of the hashes and cannot be pickled or copied")
+
+
 cdef Tokens count_tokens(
     object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
 ) except *:

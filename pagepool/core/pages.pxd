@@ -10,7 +10,7 @@ from pagepool.core.queue cimport (
 )
 from pagepool.core.records cimport (
     BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LOW, WATCHED, Histogram, Page, Pool, Stay,
-    count_policy_parts, digest_of, is_free, is_pinned,
+    count_policy_parts, digest_of, is_free, is_pinned, learns,
 )
 
 
@@ -92,7 +92,7 @@ cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexce
     cdef Page *pages = pool.pages
     cdef int32_t following, start = start_of_part(pool, BLANK, -1), page_id = pages[start].next_free
     cdef Py_ssize_t count = 0
-    if pool.num_low_free and pool.policy.new_part == BLANK:
+    if pool.num_low_free and not learns(pool):
         return 0
     while count < n and is_page(pool, page_id):
         fetch_entry(pool, page_id)
@@ -115,11 +115,11 @@ cdef inline void note_request(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next, with a policy: a blank one, if it keeps them apart and there is any, or of the lowest
-    priority below the normal one, or the one that the policy picks, or of the lowest level above.
+    """The page to be evicted next in a pool with parts: with a policy a blank one, if there is any; or of the lowest priority
+    below the normal one; or the one that the policy picks, without a policy the oldest; or of the lowest level above.
     """
     cdef int32_t num_parts, page_id = NULL_PAGE
-    if pool.policy.new_part != BLANK:
+    if learns(pool):
         page_id = oldest_in(pool, BLANK, shard)
     if page_id == NULL_PAGE and pool.num_low_free:
         page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
@@ -127,7 +127,9 @@ cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
         num_parts = count_policy_parts(pool)
         if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
             page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
-    return page_id if page_id != NULL_PAGE else pool.policy.pick(pool, shard)
+    if page_id != NULL_PAGE:
+        return page_id
+    return pool.policy.pick(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
@@ -141,7 +143,7 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
-        if pool.pages[out[i]].group != NO_GROUP:
+        if pool.pages[out[i]].group != NO_GROUP and learns(pool):
             pool.policy.note_eviction(pool, out[i])
         claim(pool, out[i])
         pool.policy.marks[out[i]] = pool.policy.new_part
@@ -151,7 +153,7 @@ cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
-    if pool.num_parts and pool.pages[page_id].group != NO_GROUP:
+    if pool.num_parts and learns(pool) and pool.pages[page_id].group != NO_GROUP:
         pool.policy.note_eviction(pool, page_id)
     claim(pool, page_id)
     if pool.num_parts:
@@ -242,7 +244,7 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
         if page.ref_cnt == 0:
             page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
             num_released += 1
-    if num_released:
+    if num_released and learns(pool):
         pool.policy.note_release(pool, num_released)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
@@ -343,5 +345,6 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
                 pool.num_reused += 1
             pool.policy.num_free_hits += was_free
             pool.policy.num_shared_hits += not was_free
-            pool.policy.note_hit(pool, ids[i], was_free)
+            if learns(pool):
+                pool.policy.note_hit(pool, ids[i], was_free)
             add_reference(pool, ids[i])

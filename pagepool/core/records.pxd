@@ -44,7 +44,6 @@ cdef struct Ghost:            # the keys of pages that were evicted last, in set
     GhostEntry *entries       # [num_sets, SET_SIZE], each set in a cache line
     void *memory              # that they are in
     uint32_t num_sets
-    uint32_t sample_mask      # of a key's hash: 0 for keys that are remembered
 
 cdef struct Ranking:          # of pages that a request computes, by what a policy knows of their keys
     int32_t num_ranked        # pages up to the last of which it knew the key
@@ -53,6 +52,8 @@ cdef struct Ranking:          # of pages that a request computes, by what a poli
 cdef struct Pool
 
 cdef struct Policy:           # chooses pages for eviction; the first member of what a policy keeps
+    # A pool with levels and no policy has one too: all pages are in the blank part, there is no ghost, and the functions are
+    # NULL. `learns` tells them apart.
     # A free page's mark: its part in the lowest 2 bits, behind that a stamp that is the policy's. A held page's: the part that
     # it will be put into.
     uint32_t *marks           # [num_pages]
@@ -81,7 +82,7 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
     # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
     bint (*is_right)(Pool *pool) noexcept nogil
-    uint32_t new_part         # of pages that get an entry: NEW, or BLANK where all pages are in one part
+    uint32_t new_part         # of pages that get an entry: NEW, or BLANK without a policy
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -287,6 +288,11 @@ cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.levels != NULL and pool.levels[page_id] != 0
+
+
+cdef inline bint learns(const Pool *pool) noexcept nogil:
+    """Whether a pool with parts has a policy, whose functions are set. Otherwise it has levels."""
+    return pool.policy.new_part != BLANK
 
 
 cdef inline int32_t count_policy_parts(const Pool *pool) noexcept nogil:

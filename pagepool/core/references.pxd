@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t
 
 from pagepool.core.queue cimport push
-from pagepool.core.records cimport NULL_PAGE, TWIN, Page, Pool, is_free, is_pinned
+from pagepool.core.records cimport NULL_PAGE, TWIN, Page, Pool, is_free, is_pinned, learns
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
@@ -15,9 +15,17 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
         pool.num_freed += 1
 
 
+cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
+    """One reference less for each page, null pages passed over, the last first."""
+    cdef int32_t i
+    for i in range(n - 1, -1, -1):
+        if ids[i] != NULL_PAGE:
+            put_back(pool, ids[i])
+
+
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
-    if pool.num_parts:
+    if pool.num_parts and learns(pool):
         pool.policy.note_release(pool, 1)
     push(pool, page_id)
 

@@ -3,13 +3,12 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.allocation cimport Demand, Hits
 from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
 from pagepool.core.holdings cimport Holding, Limits
-from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.rules cimport Group, Rules
-from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
 
@@ -26,17 +25,23 @@ cdef class CacheGroups:
 
 cdef enum Outcome:
     DONE
-    SHORT                     # too few pages are free
+    TOO_FEW                   # pages are free
     WRONG_HIT                 # a hit has another content, or cannot be held
     NOT_EMPTY                 # hits of a request that holds pages
     HELD_FREE                 # a page in the free queue was given a reference
+    COPIES_DUE                # copies or transfers of pages of the request are due
+    ENTERED_OTHERWISE         # a page that got full has an entry under another hash
+    LOST_PAGE                 # a page that is to be skipped or kept was given back by somebody else
     NO_MEMORY
 
-cdef struct Demand:           # what is asked of a pool
-    int64_t num_tokens        # that are to have slots
-    Py_ssize_t num_reserved   # pages to leave free
-    int32_t shard             # where new pages come from; -1: anywhere
-    int32_t held_free         # a page in the way: free, and with references
+cdef struct Step:             # the next tokens of a request
+    int64_t num_computed      # tokens that are computed before it
+    int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
+    int32_t context           # see `Origin`
+    Demand demand
+    int32_t wrong_page        # the page that an outcome is about, and its place in its group
+    Py_ssize_t wrong_at
+    Py_ssize_t wrong_num      # pages of that group
 
 
 @cython.final
@@ -49,8 +54,18 @@ cdef class RequestPages:
     cdef int64_t max_num_tokens
 
     cdef void plan(self) noexcept
-    cdef Outcome take_locked(self, tuple hits, HashChain chain, tuple new, Demand *demand) noexcept
-    cdef bint reserve(self, tuple hits, tuple new, int64_t num_tokens) noexcept
+    cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
+    cdef bint has_states_due(self, int64_t num_computed) noexcept
+    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *
+    cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept
+    cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept
+    cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept
+    cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept
+    cdef Outcome take(self, Demand *demand, tuple new) noexcept
+    cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept
+    cdef void enter_full(self, const Contents *contents, Py_ssize_t num_digests, int64_t num_tokens) noexcept
+    cdef void rewind(self, int64_t num_computed) noexcept
+    cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
     cdef int32_t find_shard(self) noexcept
     cdef bint make_room(self, const Holding *source) noexcept
@@ -60,13 +75,5 @@ cdef void lock_chain(HashChain chain) noexcept
 cdef void unlock_chain(HashChain chain) noexcept
 cdef void set_contents(Contents *contents, HashChain chain) noexcept
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
-cdef Py_ssize_t count_all_free_hits(
-    const Pool *pool, const Holding *holding, tuple hits, HashChain chain, const Digest *digests, Py_ssize_t num_digests
-) noexcept
-cdef int64_t count_needed(const Holding *holding, tuple hits, int64_t num_tokens) noexcept
-cdef int32_t count_hit_pages(const Group *group, PageIds hits) noexcept
-cdef Py_ssize_t count_state_hits(const Holding *holding, tuple hits) noexcept
-cdef Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, tuple hits) noexcept
-cdef void attach_all(Pool *pool, const Holding *holding, tuple hits, bint adopts) noexcept
-cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept
-cdef void copy_states(Pool *pool, const Holding *holding, tuple hits) noexcept
+cdef Hits *new_hits(tuple hits) except? NULL
+cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain chain, const Pool *pool) noexcept

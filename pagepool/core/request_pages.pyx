@@ -3,30 +3,33 @@
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
+from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
+from pagepool.core.allocation cimport (
+    FITS, SHORT_IN_SHARD, Demand, Fit, Hits, attach, copy_states, count_attached, count_demanded, count_needed,
+    count_state_hits, fit, price,
+)
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
-from pagepool.core.checkpoints cimport adopt_state, enter_states
-from pagepool.core.copies cimport awaits_copies, count_moves, drop_copies, has_copies_due, note_copy, reserve_copies
+from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, keep_state
+from pagepool.core.copies cimport awaits_copies, count_moves, drop_copies, has_copies_due, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
-    STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty,
-    find_load_number, find_lost_page, forget_uncomputed, limits_of, list_last_first, note_loads, note_taken, recompute_from,
-    skip_pages, take_missing,
+    STALE, UNTOUCHABLE, Held, count_free_hits, count_places, empty, find_lost_page, forget_uncomputed, limits_of,
+    list_last_first, put_back_behind, recompute_from, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
-from pagepool.core.pages cimport give_back, note_request
+from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, shard_of
-from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
+from pagepool.core.queue cimport find_held_free
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, shard_of
+from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, full_entries, is_state, pages_for
+from pagepool.core.siphash cimport Digest
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
-
-cdef int64_t MOST_PAGES = INT64_MAX >> 1
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError
 
 
 cdef Py_ssize_t find_late_null(const int32_t *ids, Py_ssize_t n) noexcept:
@@ -142,74 +145,25 @@ cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
     return checked
 
 
-cdef Py_ssize_t count_all_free_hits(
-    const Pool *pool, const Holding *holding, tuple hits, HashChain chain, const Digest *digests, Py_ssize_t num_digests
-) noexcept:
-    """How many hits, looked up with `chain`, are in the free queue; negative if one of them cannot be taken."""
-    cdef const Group *group
+cdef Hits *new_hits(tuple hits) except? NULL:
+    """Room for the hits of each group; NULL without any."""
+    cdef Hits *array = NULL
+    if hits:
+        array = <Hits *>malloc(len(hits) * sizeof(Hits))
+        if array == NULL:
+            raise MemoryError(f"the hits of {len(hits)} groups")
+    return array
+
+
+cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain chain, const Pool *pool) noexcept:
+    """Fill the array with hits that were looked up with `chain`. The pool is locked."""
     cdef PageIds ids
-    cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
-    cdef bint is_known
-    for ids in hits:
-        num_hits += ids.num
-    for g in range(len(hits)):
-        ids = hits[g]
-        group = &holding.groups[g]
-        is_known = isinstance(ids, FoundIds) and (<FoundIds>ids).is_known(chain, group, pool)
-        if ids.num * group.stride > num_digests:
-            return STALE
-        num_free = count_free_hits(pool, group, NULL if is_known else digests, ids.ids, ids.num, num_hits)
-        if num_free < 0:
-            return num_free
-        num_all += num_free
-    return num_all
-
-
-cdef int32_t count_hit_pages(const Group *group, PageIds hits) noexcept:
-    """Pages of a group that are attached as hits: not the checkpoint of a state."""
-    return 0 if is_state(&group.rules) else <int32_t>hits.num
-
-
-cdef Py_ssize_t count_state_hits(const Holding *holding, tuple hits) noexcept:
-    cdef Py_ssize_t g, count = 0
-    for g in range(len(hits)):
-        count += is_state(&holding.groups[g].rules) and (<PageIds>hits[g]).num > 0
-    return count
-
-
-cdef Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, tuple hits) noexcept:
-    """How many checkpoints are hit, if all of them are free pages; else 0."""
-    cdef PageIds ids
-    cdef Py_ssize_t g, count = 0
-    for g in range(len(hits)):
-        ids = hits[g]
-        if is_state(&holding.groups[g].rules) and ids.num:
-            if not is_free(pool, ids.ids[ids.num - 1]):
-                return 0
-            count += 1
-    return count
-
-
-cdef Py_ssize_t count_outside(const Pool *pool, tuple hits, int32_t shard) noexcept:
-    """How many hits are free pages of other shards than this."""
-    cdef Range inside = ids_in_shard(pool, shard)
-    cdef PageIds ids
-    cdef Py_ssize_t i, count = 0
-    for ids in hits if shard >= 0 else ():
-        for i in range(ids.num):
-            if ids.ids[i] != NULL_PAGE and is_free(pool, ids.ids[i]):
-                count += not inside.start <= ids.ids[i] < inside.stop
-    return count
-
-
-cdef int64_t count_needed(const Holding *holding, tuple hits, int64_t num_tokens) noexcept:
-    """New pages that `num_tokens` tokens need behind the hits; at most `MOST_PAGES`."""
     cdef Py_ssize_t g
-    cdef int64_t num_pages, count = 0
-    for g in range(holding.num_groups):
-        num_pages = holding.held[g].num_pages + (count_hit_pages(&holding.groups[g], hits[g]) if hits else 0)
-        count += min(count_missing(&holding.groups[g], num_pages, num_tokens), MOST_PAGES - count)
-    return count
+    cdef bint is_known
+    for g in range(len(hits)):
+        ids = hits[g]
+        is_known = isinstance(ids, FoundIds) and (<FoundIds>ids).is_known(chain, &holding.groups[g], pool)
+        array[g] = Hits(ids.ids, <int32_t>ids.num, is_known)
 
 
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
@@ -218,40 +172,6 @@ cdef int64_t capacity_for(int64_t num_pages) noexcept:
     while capacity < num_pages:
         capacity *= 2
     return capacity
-
-
-cdef void attach_all(Pool *pool, const Holding *holding, tuple hits, bint adopts) noexcept:
-    """Attach hits. Checkpoints are adopted as working pages, or get a reference for `copy_states`."""
-    cdef PageIds ids
-    cdef Py_ssize_t g
-    cdef int64_t number = 0
-    for g in range(len(hits)):
-        ids = hits[g]
-        number = max(number, find_load_number(pool, ids.ids, ids.num))
-        if not adopts or not is_state(&holding.groups[g].rules):
-            attach_hits(pool, &holding.groups[g], &holding.held[g], ids.ids, <int32_t>ids.num)
-    note_loads(pool, holding, number)
-
-
-cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept:
-    """Make the checkpoints that are hit working pages."""
-    cdef PageIds ids
-    cdef Py_ssize_t g
-    for g in range(len(hits)):
-        ids = hits[g]
-        if is_state(&holding.groups[g].rules) and ids.num:
-            adopt_state(pool, &holding.held[g], ids.ids, <int32_t>ids.num)
-            note_taken(pool, &holding.held[g])
-
-
-cdef void copy_states(Pool *pool, const Holding *holding, tuple hits) noexcept:
-    """Note copies of the checkpoints that are hit, and referred to, into the working pages."""
-    cdef PageIds ids
-    cdef Py_ssize_t g
-    for g in range(len(hits)):
-        ids = hits[g]
-        if is_state(&holding.groups[g].rules) and ids.num:
-            note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)
 
 
 @cython.final
@@ -282,6 +202,13 @@ cdef class RequestPages:
 
     def __reduce__(self):
         raise ArgumentTypeError("what a request holds cannot be pickled")
+
+    def __repr__(self):
+        """The tokens up to which nothing is due."""
+        return (
+            f"RequestPages(num_places={len(self)}, num_room={self.limits.num_room}, num_full={self.limits.num_full}, "
+            f"num_skip={self.limits.num_skip}, num_cached_tokens={self.num_cached_tokens})"
+        )
 
     def __len__(self):
         cdef Py_ssize_t count
@@ -320,29 +247,25 @@ cdef class RequestPages:
                     count = min(count, <Py_ssize_t>self.holding.held[g].num_cached * self.holding.groups[g].stride)
         return count
 
-    def needs_nothing(self, num_computed_tokens, num_tokens, num_slots) -> bool:
-        """Return whether slots for `num_slots` tokens are there, no page gets full by `num_tokens` tokens, and none is to be
-        skipped or entered again with `num_computed_tokens`. False for values that are not ints of 64 bits. O(1).
+    cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:
+        """Whether `num_slots` tokens have slots, no page gets full by `num_tokens` tokens, and none is to be skipped, kept or
+        entered again with `num_computed`. O(1).
         """
-        cdef int64_t num_computed, num_full, num_room
         cdef bint is_enough
-        try:
-            num_computed, num_full, num_room = num_computed_tokens, num_tokens, num_slots
-        except (OverflowError, TypeError, ValueError):
-            return False
         if GIL_DISABLED:
             self.store.lock.acquire()
-        is_enough = num_room <= self.limits.num_room and num_full < self.limits.num_full
+        is_enough = num_slots <= self.limits.num_room and num_tokens < self.limits.num_full
         is_enough = is_enough and self.num_cached_tokens <= num_computed < self.limits.num_skip
         if GIL_DISABLED:
             self.store.lock.release()
         return is_enough
 
-    def is_due(self, num_tokens, num_computed_tokens) -> bool:
-        """Return whether pages get full by `num_tokens` tokens, or may have to be entered again. O(1)."""
-        cdef int64_t num_full = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        return num_full >= self.limits.num_full or num_computed < self.num_cached_tokens
+    def keeps_states_after(self, num_computed_tokens) -> bool:
+        """Return whether a state has come to, or past, the next multiple of its interval. O(groups)."""
+        return self.has_states_due(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX))
+
+    cdef bint has_states_due(self, int64_t num_computed) noexcept:
+        return are_checkpoints_due(&self.holding, <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
 
     def get_page_ids(self) -> tuple:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
@@ -358,69 +281,197 @@ cdef class RequestPages:
             raise MemoryError("the page ids of a request")
         return copies
 
-    def rewind(self, num_computed_tokens) -> None:
-        """Let `enter` look again at pages whose tokens are computed again: after a failed load, for example, for which
-        `PagePool.evict_pages` dropped their entries.
-        """
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef Py_ssize_t g
-        with self.store.lock:
-            if num_computed < self.num_cached_tokens:
-                for g in range(self.holding.num_groups):
-                    recompute_from(
-                        &self.holding.groups[g], &self.holding.held[g], <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-                    )
-                self.plan()
+    def allocate(
+        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0, context=0, shard=None,
+        num_shards=0, num_reserved=0,
+    ) -> tuple | None:
+        """Give `num_tokens` tokens slots, as one transaction: first give back the pages that no token from
+        `num_computed_tokens` on attends to; then make `hits`, found under `chain`, the first pages, and take the missing ones;
+        then keep the states after `num_computed_tokens` tokens that are due, and enter the pages that `num_tokens_to_cache`
+        tokens fill in the prefix index with a context of `EntryJournal.add_context`. Return the new pages of each group.
 
-    def check_enterable(self, HashChain chain not None, num_tokens, hits=()) -> bool:
-        """Return whether `enter` will have anything to do for `num_tokens` tokens once `hits` are attached. PageHashError if a
-        page was entered as something else. O(pages due).
+        None if the pool has too few free pages beside `num_reserved`, or if only the shard has; the hits count as used just
+        now in the latter case. Pages that were given back stay so.
+
+        Errors, where nothing has changed: PageHashError for a hit that has another content by now, and for a page that was
+        entered as something else; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
+        transfers of its pages are due; DoubleFreeError if somebody else gave back a page that is due. O(pages).
         """
-        cdef tuple checked = by_group(hits, &self.holding)
+        cdef tuple checked = checked_hits(self.store, hits, &self.holding)
+        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef Step step
+        cdef Outcome outcome
+        step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
+        step.context = self.store.checked_context(context)
+        step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
+        step.demand.num_reserved = size_of(num_reserved, "num_reserved_pages")
+        step.demand.shard = as_shard(shard, divided)
+        if chain is None and checked:
+            chain = HashChain.__new__(HashChain, 1, bytes(16))
+        outcome = self.allocate_checked(&step, checked, chain, divided, new)
+        if outcome != DONE and outcome != TOO_FEW:
+            self.refuse(outcome, &step, checked, chain)
+        return new if outcome == DONE else None
+
+    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *:
+        """Allocate with the locks of the chain and of the store, divided into `num_shards` shards (0: as it is)."""
+        cdef Hits *array = new_hits(hits)
+        cdef Outcome outcome
+        lock_chain(chain)
+        try:
+            self.store.lock_divided(num_shards)
+            set_hits(array, hits, &self.holding, chain, &self.store.pool)
+            step.demand.hits = array
+            outcome = self.allocate_locked(step, chain, new)
+            self.store.lock.release()
+        finally:
+            unlock_chain(chain)
+            free(array)
+        return outcome
+
+    cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept:
+        """Check everything, then change. `new` takes the new pages of each group; None if none can be needed."""
+        cdef Pool *pool = &self.store.pool
+        cdef Demand *demand = &step.demand
+        cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
+        cdef bint is_rewound = step.num_computed < self.num_cached_tokens
+        cdef bint is_past_skip = is_rewound or step.num_computed >= self.limits.num_skip
+        cdef bint has_states = self.has_states_due(step.num_computed)
+        cdef Contents contents = Contents(NULL, NULL, 0, step.context)
+        cdef Py_ssize_t g, num_digests = 0
+        cdef Outcome outcome
+        if chain is not None:
+            set_contents(&contents, chain)
+            num_digests = chain.num
+        outcome = self.check(step, &contents, num_digests, is_past_skip)
+        if outcome != DONE:
+            return outcome
+        if not self.reserve(demand, new, has_states):
+            return NO_MEMORY
+        self.rewind(step.num_computed)
+        for g in range(self.holding.num_groups if is_past_skip else 0):
+            skip_pages(pool, &self.holding.groups[g], &self.holding.held[g], num_computed)
+        if demand.num_new or demand.hits != NULL:
+            outcome = self.take(demand, new)
+        if outcome == DONE and has_states:
+            self.keep_states(step, &contents, <int64_t>num_digests * chain.page_size if chain is not None else 0, new)
+        if outcome == DONE and step.num_to_cache and chain is not None:
+            self.enter_full(&contents, num_digests, step.num_to_cache)
+        self.plan()
+        return outcome
+
+    cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept:
+        """Whether a step can be tried: DONE, or what is wrong with it."""
+        cdef Pool *pool = &self.store.pool
+        if has_copies_due(pool, &self.holding):
+            return COPIES_DUE
+        if step.demand.hits != NULL and count_places(&self.holding):
+            return NOT_EMPTY
+        if not price(pool, &self.holding, &step.demand, contents.digests, num_digests):
+            return WRONG_HIT
+        if is_past_skip:
+            step.wrong_page = find_lost_page(pool, &self.holding, <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS))
+            if step.wrong_page != NULL_PAGE:
+                return LOST_PAGE
+        if self.has_foreign_entry(step, contents, num_digests):
+            return ENTERED_OTHERWISE
+        step.wrong_page = find_held_free(pool, count_demanded(&step.demand))
+        return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
+
+    cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept:
+        """Whether a page that is to be entered was entered under another hash. O(pages due)."""
         cdef const Group *group
         cdef const Held *held
-        cdef int64_t num_full, num_entered, num_wanted = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef int32_t bad = NULL_PAGE
-        cdef Py_ssize_t g, i, bad_at = 0, num_pages = 0
-        cdef bint is_due = False
-        with chain.lock, self.store.lock:
-            for g in range(self.holding.num_groups):
-                group, held = &self.holding.groups[g], &self.holding.held[g]
-                num_full = num_wanted // group.rules.page_size
-                num_entered = max(held.num_cached, (<PageIds>checked[g]).num if checked else 0)
-                if group.id == NO_GROUP or is_state(&group.rules) or num_full <= num_entered:
-                    continue
-                is_due = True
-                for i in range(held.num_cached, min(num_full, held.num_pages, chain.num // group.stride)):
-                    if bad == NULL_PAGE and is_entered_otherwise(
-                        &self.store.pool, held.ids[i], chain.digests[(i + 1) * group.stride - 1], group.id
-                    ):
-                        bad, bad_at, num_pages = held.ids[i], i, held.num_pages
-        if bad != NULL_PAGE:
-            raise PageHashError(f"page {bad} (at {bad_at} of {num_pages}) has a hash already")
-        return is_due
+        cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
+        cdef int64_t stop
+        cdef Py_ssize_t g, i
+        for g in range(self.holding.num_groups if num_digests else 0):
+            group, held = &self.holding.groups[g], &self.holding.held[g]
+            if group.id == NO_GROUP or is_state(&group.rules):
+                continue
+            stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(num_digests // group.stride))
+            for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
+                if is_entered_otherwise(&self.store.pool, held.ids[i], contents.digests[(i + 1) * group.stride - 1], group.id):
+                    step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
+                    return True
+        return False
 
-    def enter(self, HashChain chain not None, num_tokens, context=0) -> None:
-        """Enter the pages that `num_tokens` tokens fill in the prefix index, with a context of `EntryJournal.add_context`. A
-        page that has an entry keeps it. O(pages due).
+    cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept:
+        """Allocate room for hits, and for new pages here and in `new`, and for copies; False where memory is short."""
+        cdef Held *held
+        cdef int32_t *ids
+        cdef Py_ssize_t g, num_copies = count_state_hits(&self.holding, demand.hits)
+        cdef int64_t n, num_held
+        for g in range(self.holding.num_groups if new is not None else 0):
+            held = &self.holding.held[g]
+            n = count_needed(&self.holding, demand, g)
+            num_held = held.num_pages + count_attached(&self.holding, demand, g) + n
+            if n > self.store.pool.num_pages:  # it will not fit
+                continue
+            if capacity_for(num_held) > capacity_for(held.num_pages):
+                ids = <int32_t *>realloc(held.ids, capacity_for(num_held) * sizeof(int32_t))
+                if ids == NULL:
+                    return False
+                held.ids = ids
+            if not (<PageIds>new[g]).try_reserve(n + is_state(&self.holding.groups[g].rules)):
+                return False
+        return reserve_copies(&self.store.pool, num_copies + (self.holding.num_groups if has_states else 0))
+
+    cdef Outcome take(self, Demand *demand, tuple new) noexcept:
+        """Attach the hits of a checked demand and take its new pages, or change nothing. If only the shard has too few pages,
+        the hits go to the back of the queue, as if they were used.
         """
-        cdef int64_t num_hashed, num_full = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef const Group *group
-        cdef int32_t checked_context = self.store.checked_context(context)
-        cdef Contents contents = Contents(NULL, NULL, 0, checked_context)
+        cdef Pool *pool = &self.store.pool
+        cdef Held *held
+        cdef Py_ssize_t g
+        cdef int32_t n
+        cdef Fit result = fit(pool, &self.holding, demand)
+        for g in range(self.holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
+            touch_all(pool, demand.hits[g].ids, demand.hits[g].num)
+        for g in range(self.holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
+            give_back(pool, demand.hits[g].ids, demand.hits[g].num, False)
+        if result != FITS:
+            return TOO_FEW
+        attach(pool, &self.holding, demand)
+        for g in range(self.holding.num_groups):
+            held = &self.holding.held[g]
+            n = held.num_pages if demand.num_adopted and is_state(&self.holding.groups[g].rules) else 0
+            n += take_missing(pool, &self.holding.groups[g], held, demand.num_tokens, demand.shard)
+            (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
+        copy_states(pool, &self.holding, demand)
+        self.plan()
+        return DONE
+
+    cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept:
+        """Keep the states that are due as checkpoints, if their tokens are known and hashed; then look at them no more, since
+        the step writes the working pages.
+        """
+        cdef Source source = Source(step.demand.shard, step.demand.num_reserved)
+        cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
+        cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
+        cdef Py_ssize_t g
+        for g in range(self.holding.num_groups):
+            if keep_state(
+                &self.store.pool, &self.holding, <int32_t>g, contents if is_known else NULL, num_computed, &source
+            ):
+                (<PageIds>new[g]).put(self.holding.held[g].ids, 1)
+
+    cdef void enter_full(self, const Contents *contents, Py_ssize_t num_digests, int64_t num_tokens) noexcept:
+        """Enter the hashed pages that `num_tokens` tokens fill in the prefix index. A page that has an entry keeps it."""
         cdef Waiting waiting
+        cdef const Group *group
+        cdef int64_t num_hashed
         cdef Py_ssize_t g
         waiting.pool, waiting.num_to_hash, waiting.num_to_enter = &self.store.pool, 0, 0
-        with chain.lock, self.store.lock:
-            set_contents(&contents, chain)
-            for g in range(self.holding.num_groups):
-                group = &self.holding.groups[g]
-                num_hashed = <int64_t>(chain.num // group.stride) * group.rules.page_size
-                enter_full_pages(
-                    &waiting, group, &self.holding.held[g], &contents, min(num_full, num_hashed, self.limits.num_room)
-                )
-            enter_waiting(&waiting)
-            self.plan()
+        for g in range(self.holding.num_groups):
+            group = &self.holding.groups[g]
+            num_hashed = <int64_t>(num_digests // group.stride) * group.rules.page_size
+            enter_full_pages(
+                &waiting, group, &self.holding.held[g], contents, min(num_tokens, num_hashed, self.limits.num_room)
+            )
+        enter_waiting(&waiting)
 
     cdef bint make_room(self, const Holding *source) noexcept:
         """Allocate room for the pages that another request holds; False where memory is short."""
@@ -442,130 +493,92 @@ cdef class RequestPages:
                     return shard_of(&self.store.pool, self.holding.held[g].ids[i])
         return -1
 
-    def skip(self, num_computed_tokens) -> None:
-        """Give back the pages that no token from `num_computed_tokens` on attends to. The null page takes their places.
-
-        DoubleFreeError, and nothing changed, if somebody else gave one of them back.
+    def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
+        """Enter the pages that `num_tokens` tokens fill in the prefix index, those with tokens from `num_computed_tokens` on
+        again. A page that has an entry keeps it. PageHashError, and nothing changed, if a page was entered as something else.
+        O(pages due).
         """
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef int32_t lost = NULL_PAGE, num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-        cdef Py_ssize_t g
-        with self.store.lock:
-            if num_computed >= self.limits.num_skip:
-                lost = find_lost_page(&self.store.pool, &self.holding, num)
-                for g in range(self.holding.num_groups if lost == NULL_PAGE else 0):
-                    skip_pages(&self.store.pool, &self.holding.groups[g], &self.holding.held[g], num)
+        cdef Step step
+        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
+        cdef bint is_right
+        step.num_to_cache = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        with chain.lock, self.store.lock:
+            set_contents(&contents, chain)
+            is_right = not self.has_foreign_entry(&step, &contents, chain.num)
+            if is_right:
+                self.rewind(step.num_computed)
+                self.enter_full(&contents, chain.num, step.num_to_cache)
                 self.plan()
-        if lost != NULL_PAGE:
-            raise DoubleFreeError(f"page {lost} is freed more often than it is held")
+        if not is_right:
+            self.refuse(ENTERED_OTHERWISE, &step, (), chain)
 
-    def count_needed(self, num_tokens, hits=()) -> int:
-        """Return how many new pages `num_tokens` tokens need behind the hits, or those that are held."""
-        cdef tuple checked = by_group(hits, &self.holding)
-        cdef int64_t count, num_wanted = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        with self.store.lock:
-            count = count_needed(&self.holding, checked, num_wanted)
-        return count
+    def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
+        """Enter the pages that `num_tokens` tokens fill, some of which came from elsewhere, in the prefix index. Give back
+        the pages that no later token attends to, and if it `is_failed` those wholly behind the tokens, the last first.
 
-    def take(self, num_tokens, hits=(), HashChain chain=None, shard=None, num_shards=0, num_reserved=0) -> tuple | None:
-        """Take a reference to hits, found under `chain`, which become the first pages, and the new pages that `num_tokens`
-        tokens need. Return the new pages of each group.
-
-        None, and nothing changed, if the pool has too few free pages beside `num_reserved`; None, too, if only the shard has,
-        and the hits count as used just now. PageHashError for a hit that has another content by now, ArgumentError for hits
-        of a request that holds pages. O(pages).
+        PageHashError, and nothing changed, if a page was entered as something else. O(pages given back and entered).
         """
-        cdef tuple checked = checked_hits(self.store, hits, &self.holding)
-        cdef int64_t num_wanted = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef int32_t checked_shard = as_shard(shard, divided)
-        cdef Demand demand = Demand(num_wanted, size_of(num_reserved, "num_reserved_pages"), checked_shard, NULL_PAGE)
-        cdef Outcome outcome
-        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
-        if chain is None and checked:
-            chain = HashChain.__new__(HashChain, 1, bytes(16))
+        cdef Step step
+        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
+        cdef Py_ssize_t num_digests = 0
+        cdef bint is_right
+        step.num_to_cache = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        step.num_computed = INT64_MAX
         lock_chain(chain)
-        try:
-            self.store.lock_divided(divided)
-            outcome = self.take_locked(checked, chain, new, &demand)
-            self.store.lock.release()
-        finally:
-            unlock_chain(chain)
-        if outcome == WRONG_HIT:
-            self.refuse_hits(checked, chain)
+        self.store.lock.acquire()
+        if chain is not None:
+            set_contents(&contents, chain)
+            num_digests = chain.num
+        is_right = not self.has_foreign_entry(&step, &contents, num_digests)
+        if is_right:
+            skip_unread(&self.store.pool, &self.holding, <int32_t>step.num_to_cache)
+            self.enter_full(&contents, num_digests, step.num_to_cache)
+            if is_failed:
+                forget_uncomputed(
+                    &self.store.pool, &self.holding, <int32_t>step.num_to_cache, contents.digests, num_digests
+                )
+                put_back_behind(&self.store.pool, &self.holding, <int32_t>step.num_to_cache)
+            self.plan()
+        self.store.lock.release()
+        unlock_chain(chain)
+        if not is_right:
+            self.refuse(ENTERED_OTHERWISE, &step, (), chain)
+
+    def require_copies_taken(self) -> None:
+        """CopiesDueError while copies or transfers of the pages are due."""
+        cdef bint is_due
+        with self.store.lock:
+            is_due = has_copies_due(&self.store.pool, &self.holding)
+        if is_due:
+            self.refuse(COPIES_DUE, NULL, (), None)
+
+    cdef void rewind(self, int64_t num_computed) noexcept:
+        """Let pages be entered again whose tokens are computed again, if they have lost their entries: after a failed load, for
+        example, for which `PagePool.evict_pages` dropped them.
+        """
+        cdef Py_ssize_t g
+        for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens else 0):
+            recompute_from(&self.holding.groups[g], &self.holding.held[g], <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
+
+    cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1:
+        """Raise the error for a step that was not done."""
+        if outcome == COPIES_DUE:
+            raise CopiesDueError(
+                "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, "
+                "and do them, before"
+            )
         if outcome == NOT_EMPTY:
             raise ArgumentError("hits: got some for a request that holds pages, allowed: none")
-        if outcome == NO_MEMORY:
-            raise MemoryError("the page ids of a request")
-        self.store.check_untaken(demand.held_free)
-        return new if outcome == DONE else None
-
-    cdef Outcome take_locked(self, tuple hits, HashChain chain, tuple new, Demand *demand) noexcept:
-        """Take all or nothing. The locks of the store, and of the chain of hits, are held."""
-        cdef Pool *pool = &self.store.pool
-        cdef Held *held
-        cdef Py_ssize_t g, num_free_hits = 0, num_before = count_places(&self.holding)
-        cdef int32_t n
-        cdef int64_t num_needed, num_inside, num_new = count_needed(&self.holding, hits, demand.num_tokens)
-        cdef Py_ssize_t num_adopted = 0
-        if hits and num_before:
-            return NOT_EMPTY
-        if hits:
-            num_free_hits = count_all_free_hits(pool, &self.holding, hits, chain, chain.digests, chain.num)
-        if num_free_hits < 0:
-            return WRONG_HIT
-        num_needed = num_new + num_free_hits
-        num_inside = num_needed - count_outside(pool, hits, demand.shard)
-        if num_needed + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
-            num_adopted = count_adoptable(pool, &self.holding, hits)
-            if num_inside - num_adopted > count_free_in(pool, demand.shard):
-                num_adopted = 0
-        if num_needed and num_needed - num_adopted + demand.num_reserved > pool.num_free:
-            return SHORT
-        demand.held_free = find_held_free(pool, num_needed)
-        if demand.held_free != NULL_PAGE:
-            return HELD_FREE
-        if not self.reserve(hits, new, demand.num_tokens):
-            return NO_MEMORY
-        attach_all(pool, &self.holding, hits, num_adopted)
-        if num_new > count_free_in(pool, demand.shard) and not num_adopted:
-            for g in range(len(hits)):
-                give_back(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num, False)
-            if hits:
-                empty(&self.holding)
-            return SHORT
-        if num_before == 0:
-            note_request(pool)
-        if num_adopted:
-            adopt_states(pool, &self.holding, hits)
-        for g in range(self.holding.num_groups):
-            held = &self.holding.held[g]
-            n = held.num_pages if num_adopted and is_state(&self.holding.groups[g].rules) else 0
-            n += take_missing(pool, &self.holding.groups[g], held, demand.num_tokens, demand.shard)
-            (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
-        if not num_adopted:
-            copy_states(pool, &self.holding, hits)
-        self.plan()
-        return DONE
-
-    cdef bint reserve(self, tuple hits, tuple new, int64_t num_tokens) noexcept:
-        """Allocate room for hits, and for new pages here and in `new`; False where memory is short."""
-        cdef Held *held
-        cdef int32_t *ids
-        cdef Py_ssize_t g
-        cdef int64_t n, num_held
-        for g in range(self.holding.num_groups):
-            held = &self.holding.held[g]
-            num_held = held.num_pages + (count_hit_pages(&self.holding.groups[g], hits[g]) if hits else 0)
-            n = count_missing(&self.holding.groups[g], num_held, num_tokens)
-            if capacity_for(num_held + n) > capacity_for(held.num_pages):
-                ids = <int32_t *>realloc(held.ids, capacity_for(num_held + n) * sizeof(int32_t))
-                if ids == NULL:
-                    return False
-                held.ids = ids
-            if not (<PageIds>new[g]).try_reserve(n):
-                return False
-        return reserve_copies(&self.store.pool, count_state_hits(&self.holding, hits))
+        if outcome == WRONG_HIT:
+            self.refuse_hits(hits, chain)
+        if outcome == LOST_PAGE:
+            raise DoubleFreeError(f"page {step.wrong_page} is freed more often than it is held")
+        if outcome == ENTERED_OTHERWISE:
+            raise PageHashError(f"page {step.wrong_page} (at {step.wrong_at} of {step.wrong_num}) has a hash already")
+        if outcome == HELD_FREE:
+            self.store.check_untaken(step.wrong_page)
+        raise MemoryError("the page ids of a request")
 
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1:
         """Raise what is wrong with the first wrong hit."""

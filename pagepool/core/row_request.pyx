@@ -2,30 +2,31 @@
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
+from pagepool.core.allocation cimport (
+    FITS, Demand, Hits, attach, copy_states, count_attached, count_demanded, count_state_hits, fit, price,
+)
 from pagepool.core.arguments cimport as_list, as_shard, size_of
-from pagepool.core.batch cimport Batch, ExtraKey, digests_of, holding_of, plan_next_event, show_row, tokens_of
+from pagepool.core.batch cimport (
+    Batch, ExtraKey, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, tokens_of,
+)
 from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport reserve_copies
 from pagepool.core.entering cimport enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds, as_page_ids, refuse_negative
-from pagepool.core.pages cimport note_request
 from pagepool.core.platform cimport go_on, let_others_run
-from pagepool.core.queue cimport find_held_free, has_free_pages
+from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.lookups cimport Prefix, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens
-from pagepool.core.request_pages cimport (
-    adopt_states, attach_all, checked_hits, copy_states, count_adoptable, count_all_free_hits, count_hit_pages, count_needed,
-    count_state_hits,
-)
+from pagepool.core.request_pages cimport checked_hits, new_hits, set_hits
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
-from pagepool.core.row_memory cimport RowMemory
-from pagepool.core.row_moves cimport begin_admission, set_context
 from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, hits_leading_pages
+from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
@@ -54,7 +55,7 @@ cdef class RowRequest:
     `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
     """
 
-    cdef RowMemory rows
+    cdef RunningRows rows
     cdef Py_ssize_t row
     cdef object token_ids
     cdef object options
@@ -68,7 +69,7 @@ cdef class RowRequest:
     cdef int32_t context
 
     def __cinit__(
-        self, RowMemory rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
+        self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, interval=0, num_external_tokens=0,
     ):
         self.rows, self.row = rows, rows.checked_row(row)
@@ -86,7 +87,7 @@ cdef class RowRequest:
         hold; None: take no hits. The row has a
         `context` of `EntryJournal.add_context`. `counter` counts an admitted request.
         """
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
@@ -131,7 +132,7 @@ cdef class RowRequest:
 
     cdef int set_contents(self, PageIds tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Py_ssize_t start, num_kept = 0
         cdef void *thread
@@ -169,16 +170,17 @@ cdef class RowRequest:
         """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
         if too few pages are free.
         """
-        cdef RowMemory rows = self.rows
+        cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef tuple hits = ()
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef HashChain chain = None
-        cdef int32_t num_hits = 0, num_tokens, held_free = NULL_PAGE
-        cdef int64_t num_needed, num_changes
-        cdef Py_ssize_t num_free_hits, num_adopted = 0
-        cdef bint is_short = False, has_pages = False, has_room = True
+        cdef int32_t num_hits = 0, held_free = NULL_PAGE
+        cdef int64_t num_changes
+        cdef Hits *array
+        cdef Demand demand
+        cdef bint is_right, is_short = False, has_pages = False, has_room = True
         cdef RowRefusal refusal
         with rows.store.lock:
             num_changes = count_changes(batch.pool)
@@ -192,27 +194,25 @@ cdef class RowRequest:
             if not is_short:
                 self.check_hits(hits, num_hits)
         refusal = RowRefusal(hits, self.tokens.num_known, num_hit_tokens)
+        array = new_hits(hits)
         rows.enter_call()
         batch.states[self.row].shard = self.shard
-        num_tokens = count_room_tokens(&self.tokens, num_hits)
-        num_free_hits = count_all_free_hits(
-            batch.pool, &holding, hits, chain, digests_of(batch, self.row), batch.states[self.row].num_hashed
-        )
-        if num_free_hits >= 0:
-            num_needed = count_needed(&holding, hits, num_tokens) + num_free_hits
-            has_pages = not is_short and has_free_pages(batch.pool, num_needed, self.num_reserved, self.shard)
-            if not has_pages and not is_short:
-                num_adopted = count_adoptable(batch.pool, &holding, hits)
-                has_pages = has_free_pages(batch.pool, num_needed - num_adopted, self.num_reserved, self.shard)
-            has_room = num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, hits))
+        set_hits(array, hits, &holding, chain, batch.pool)
+        demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
+        demand.num_tokens = count_room_tokens(&self.tokens, num_hits)
+        is_right = price(batch.pool, &holding, &demand, digests_of(batch, self.row), batch.states[self.row].num_hashed)
+        if is_right:
+            has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
+            has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, array))
             if not has_pages:
-                self.begin_refusal(refusal, num_free_hits, num_changes)
+                self.begin_refusal(refusal, &demand, num_changes)
             else:
-                held_free = find_held_free(batch.pool, num_needed)
+                held_free = find_held_free(batch.pool, count_demanded(&demand))
                 if held_free == NULL_PAGE and has_room:
-                    self.fill_row(hits, num_hits, num_tokens, num_adopted)
+                    self.fill_row(&demand, num_hits)
         rows.let_go()
-        if num_free_hits < 0:
+        free(array)
+        if not is_right:
             raise PageHashError(f"row {self.row}: a page that was hit has another content meanwhile, or cannot be held")
         rows.store.check_untaken(held_free)
         if not has_room:
@@ -248,15 +248,15 @@ cdef class RowRequest:
                 raise ArgumentError(f"hits: got {(<PageIds>hits[g]).num} pages for {num_hits} tokens")
         return 0
 
-    cdef void begin_refusal(self, RowRefusal refusal, Py_ssize_t num_free_hits, int64_t num_changes) noexcept:
+    cdef void begin_refusal(self, RowRefusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
         cdef Group *group = &batch.groups[0]
         cdef Holding holding = holding_of(batch, self.row)
-        cdef Py_ssize_t g, num_held = -num_free_hits
-        for g in range(len(refusal.hits)):  # a checkpoint may be adopted, and needs no page of its own then
-            num_held += count_hit_pages(&batch.groups[g], refusal.hits[g])
-        num_held += count_state_hits(&holding, refusal.hits)
+        cdef Py_ssize_t g, num_held = -demand.num_free_hits
+        for g in range(batch.num_groups):
+            num_held += count_attached(&holding, demand, g)
+        num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
         refusal.shard = self.shard
         if refusal.hits and batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(batch.pool):
             refusal.page_size = group.rules.page_size
@@ -267,31 +267,28 @@ cdef class RowRequest:
         refusal.begin(batch.pool, num_held)
         refusal.watch.num_changes = num_changes
 
-    cdef void fill_row(self, tuple hits, int32_t num_hits, int32_t num_tokens, bint adopts) noexcept:
-        """Give an empty row its hits and its pages, and enter those that are full, unless they are filled from elsewhere.
-        Checkpoints are copied, or adopted.
+    cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
+        """Give an empty row the hits and pages of a demand that fits, and enter the pages that are full, unless they are filled
+        from elsewhere.
         """
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
+        cdef int32_t num_computed = <int32_t>demand.num_tokens
         cdef Py_ssize_t g
         set_context(batch, self.row, self.context)
-        note_request(batch.pool)
-        attach_all(batch.pool, &holding, hits, adopts)
-        if adopts:
-            adopt_states(batch.pool, &holding, hits)
+        attach(batch.pool, &holding, demand)
         for g in range(batch.num_groups):
             show_row(batch, self.row, g)
-        take_pages(batch, self.row, num_tokens, NULL)
-        if not adopts:
-            copy_states(batch.pool, &holding, hits)
+        take_pages(batch, self.row, num_computed, NULL)
+        copy_states(batch.pool, &holding, demand)
         batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)
         if batch.num_external[self.row]:
-            num_tokens = num_hits
-        enter_row(batch, self.row, num_tokens)
+            num_computed = num_hits
+        enter_row(batch, self.row, num_computed)
         enter_waiting(&batch.waiting)
         batch.states[self.row].num_hits = num_hits
         batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known
-        batch.states[self.row].num_computed = num_tokens
+        batch.states[self.row].num_computed = num_computed
         plan_next_event(batch, self.row)
         if batch.num_external[self.row]:
             batch.states[self.row].next_event = 1

@@ -1,41 +1,37 @@
-"""Rows whose pages are transferred: swapped out and in, gone back where a load failed, filled from elsewhere."""
+"""Rows whose pages are transferred: swapped out and in, gone back where a load failed."""
 
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.arguments cimport require_instance, size_of
+from pagepool.core.arguments cimport require_instance
 from pagepool.core.batch cimport (
-    Batch, Swapped, SwappedGroup, digests_of, end_row, held_by, holding_of, plan_next_event, show_row,
+    Batch, Swapped, SwappedGroup, begin_admission, digests_of, drop_swapped, end_row, held_by, holding_of, plan_next_event,
+    show_row,
 )
-from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport are_destinations, are_sources, has_copies_due
 from pagepool.core.holdings cimport (
-    Held, Holding, count_places, empty, find_load_number, find_wrong, forget_uncomputed, list_last_first, note_loads,
-    note_taken, waits_for_loads,
+    Held, Holding, count_places, empty, find_load_number, find_wrong, list_last_first, note_loads, note_taken, waits_for_loads,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport find, find_within
 from pagepool.core.pages cimport share, take_from, touch_all
-from pagepool.core.pending cimport commit_row, fail_row, put_back_behind, skip_unread
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.request_pages cimport RequestPages, lock_chain, unlock_chain
-from pagepool.core.row_memory cimport RowMemory
-from pagepool.core.row_moves cimport begin_admission
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, pages_for
+from pagepool.core.references cimport put_back_all
+from pagepool.core.rules cimport Group, is_state, pages_for
+from pagepool.core.running cimport RunningRows
 from pagepool.core.shrinking cimport can_go_back, go_back
 from pagepool.core.siphash cimport Digest
-from pagepool.core.swapped cimport drop_swapped, put_back_all
 from pagepool.core.tier cimport FailedLoads
 from pagepool.core.transfers cimport find_oldest_load, note_save, note_transfer, reserve_transfers
 
 from pagepool.errors import ArgumentError, CopiesDueError, DoubleFreeError
 
 
-def swap_out_row(RowMemory rows not None, row) -> bool:
+def swap_out_row(RunningRows rows not None, row) -> bool:
     """Have the pages of a row saved in the tier, and give them back: see `RunningBatch.swap_out`."""
     cdef Py_ssize_t source = rows.checked_row(row)
     cdef Batch *batch = &rows.batch
@@ -79,13 +75,13 @@ def swap_out_row(RowMemory rows not None, row) -> bool:
     return is_saved
 
 
-cdef int check_tier(RowMemory rows) except -1:
+cdef int check_tier(RunningRows rows) except -1:
     if rows.store.pool.tier == NULL:
         raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
     return 0
 
 
-cdef int refuse_row(RowMemory rows, Py_ssize_t row) except -1:
+cdef int refuse_row(RunningRows rows, Py_ssize_t row) except -1:
     if not rows.batch.states[row].is_admitted:
         raise ArgumentError(f"row {row} is not admitted")
     if rows.batch.num_external[row]:
@@ -175,7 +171,7 @@ cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
     plan_next_event(batch, row)
 
 
-def swap_in_row(RowMemory rows not None, row) -> int | None:
+def swap_in_row(RunningRows rows not None, row) -> int | None:
     """Have the pages of a row that are in the tier loaded: see `RunningBatch.swap_in`."""
     cdef Py_ssize_t target = rows.checked_row(row)
     cdef Batch *batch = &rows.batch
@@ -303,7 +299,7 @@ cdef enum Outcome:
     LOST
 
 
-def rewind_rows(RowMemory rows not None, failed) -> tuple:
+def rewind_rows(RunningRows rows not None, failed) -> tuple:
     """Let rows go back to tokens that were computed without failed loads: see `RunningBatch.rewind`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
     cdef Outcome *outcomes
@@ -337,67 +333,3 @@ cdef Outcome rewind_row(Batch *batch, Py_ssize_t row, FailedLoads failed) noexce
         return LOST
     go_back(batch, row, num_tokens, first)
     return REWOUND
-
-
-def end_external(RowMemory rows not None, row, num_tokens, bint is_failed) -> int:
-    """Let a pending row run: see `RunningBatch.commit_external`, and if it `is_failed` `RunningBatch.fail_external`. Returns
-    how many tokens of the row are computed.
-    """
-    cdef Batch *batch = &rows.batch
-    cdef Py_ssize_t checked = rows.checked_row(row)
-    cdef int32_t num = <int32_t>size_of(num_tokens, "num_valid_tokens" if is_failed else "num_tokens", 0, MAX_TOKENS)
-    cdef Holding holding = holding_of(batch, checked)
-    cdef int32_t num_external, num_computed
-    cdef bint is_due, is_right
-    rows.enter_call()
-    num_external = batch.num_external[checked]
-    is_due = num_external and has_copies_due(batch.pool, &holding)
-    is_right = 0 < num_external and num <= num_external and not is_due
-    is_right = is_right and (is_failed or num == num_external or not batch.has_state)
-    if is_right and is_failed:
-        fail_row(batch, checked, num)
-    elif is_right:
-        commit_row(batch, checked, num)
-    num_computed = batch.states[checked].num_computed
-    rows.let_go()
-    if not is_right:
-        refuse_end(checked, num, num_external, is_due)
-    return num_computed
-
-
-cdef int refuse_end(Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
-    if num_external == 0:
-        raise ArgumentError(f"row {row} waits for no tokens from elsewhere")
-    if is_due:
-        raise CopiesDueError(f"row {row}: copies or transfers of its pages are due: take them, and do them, before")
-    if num_tokens > num_external:
-        raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
-    raise ArgumentError(
-        f"row {row}: got {num_tokens} tokens, allowed with a state: all {num_external}; call fail_external for fewer"
-    )
-
-
-def skip_unread_pages(RequestPages held not None, num_tokens) -> None:
-    """Give back the pages of a request that no token from `num_tokens` on attends to. O(pages given back)."""
-    cdef int32_t num = <int32_t>size_of(num_tokens, "num_tokens", 0, held.limits.num_room)
-    with held.store.lock:
-        skip_unread(&held.store.pool, &held.holding, num)
-        held.plan()
-
-
-def give_back_behind(RequestPages held not None, num_tokens, HashChain chain=None) -> None:
-    """Give back the pages of a request wholly behind `num_tokens` tokens, the last first. Those with later tokens lose the
-    entries that they got under `chain`, except hits. O(pages given back).
-    """
-    cdef int32_t num = <int32_t>size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
-    cdef const Digest *digests = NULL
-    cdef Py_ssize_t num_digests = 0
-    lock_chain(chain)
-    held.store.lock.acquire()
-    if chain is not None:
-        digests, num_digests = chain.digests, chain.num
-    forget_uncomputed(&held.store.pool, &held.holding, num, digests, num_digests)
-    put_back_behind(&held.store.pool, &held.holding, num)
-    held.plan()
-    held.store.lock.release()
-    unlock_chain(chain)

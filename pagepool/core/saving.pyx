@@ -7,15 +7,15 @@ from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ghost cimport set_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
     BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
-    Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
+    Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, learns,
+    num_slots_of,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
-from pagepool.core.store cimport PageStore
+from pagepool.core.store cimport PageStore, counters_of
 
 import numpy as np
 
@@ -144,7 +144,7 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
     with store.lock:
         if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
-            is_right = max(page_id, ghost_set, count) >= 0 or pool.policy.is_right(pool)
+            is_right = max(page_id, ghost_set, count) >= 0 or not learns(pool) or pool.policy.is_right(pool)
     if page_id >= 0:
         return describe_mark(pool, page_id)
     if ghost_set >= 0:
@@ -195,16 +195,16 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
-    """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
-    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy`
-    those of the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the
-    number of shards. SnapshotError if they contradict one another. O(num_pages).
+    """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, and the eviction
+    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of
+    the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of
+    shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
-    enable_caching, eviction, ghost_size = kind
+    enable_caching, eviction = kind
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
     counters, num_shards = totals
-    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction, ghost_size=ghost_size)
+    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
     cdef Py_ssize_t width = tokens.shape[1]

@@ -6,8 +6,8 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.batch cimport (
-    Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, end_row, held_by, holding_of, plan_next_event,
-    start_call,
+    Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, drop_swapped, end_row, held_by, holding_of,
+    plan_next_event, start_call,
 )
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.holdings cimport (
@@ -17,7 +17,6 @@ from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NULL_PAGE, Pool, is_pinned
 from pagepool.core.references cimport put_back
 from pagepool.core.rules cimport full_pages
-from pagepool.core.swapped cimport drop_swapped
 
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:

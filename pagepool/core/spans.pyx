@@ -9,12 +9,11 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 from pagepool.core.arguments cimport as_list, float_of, size_of
 from pagepool.core.batch cimport digests_of, held_by
 from pagepool.core.chain cimport HashChain
-from pagepool.core.eviction cimport make_lru
+from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
-from pagepool.core.page_records cimport new_shard_links, use_shard_links
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport begin_level_parts
@@ -24,10 +23,10 @@ from pagepool.core.records cimport (
 from pagepool.core.references cimport find_pinned, take_pin_back
 from pagepool.core.request_pages cimport CacheGroups, checked_hits
 from pagepool.core.row_hashes cimport hash_row
-from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
-from pagepool.core.store cimport PageStore
+from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
 
@@ -106,7 +105,7 @@ cdef class TokenSpan:
             num_missed += list_cached(&self.store.pool, group, &pages, chain.digests, found)
         return num_missed
 
-    cdef bint list_row(self, RowMemory rows, Py_ssize_t row, PageIds found) noexcept:
+    cdef bint list_row(self, RunningRows rows, Py_ssize_t row, PageIds found) noexcept:
         """List the cached pages of a row of a locked batch, none if it is not admitted. False where memory is short."""
         cdef const Group *group
         cdef Held *held
@@ -122,7 +121,7 @@ cdef class TokenSpan:
             list_cached(&self.store.pool, group, &listed, digests_of(&rows.batch, row), found)
         return True
 
-    cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:
+    cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1:
         cdef Py_ssize_t checked = rows.checked_row(row)
         if rows.store is not self.store:
             raise ArgumentError("rows: got those of another pool")
@@ -231,7 +230,7 @@ cdef class PinSpan(TokenSpan):
                 pin_found(self.store, found, fresh, &verdict)
         return None if verdict.outcome == STALE else self.finish(&verdict, found.num, fresh.num)
 
-    def pin_row(self, RowMemory rows not None, row, max_num_pinned) -> int:
+    def pin_row(self, RunningRows rows not None, row, max_num_pinned) -> int:
         """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
@@ -279,7 +278,7 @@ cdef class PinSpan(TokenSpan):
                 n += unpin_group(&self.store.pool, group, self.pages_of(group, MAX_TOKENS, chain.num), chain.digests)
         return n
 
-    def unpin_row(self, RowMemory rows not None, row) -> int:
+    def unpin_row(self, RunningRows rows not None, row) -> int:
         """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
         cdef const Group *group
         cdef Range pages
@@ -437,7 +436,7 @@ cdef bint begin_levels(PageStore store) noexcept:
     levels = <uint8_t *>calloc(pool.num_pages, 1)
     if pool.num_shards:
         links = new_shard_links(&divided, pool.num_shards)
-    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_lru(pool)):
+    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_blank_part(pool)):
         free(levels)
         free(links)
         return False
@@ -584,7 +583,7 @@ cdef class RetentionSpan(TokenSpan):
         self.check_room(has_room)
         return None if is_stale else found.num
 
-    def retain_row(self, RowMemory rows not None, row, Retention retention not None) -> int:
+    def retain_row(self, RunningRows rows not None, row, Retention retention not None) -> int:
         """Retain the cached pages of an admitted row. Returns how many. Errors as in `require_cached`. O(pages)."""
         cdef PageIds found = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_tokens, checked = self.checked_row(rows, row)

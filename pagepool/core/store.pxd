@@ -1,26 +1,65 @@
-# One pool: its free queue.
+# One pool: its records, its free queue and its prefix index.
 
 cimport cython
+from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.chain cimport HashChain
 from pagepool.core.ids cimport PageIds
-from pagepool.core.page_records cimport CachedPages
+from pagepool.core.locks cimport LockNode
+from pagepool.core.records cimport Links, Page, Pool, Range
+
+
+cdef tuple counters_of(Pool pool)
+cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept
+cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
 
 
 cdef class CachePage
 
 
 @cython.auto_pickle(False)
-cdef class PageStore(CachedPages):
+cdef class PageStore:
+    cdef Pool pool
+    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
+    cdef readonly bint enable_caching
+    cdef readonly object eviction       # name of the policy, a str
+    cdef readonly object names          # HashNames
+    cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
+    cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
+    cdef Py_ssize_t capacity            # records there is room for
+    cdef int32_t *leases                # by page: references of leases; NULL until there is one
     cdef dict views                     # page id -> CachePage, for those that were asked for
+    cdef cython.pymutex lock
+    cdef LockNode lock_node
 
-    cdef CachePage view(self, int32_t page_id)
+    cdef bint add_records(self, Py_ssize_t num_pages) noexcept
+    cdef int divide(self) except -1
+    cdef bint make_index(self) noexcept
+    cdef int sample_residency(self) except -1
+    cdef bint make_pins(self) noexcept
+    cdef bint make_leases(self) noexcept
+    cdef int32_t read(self, const int32_t *value) noexcept
+    cdef Page record(self, int32_t page_id) noexcept
+    cdef int32_t checked_id(self, object page_id) except -1
+    cdef PageIds checked(self, object page_ids)
+    cdef int check_range(self, int32_t page_id) except -1
+    cdef Range range_of(self, first_id, stop_id) except *
+    cdef int check_fixed(self) except -1
+    cdef int32_t checked_context(self, object context) except -1
+    cdef int32_t count_holders(self, int32_t page_id) noexcept
+    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept
+    cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept
+    cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1
-    cdef int refuse_touch(self, int32_t page_id) except -1
     cdef void pull_any(self, int32_t page_id) noexcept
     cdef int push_checked(self, const int32_t *ids, Py_ssize_t n) except -1
+    cdef int lock_divided(self, int32_t num_shards) except -1
+    cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept
+    cdef tuple token_ids_of(self, int32_t page_id)
+    cdef CachePage view(self, int32_t page_id)
 
 
 cdef class QueryCounter:

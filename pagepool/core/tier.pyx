@@ -9,8 +9,8 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, group_of, require_instance, size_of
 from pagepool.core.chain cimport HashChain
-from pagepool.core.entering cimport Contents
 from pagepool.core.copies cimport are_destinations, are_sources
+from pagepool.core.entering cimport Contents
 from pagepool.core.holdings cimport Holding, can_restart, find_restart, find_wrong, restart_from
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank

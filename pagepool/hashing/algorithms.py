@@ -4,7 +4,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from pagepool._core import PageIds
+from pagepool._core import PageIds, RequestHashes
 from pagepool.errors import ArgumentError, shown
 from pagepool.hashing import (
     MAX_KEY,
@@ -18,7 +18,7 @@ from pagepool.hashing import (
     sha256_cbor,
     sha256_page,
 )
-from pagepool.hashing.request_hashes import PageHasher, RequestHashes
+from pagepool.hashing.request_hashes import PageHasher
 from pagepool.request import TokenIds
 
 __all__ = ["HashAlgorithm", "make_page_hasher"]

@@ -1,4 +1,4 @@
-"""The hashes of one request's pages, and the base of the algorithms that make them."""
+"""The base of the algorithms that hash the pages of requests, and a view of their hashes."""
 
 import hmac
 from abc import ABC, abstractmethod
@@ -6,40 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from pagepool._core import HashChain, PageIds, Refusal, require_token_ids
+from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids
 from pagepool.arguments import refuse_incomplete
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import ExtraKeys, HashNames, KeyHolder, PageHash, RequestExtraKeys, get_siphash_key
 from pagepool.request import Request, TokenIds
 
-__all__ = ["PageHasher", "RequestHashes", "RequestPageHashes"]
-
-
-class RequestHashes(KeyHolder):
-    """The digests of a request's full pages, computed on demand.
-
-    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
-    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal. ``is_short``: too few
-    pages were free to load what the host tier has.
-    """
-
-    __slots__ = ("chain", "extra_keys", "is_counted", "is_short", "page_hashes", "query", "refusal", "request")
-
-    def __init__(self, request: Request, chain: HashChain, extra_keys: RequestExtraKeys | None) -> None:
-        """Start without hashed pages."""
-        self.request = request
-        self.chain = chain
-        self.page_hashes: list[PageHash] = []
-        self.extra_keys = extra_keys
-        self.query: tuple[int, int, bool] | None = None
-        self.is_counted = False
-        self.is_short = False
-        self.refusal: Refusal | None = None
-
-    def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """Return the next page from `start_page` on that has extra keys, and the keys; None if there is none."""
-        return (None, None) if self.extra_keys is None else self.extra_keys.find_keyed_page(start_page, page_size)
+__all__ = ["PageHasher", "RequestPageHashes"]
 
 
 class PageHasher(KeyHolder, ABC):
@@ -83,7 +56,9 @@ class PageHasher(KeyHolder, ABC):
         """Hash up to `num_pages` pages of the request. ArgumentError for missing or negative tokens. O(new tokens)."""
         num_hashed = len(hashes.chain)
         while num_hashed < num_pages:
-            keyed_page, keys = hashes.find_keyed_page(num_hashed, self.page_size)
+            keyed_page, keys = None, None
+            if hashes.extra_keys is not None:
+                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size)
             if keyed_page == num_hashed:
                 stop = num_hashed + 1
             else:

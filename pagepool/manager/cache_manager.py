@@ -1,35 +1,60 @@
 """The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from pagepool._core import QueryCounter, check_holders, lists_of
-from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_flag, require_int, require_share
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import (
+    CachePages,
+    FailedLoads,
+    HashChain,
+    Lease,
+    PageCopies,
+    PageIds,
+    PinSpan,
+    QueryCounter,
+    RequestPages,
+    Retention,
+    RetentionSpan,
+    SlotAllocator,
+    Transfers,
+    check_holders,
+    end_step,
+    end_transfers,
+    fork_request,
+    lease_pages,
+    list_in_flight,
+    lists_of,
+    protect_pages,
+    rewind_request,
+    take_copies,
+    take_transfers,
+)
+from pagepool.arguments import MAX_SIZE, as_list, has_status, id_of, read_count, require_flag, require_int, require_share
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
+from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
-from pagepool.manager.cache_pages import CachePages
+from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
-from pagepool.manager.reporting import ReportedPages
-from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
-from pagepool.manager.tiers import HostTier
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
-    from pagepool.events import EventSource
+    from pagepool.events import Event, EventSource
 
 __all__ = ["CacheManager"]
+Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
+"""What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
-ZERO = 0
-"""The default of a count. `is` tells this int from zeros of other types."""
 
-
-class CacheManager(ReportedPages):
+class CacheManager(KeyHolder):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -71,7 +96,6 @@ class CacheManager(ReportedPages):
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
         eviction: str | None = None,
-        ghost_size: float | None = None,
         max_pinned_share: float = 0.2,
         host_tier: HostTier | None = None,
     ) -> None:
@@ -90,9 +114,9 @@ class CacheManager(ReportedPages):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         if page_pool is None:
             eviction = "lru" if eviction is None else eviction
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction, ghost_size=ghost_size)
+            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
         elif isinstance(page_pool, PagePool):
-            _require_eviction(page_pool, eviction, ghost_size)
+            _require_eviction(page_pool, eviction)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
@@ -110,12 +134,13 @@ class CacheManager(ReportedPages):
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
-        self._slots = SlotAllocator(self.coordinator, self._lookups, len(kv_cache_groups), self.enable_caching)
+        self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
-        self._no_ids, self._leases = self._slots.no_ids, {}
+        self._no_ids = self._slots.no_ids
+        self._leases: dict[Lease, None] = {}
         if host_tier is not None:
             host_tier.bind(self._store)
         self.host_tier = host_tier
@@ -210,55 +235,19 @@ class CacheManager(ReportedPages):
         of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
         restore its state. Amortised O(new pages).
         """
-        try:
-            num_computed_tokens = request.num_computed_tokens
-            # A plain int and not negative if all three are.
-            counts = num_new_tokens | num_lookahead_tokens | num_computed_tokens
-            is_plain = type(counts) is int and counts >= 0 and num_new_tokens
-            held = self._requests.get(request.request_id)
-        except (AttributeError, OverflowError, TypeError):
-            is_plain = False
-        if is_plain and num_new_computed_tokens is num_external_computed_tokens is ZERO:
-            num_tokens = num_computed_tokens + num_new_tokens
-        else:
-            num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens = _read_num_tokens(
-                num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens
-            )
-            num_computed_tokens = read_count(request, "num_computed_tokens")
-            held = self._requests.get(id_of(request))
-            num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
-        if (
-            held is not None
-            and new_computed_pages is None
-            and not num_new_computed_tokens
-            and held.needs_nothing(num_computed_tokens, num_tokens, num_tokens + num_lookahead_tokens)
-        ):
-            return CachePages(self._no_ids, self._store)
-        if num_tokens > self.max_model_len:
-            raise ArgumentError(
-                f"request {shown(request.request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_model_len}"
-            )
-        num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
-        is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
-        placement = ANYWHERE
-        if dp_shard_hint is not None or data_parallel_size is not None or num_reserved_pages:
-            placement = Placement(dp_shard_hint, data_parallel_size, num_reserved_pages)
-        with self._lock:
-            hits = self._slots.get_hits(request, new_computed_pages)
-            if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
-                self._slots.check_computed(request, num_computed_tokens, num_new_computed_tokens, hits)
-            if data_parallel_size is None and self._lookups.is_refused_still(request, hits, num_slots, num_reserved_pages):
-                return None
-            new_ids = self._slots.allocate(
-                request,
-                num_computed_tokens,
-                hits,
-                num_slots,
-                0 if is_delayed or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
-                placement,
-            )
-        return None if new_ids is None else CachePages(new_ids, self._store)
+        return self._slots.allocate(
+            self._lock,
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_pages,
+            num_lookahead_tokens,
+            delay_cache_pages,
+            dp_shard_hint,
+            data_parallel_size,
+            num_external_computed_tokens,
+            num_reserved_pages,
+        )
 
     def require_capacity(self, num_tokens: int) -> None:
         """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
@@ -282,16 +271,13 @@ class CacheManager(ReportedPages):
             return
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            held = self._requests.get(id_of(request))
-            if held is None:
-                raise ArgumentError(f"request {shown(request.request_id)} holds no pages")
+            held = self._require_held(request)
             if num_tokens > held.num_room_tokens:
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._lookups.extend(request, num_tokens)
-            held.rewind(num_before)
-            if held.check_enterable(hashes.chain, num_tokens):
-                self._slots.enter_pages(held, hashes, num_tokens)
+            with self._lookups.naming(hashes, held.num_cached_hashes, num_tokens) as context:
+                held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
@@ -299,6 +285,433 @@ class CacheManager(ReportedPages):
         """
         with self._lock:
             return self.page_pool.reset_prefix_cache()
+
+    # Copies and forks.
+
+    def take_copies(self) -> PageCopies:
+        """Return the copies of pages that are due, also those of running batches, and forget them: the caller does them before
+        the step that reads their destinations. Empty if none is due; nothing is allocated then.
+
+        Copies are noted where a state becomes a checkpoint, where one is hit, and by `fork`. Until they are taken their sources
+        are held, and `allocate_slots` raises CopiesDueError for a request whose pages they read or write. A request that is
+        freed drops the copies into its pages. See `pagepool.page_copies.copy_pages`. O(copies).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> first, second = EngineRequest("first", [1, 2, 3, 4, 5, 6]), EngineRequest("second", [1, 2, 3, 4, 5, 6])
+        >>> _ = manager.allocate_slots(first, 6)
+        >>> first.num_computed_tokens = second.num_computed_tokens = 6
+        >>> manager.fork(first, second).get_page_ids()
+        ([1, 3],)
+        >>> manager.take_copies()
+        PageCopies(src=[2], dst=[3], group=[0])
+        """
+        return take_copies(self._store)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """The tokens between checkpoints: the least common multiple of the page sizes and the intervals of all states, since
+        only there every group can hit. None for a model without states of which checkpoints are kept.
+        """
+        return self.coordinator.checkpoint_interval
+
+    def find_next_checkpoint(self, request: Request) -> int:
+        """Return the least number of tokens, above the computed ones, at which states are kept. A chunk that ends there
+        leaves a checkpoint, one that goes past it does not. At most ``max_model_len``, and that without checkpoints.
+        """
+        num_computed_tokens = read_count(request, "num_computed_tokens")
+        interval = self.checkpoint_interval or self.max_model_len
+        return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
+
+    def fork(self, request: Request, new_request: Request) -> CachePages | None:
+        """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
+        samples and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
+
+        Returns all pages of the new request; None, and nothing changed, if too few pages are free. ArgumentError if `request`
+        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, if these tokens or the extra keys
+        do, and if `request` went back to fewer tokens than a window has left pages for. CopiesDueError if copies into the pages
+        of `request` are due. O(tokens): they are hashed.
+        """
+        with self._lock:
+            held, num_tokens = self._check_fork(request, new_request)
+            target = self.coordinator.hold_nothing()
+            self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
+            is_forked = False
+            try:
+                is_forked = fork_request(held, target, num_tokens)
+            finally:
+                if not target:
+                    del self._requests[new_request.request_id]
+                if not is_forked:
+                    self._lookups.hashes.pop(new_request.request_id, None)
+            return CachePages(target.get_page_ids(), self._store) if is_forked else None
+
+    def _check_fork(self, request: Request, new_request: Request) -> tuple[RequestPages, int]:
+        """Return what a request holds, and the computed tokens of both; raise why the new one cannot go on from there."""
+        num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
+        held = self._require_held(request)
+        if id_of(new_request) in self._requests:
+            raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
+        if not num_new == num_tokens <= held.num_room_tokens:
+            raise ArgumentError(
+                f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
+                f"{held.num_room_tokens}, for which there are slots"
+            )
+        if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
+            raise ArgumentError(
+                f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "
+                f"request {shown(request.request_id)}"
+            )
+        return held, num_tokens
+
+    # The host tier.
+
+    def take_transfers(self) -> Transfers:
+        """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is.
+
+        The engine runs them before the next step: first it reads the sources of all saves, then it writes the loads, then the
+        copies of `take_copies`. When they are done, `complete_transfers` or `fail_transfers` ends them under their number; in
+        the meantime saved pages do not hit, and what was computed with loaded pages does not. O(transfers).
+        """
+        return take_transfers(self._store)
+
+    def end_step(self) -> None:
+        """Tell a tier that writes through that all tokens scheduled so far are computed, or will be by the time at which the
+        next saves are read: pages that were cached by now are saved with the next `take_transfers`. Call it when a step was
+        given to the device, before the next one is scheduled; without it pages are saved only when they are evicted. O(1).
+        """
+        end_step(self._store)
+
+    def list_transfers_in_flight(self) -> list[Transfers]:
+        """Return the transfers that were taken and have not ended, in order: for an engine that has lost some, since the call
+        that took them was interrupted. O(transfers x lists).
+        """
+        return list_in_flight(self._store)
+
+    def complete_transfers(self, number: int) -> None:
+        """End the transfers that were taken under a number: saved pages hit from now on. ArgumentError for an unknown number.
+        O(transfers in flight).
+        """
+        end_transfers(self._store, number)
+
+    def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
+        """End the transfers of a number, of which some failed: those at these places of the saves and of the loads. The pages
+        of failed transfers lose their entries, in the tier too. What failed loads mean for requests and rows is said by
+        `find_wrong_token` and `RunningBatch.rewind`. ArgumentError for an unknown number or place. O(transfers in flight +
+        num_pages).
+        """
+        return end_transfers(self._store, number, saves, loads)
+
+    def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
+        """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
+        Lower ``num_computed_tokens`` to that token before the request is scheduled again.
+
+        Behind that token the request keeps its pages up to the first that others hold, and gives back the rest:
+        `allocate_slots` takes new ones for these, to which nobody else writes. Read all of its pages by `get_page_ids` then,
+        and end transfers from elsewhere into its pages before.
+
+        Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
+        if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
+        loaded pages of this list, or of later ones: its state may have seen wrong tokens. O(pages).
+        """
+        with self._lock:
+            held = self._requests.get(id_of(request))
+            try:
+                return rewind_request(held, failed)
+            finally:
+                if held is not None and not held:
+                    del self._requests[request.request_id]
+
+    # External tokens and leases.
+
+    def commit_external(self, request: Request, num_tokens: int) -> None:
+        """Enter the pages that a transfer has filled in the prefix index: those of `num_tokens` tokens of a request behind its
+        ``num_computed_tokens``. The caller counts them as computed then.
+
+        Before, `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`, and the
+        request gets no others. Pages that no later token attends to, because they lie behind a window, are given back:
+        the transfer need not fill them. With a state `num_tokens` are all external tokens, since the state is of all of them.
+
+        ArgumentError, and nothing changed, for more tokens than have slots or are known, and for a request that holds no
+        pages; CopiesDueError while copies or transfers of its pages are due: they are done before the transfer writes there.
+        O(pages entered).
+        """
+        with self._lock:
+            held, num_computed_tokens = self._check_external(request, "num_tokens", num_tokens)
+            self._end_external(request, held, num_computed_tokens, is_failed=False)
+
+    def fail_external(self, request: Request, num_valid_tokens: int) -> int:
+        """`commit_external` for the first `num_valid_tokens` of the external tokens. The pages wholly behind them are given
+        back. Returns the number of tokens that are computed: the request goes on from there.
+
+        With a state nothing stands, since it is of tokens that did not come: all pages are given back and 0 is returned; the
+        request may be looked up again. Errors as in `commit_external`. O(pages given back and entered).
+        """
+        with self._lock:
+            held, num_computed_tokens = self._check_external(request, "num_valid_tokens", num_valid_tokens)
+            if any(manager.is_state for manager in self.coordinator.single_type_managers):
+                self.coordinator.free(request.request_id)
+                return 0
+            self._end_external(request, held, num_computed_tokens, is_failed=True)
+            return num_computed_tokens
+
+    def _check_external(self, request: Request, name: str, num_tokens: int) -> tuple[RequestPages, int]:
+        """Return what a request holds, and how many tokens are computed with the external ones; raise what is wrong."""
+        num_tokens = require_int(name, num_tokens, 0)
+        held = self._require_held(request)
+        start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
+        num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
+        if num_tokens > num_most_tokens:
+            raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
+        held.require_copies_taken()
+        return held, start + num_tokens
+
+    def _end_external(self, request: Request, held: RequestPages, num_computed_tokens: int, is_failed: bool) -> None:
+        """Enter the pages of a request that are filled by its first tokens, and that later ones attend to."""
+        if not self.enable_caching:
+            held.end_external(None, num_computed_tokens, is_failed)
+            return
+        hashes = self._lookups.extend(request, num_computed_tokens)
+        with self._lookups.naming(hashes, held.num_cached_hashes, num_computed_tokens) as context:
+            held.end_external(hashes.chain, num_computed_tokens, is_failed, context)
+
+    def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
+        """Keep pages that a transfer reads: until the lease is released they are not handed out, though their request is freed.
+
+        `page_ids` are held pages, or free ones that are cached; a page that stands there twice is leased twice. `release` ends
+        a lease, as does ``with``. A lease is a reference: its pages are held, and `reset_prefix_cache` returns False. It does
+        not keep others from writing there, or from dropping prefix entries. `leases` has all that are held: a lease lives until
+        it is released, also if nobody else has it. It cannot be pickled.
+
+        PageIdError, and nothing is leased, for the null page, ids outside the pool, and free pages that are not cached;
+        ArgumentTypeError for what is no list or array of ints. O(pages); the first call O(num_pages).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> request = EngineRequest("a", [1, 2, 3, 4, 5])
+        >>> _ = manager.allocate_slots(request, 5)
+        >>> with manager.lease([1, 2]) as lease:
+        ...     manager.free(request)
+        ...     manager.stats().num_held_pages, manager.leases
+        (2, (Lease(page_ids=[1, 2], is_held=True),))
+        >>> manager.stats().num_held_pages, lease.is_held, manager.leases
+        (0, False, ())
+        """
+        return lease_pages(self._store, page_ids, self._leases)
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The leases that are held, the oldest first: also those of calls that were interrupted. O(leases)."""
+        return tuple([lease for lease in list(self._leases) if lease.is_held])
+
+    # Pins.
+
+    def pin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
+        """Pin the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns the number of these pages.
+
+        A pinned page stays cached and is not evicted, whoever frees it, until it is unpinned as often as it was pinned; what
+        drops its prefix entry (`PagePool.evict_pages`, `free` with `num_computed_tokens`) unpins it at once. It is held, so it
+        is not free, and `reset_prefix_cache` returns False. Of a request that holds pages its own are pinned, in each group
+        that is prefix-cached; of another one those that `get_computed_pages` would find. No look-up is counted.
+
+        PinBudgetError, and nothing is pinned, if more than ``max_num_pinned_pages`` pages would be pinned, which is
+        ``int(max_pinned_share * (num_pages - 1))``; a page counts once however often it is pinned. ArgumentError unless
+        ``0 <= start <= stop``. O(tokens): they are hashed.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> request = EngineRequest("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+        >>> _ = manager.allocate_slots(request, 9)
+        >>> manager.pin(request), manager.pin(request, stop=4)
+        (2, 1)
+        >>> manager.free(request)
+        >>> manager.stats().num_pinned_pages, manager.unpin(request), manager.stats().num_pinned_pages
+        (2, 2, 1)
+        """
+        span = PinSpan(self._store, start, stop)
+
+        def pin(chain: HashChain, page_ids: Sequence[PageIds], are_hits: bool) -> int | None:
+            return span.pin(self.coordinator.groups, chain, page_ids, self.max_num_pinned_pages, are_hits)
+
+        return self._apply_to_cached(request, read_count(request, "num_tokens"), span.stop, pin)
+
+    def _apply_to_cached(self, request: Request, num_tokens: int, stop: int, apply: Apply) -> int:
+        """Call `apply` with the hashes of a request up to `stop` and its pages or else its hits, and return the number of pages
+        that it returns; 0 if nothing can hit. It is called again where it returns None for hits: one has left the cache.
+        """
+        if not self.enable_caching:
+            return 0
+        with self._lock:
+            held = self._requests.get(id_of(request))
+            if held:
+                chain = self._lookups.hash_apart(request, min(num_tokens, stop)).chain
+                return apply(chain, held.get_page_ids(), False) or 0
+            if self._lookups.read_query(request) is None:
+                return 0
+            chain = self._lookups.hash_apart(request, num_tokens).chain
+            num_pages = None
+            while num_pages is None:
+                hits, _ = self.coordinator.find_longest_cache_hit(chain, num_tokens - 1)
+                num_pages = apply(chain, hits, True)
+            return num_pages
+
+    def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
+        """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of a request. Returns the
+        number of these pages; 0 if none is pinned.
+
+        The pages are found by their content, in each group: the request may be freed, or another one with equal tokens and
+        extra keys. Pages that nothing else holds go to the back of the free queue, group by group, the last page first. Pass
+        the `start` and `stop` that were passed to `pin`. ArgumentError unless ``0 <= start <= stop``. O(tokens): they are
+        hashed.
+        """
+        span = PinSpan(self._store, start, stop)
+        num_tokens = min(read_count(request, "num_tokens"), span.stop)
+        if not self.enable_caching:
+            return 0
+        with self._lock:
+            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens).chain)
+
+    # Retention.
+
+    def retain(
+        self, request: Request, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
+    ) -> int:
+        """Set the eviction priority of the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns
+        the number of these pages, which are found as by `pin`.
+
+        Free pages of a priority below 50 are evicted before others, except pages without a prefix entry under a policy other
+        than LRU, and those above 50 after them; of one priority the page that was freed first. 50 is normal: the eviction
+        policy decides. Retained pages are not held and can all be evicted. A page keeps its priority while it is held, is hit
+        and is freed again, until a later call sets another one, `seconds` have passed (None: never), or it loses its prefix
+        entry. A free page whose priority changes or ends is queued as if it had been freed then. Times are compared when pages
+        are taken, and in this call.
+
+        ArgumentError, and nothing changes, if none of these pages is cached, unless the span has no tokens, for priorities
+        outside 0 to 100, for seconds that are not finite and above 0, and unless ``0 <= start <= stop``; ArgumentTypeError for
+        other types. O(tokens): they are hashed; with `seconds` O(log(pages that have them)) more a page. Snapshots do not have
+        priorities.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=5, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> kept, other = EngineRequest("kept", [1, 2, 3, 4, 5]), EngineRequest("other", [6, 7, 8, 9, 10])
+        >>> for request in (kept, other):
+        ...     _ = manager.allocate_slots(request, 5)
+        >>> manager.retain(kept, stop=4, priority=80, seconds=600)
+        1
+        >>> manager.free(kept)
+        >>> manager.free(other)
+        >>> new = manager.allocate_slots(EngineRequest("new", [11] * 12), 12)
+        >>> manager.probe(kept).num_hit_tokens, manager.probe(other).num_hit_tokens
+        (4, 0)
+        """
+        span, retention = RetentionSpan(self._store, start, stop), Retention(priority, seconds)
+        num_tokens = read_count(request, "num_tokens")
+
+        def retain(chain: HashChain, page_ids: Sequence[PageIds], are_hits: bool) -> int | None:
+            return span.retain(self.coordinator.groups, chain, page_ids, retention, are_hits)
+
+        return span.require_cached(self._apply_to_cached(request, num_tokens, span.stop, retain), num_tokens)
+
+    def protect(self, requests: Iterable[Request]) -> int:
+        """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns the
+        number of protected pages.
+
+        Call it with the requests that wait, those first that start first, whenever they have changed; `[]` ends all protection.
+        The pages of the last requests, and of each the last ones, are evicted first. Protection comes before a priority of
+        `retain`, which counts again when it ends. A page loses it with its prefix entry. Prefixes that become cached later are
+        protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens): they are hashed.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=5, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> first = EngineRequest("first", [1, 2, 3, 4, 5])
+        >>> _ = manager.allocate_slots(first, 5)
+        >>> manager.free(first)
+        >>> waiting = EngineRequest("waiting", [1, 2, 3, 4, 9])
+        >>> manager.protect([waiting])
+        1
+        >>> _ = manager.allocate_slots(EngineRequest("other", [6] * 12), 12)
+        >>> manager.probe(waiting).num_hit_tokens, manager.protect([])
+        (4, 0)
+        """
+        listed = as_list("requests", requests, "a list of requests")
+        with self._lock:
+            return protect_pages(self._store, [ids for request in listed for ids in self._find_hits(request)])
+
+    def _find_hits(self, request: Request) -> Sequence[PageIds]:
+        """Return the pages by group that a look-up would find, without counting it."""
+        query = self._lookups.read_query(request)
+        if query is None:
+            return ()
+        hits, _ = self.coordinator.find_longest_cache_hit(self._lookups.hash_apart(request, query[0]).chain, query[0] - 1)
+        return hits
+
+    # Events.
+
+    def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
+        """Record changes of the prefix cache for `take_events`. Call this before the first request.
+
+        Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
+        processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
+        Costs 56 bytes a page, of the host tier too, 4 a token, and time for each page that is cached. ImportError without the
+        extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
+        were enabled with the other `hashes_as_bytes`.
+        """
+        hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
+        try:
+            from pagepool.events import EventSource
+        except ImportError:
+            raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
+        if not self.enable_caching:
+            raise ArgumentError("events: got a manager without prefix caching, which has none")
+        with self._lock:
+            if self.event_source is None:
+                self._store.keep_token_ids(self.coordinator.max_cached_page_size)
+                source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
+                self._lookups.contexts = source.contexts
+                self.event_source = source
+                self.hasher.keep_token_ids = True
+                self._lookups.hashes.clear()  # existing hashes have no tokens
+            elif self.event_source.hashes_as_bytes != hashes_as_bytes:
+                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
+
+    def take_events(self) -> "list[Event]":
+        """Return the changes of the prefix cache since the last call, including those by running batches.
+
+        The events of `pagepool.events` come in this order: `AllBlocksCleared`, `BlockRemoved`, `BlockStored`, parents before
+        children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
+        one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
+        """
+        return self.require_event_source().take()
+
+    def snapshot_events(self) -> "list[Event]":
+        """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
+
+        Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
+        O(num_pages).
+        """
+        return self.require_event_source().list_all()
+
+    def require_event_source(self) -> "EventSource":
+        """Return the source of events; ArgumentError unless they are enabled."""
+        if self.event_source is None:
+            raise ArgumentError("events: call enable_events before the first request")
+        return self.event_source
+
+    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+        """`PrefixLookups.hold_context`, for a running batch."""
+        if extra_keys is None or self.event_source is None:  # without the lock
+            return 0
+        with self._lock:
+            return self._lookups.hold_context(extra_keys)
+
+    def release_context(self, context: int) -> None:
+        """`PrefixLookups.release_context`."""
+        self._lookups.release_context(context)
 
     # Freeing.
 
@@ -314,9 +727,26 @@ class CacheManager(ReportedPages):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            self._slots.free(request, num_computed_tokens)
+            num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
+            hashes = self._lookups.hashes.get(request.request_id)
+            if num_last_tokens:
+                hashes = self._lookups.extend(request, num_last_tokens)
+            chain = None if hashes is None else hashes.chain
+            start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
+            with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
+                self.coordinator.free(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
             if num_computed_tokens is not None:
                 self.page_pool.forget_evicted_names()
+
+    def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
+        """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
+        interval, held = self.checkpoint_interval, self._requests.get(id_of(request))
+        if not interval or not held:
+            return 0
+        num_tokens = read_count(request, "num_computed_tokens")
+        is_kept = num_computed_tokens in (None, num_tokens) and num_tokens % interval == 0
+        is_kept = is_kept and num_tokens <= read_count(request, "num_tokens")
+        return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request.
@@ -378,16 +808,21 @@ class CacheManager(ReportedPages):
         """Return no pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
 
+    def _require_held(self, request: Request) -> RequestPages:
+        """Return what a request holds; ArgumentError if it holds no pages."""
+        request_id = id_of(request)
+        held = self._requests.get(request_id)
+        if held is None:
+            raise ArgumentError(f"request {shown(request_id)} holds no pages")
+        return held
 
-def _require_eviction(pool: PagePool, eviction: str | None, ghost_size: float | None) -> None:
-    """Raise ArgumentError for a pool with another policy, and for a ghost size, which a pool has already."""
+
+def _require_eviction(pool: PagePool, eviction: str | None) -> None:
+    """Raise ArgumentError for a pool with another policy."""
     if eviction is not None and not isinstance(eviction, str):
         raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-    if ghost_size is not None or eviction not in (None, pool.eviction):
-        raise ArgumentError(
-            f"eviction: got {shown(eviction)} and ghost_size {shown(ghost_size)}, allowed with page_pool: None, or its own, "
-            f"{pool.eviction!r}"
-        )
+    if eviction not in (None, pool.eviction):
+        raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {pool.eviction!r}")
 
 
 def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
@@ -428,14 +863,3 @@ def _collect_stats(
         num_lru_hit_pages=num_lru_hit_pages,
         host_tier=None if host_tier is None else host_tier.stats(),
     )
-
-
-def _read_num_tokens(
-    num_new_tokens: int, num_external_tokens: int, num_new_computed_tokens: int, num_lookahead_tokens: int
-) -> tuple[int, int, int, int]:
-    """Return the four as Python ints, since sums of NumPy ints wrap around. ArgumentError for a negative count or no work."""
-    num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
-    num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
-    num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
-    num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
-    return num_new_tokens, num_external_tokens, num_new_computed_tokens, num_lookahead_tokens

@@ -1,14 +1,15 @@
 """Looks up the prefixes of requests, and keeps their hashes and refusals."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, QueryCounter, Refusal
+from pagepool._core import PageIds, QueryCounter, Refusal, RequestHashes
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
-from pagepool.hashing.request_hashes import PageHasher, RequestHashes
+from pagepool.hashing.request_hashes import PageHasher
 from pagepool.request import EngineRequestStatus, Request
 
 if TYPE_CHECKING:
@@ -86,13 +87,6 @@ class PrefixLookups(KeyHolder):
         self.hashes[new_request.request_id] = hashes
         return True
 
-    def extend_named(self, request: Request, num_tokens: int) -> RequestHashes:
-        """`extend`, and name the last two keys, where hashes have names: those of a checkpoint and its parent."""
-        hashes = self.extend(request, num_tokens)
-        last = num_tokens // self._coordinator.hash_page_size
-        self.hasher.name_pages(self._store.names, hashes, max(0, last - 2), last)
-        return hashes
-
     def hash_apart(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
         hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
@@ -137,6 +131,22 @@ class PrefixLookups(KeyHolder):
         if context and self.contexts is not None:
             self.contexts.release(context)
 
+    @contextmanager
+    def naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
+        """Name the keys of a request from page `start` on, and their parents', for the calls that enter them, where hashes have
+        names. Yield the context of the extra keys in the core.
+        """
+        context = self.hold_context(None if hashes is None else hashes.extra_keys)
+        try:
+            if hashes is not None and hashes.page_hashes:
+                stop = num_tokens // self._coordinator.hash_page_size
+                self.hasher.name_pages(self._store.names, hashes, max(0, start - 1), stop)
+            yield context
+        finally:
+            self.release_context(context)
+            if hashes is not None and hashes.page_hashes:
+                self._coordinator.page_pool.forget_evicted_names()
+
     def probe(self, request: Request) -> PrefixProbe:
         """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without
         changing anything.
@@ -162,11 +172,6 @@ class PrefixLookups(KeyHolder):
         managers = self._coordinator.single_type_managers
         num_taken_tokens = max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
         self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
-
-    def is_short(self, request: Request) -> bool:
-        """Whether the last look-up of a request found pages in the host tier for which too few pages are free."""
-        hashes = self.hashes.get(request.request_id)
-        return hashes is not None and hashes.is_short
 
     def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
         """Keep the hits of a refused request, if they are the leading pages of its only group, and no tier may have more."""

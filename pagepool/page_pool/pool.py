@@ -53,7 +53,7 @@ class PagePool:
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
     Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
-    pinned. Adaptive eviction takes 10 more, ARC 4 and 32 for each evicted page that it remembers.
+    pinned. Adaptive eviction takes 10 more.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -64,18 +64,17 @@ class PagePool:
     [4, 5, 6, 7, 3, 2, 1]
     """
 
-    def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru", ghost_size: float | None = None) -> None:
+    def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
 
         `eviction` names the policy by which free pages are chosen to be handed out, and their prefix entries evicted:
-        ``"lru"``, in the order in which they were freed; ``"arc"``; or ``"adaptive"``, which learns when pages are used again.
-        `ghost_size` is the number of evicted pages that ARC remembers, in pools, above 0 to 64; None: 1. Without caching the
-        order is that in which pages were freed.
+        ``"lru"``, in the order in which they were freed, or ``"adaptive"``, which learns when pages are used again. Without
+        caching the order is that in which pages were freed.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
         enable_caching = require_flag("enable_caching", enable_caching)
-        self._start(PageStore(num_pages, enable_caching, eviction=eviction, ghost_size=ghost_size))
+        self._start(PageStore(num_pages, enable_caching, eviction=eviction))
 
     def _start(self, store: PageStore) -> None:
         """Set the attributes of the pool of `store`."""
@@ -145,8 +144,7 @@ class PagePool:
         """Record the configuration under which pages are cached. `CacheManager` calls this.
 
         Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
-        if the cached pages are bound to another one. An unused pool, or one from a snapshot of version 1, is not bound.
-        O(configuration).
+        if the cached pages are bound to another one. An unused pool is not bound. O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore, load_store
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
 from pagepool.page_pool.integrity import check_store, save_store
 
@@ -30,11 +30,7 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 3
-FIRST_VERSIONS = {"configuration": 2} | dict.fromkeys(
-    ("cached_pins", "eviction", "policy_marks", "policy_ghosts", "policy_counts", "policy_learned"), 3
-)
-"""The first version of each array that not all versions have."""
+VERSION = 4
 
 
 class Field(NamedTuple):
@@ -74,7 +70,7 @@ def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     arrays["enable_caching"] = np.array([store.enable_caching])
     arrays["names"] = encode_names(store.names)
     arrays["configuration"] = encode_configuration(configuration)
-    arrays["eviction"] = encode_eviction(store.eviction, store.ghost_size)
+    arrays["eviction"] = _as_bytes(store.eviction.encode())
     return seal(arrays)
 
 
@@ -84,15 +80,14 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
     del arrays["format"], arrays["version"]
     names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
     configuration = decode_configuration(arrays.pop("configuration"))
-    eviction = decode_eviction(arrays.pop("eviction"))
+    eviction = arrays.pop("eviction").tobytes().decode(errors="replace")
     policy = tuple(arrays.pop(f"policy_{name}") for name in ("marks", "ghosts", "counts", "learned"))
     if min(counters) < 0:
         raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
         cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids", "pins"))
-        kind = enable_caching, *eviction
-        store = load_store(kind, **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
+        store = load_store((enable_caching, eviction), **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
         check_store(store)
     except (ArgumentError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
@@ -120,18 +115,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if not 1 <= version <= VERSION:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: 1 to {VERSION}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= FIRST_VERSIONS.get(name, 1)}
+    if version != VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return {**_defaults(), **arrays}
-
-
-def _defaults() -> Snapshot:
-    """Return what snapshots of former versions lack."""
-    empty = {name: np.empty((0, 2)[: len(FIELDS[name].shape)], FIELDS[name].dtype) for name in FIRST_VERSIONS}
-    return {**empty, "configuration": encode_configuration(None), "eviction": encode_eviction("lru", None)}
+    return arrays
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
@@ -218,19 +207,3 @@ def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
     if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
         raise SnapshotError("snapshot: 'configuration' is invalid, allowed: an object of ints, strings and nulls, or null")
     return configuration
-
-
-def encode_eviction(name: str, ghost_size: float | None) -> npt.NDArray[np.uint8]:
-    """Return the name of an eviction policy and its ghost size as JSON."""
-    return _as_bytes(json.dumps([name, ghost_size]).encode())
-
-
-def decode_eviction(text: npt.NDArray[np.uint8]) -> tuple[str, float | None]:
-    """Return the name and ghost size in a result of `encode_eviction`. SnapshotError for other text."""
-    try:
-        name, ghost_size = json.loads(text.tobytes())
-        if not isinstance(name, str) or type(ghost_size) not in (int, float, type(None)):
-            raise ValueError(f"got {name!r} and ghost size {shown(ghost_size)}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise SnapshotError(f"snapshot: 'eviction' is invalid: {error}") from None
-    return name, ghost_size

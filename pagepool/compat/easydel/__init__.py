@@ -10,6 +10,9 @@ if it imports pagepool, set ``PAGEPOOL_EASYDEL=1`` in the environment.
 `CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` replace the engine's classes of the same names
 in all modules of EasyDeL, including those imported or reloaded later. References held by code outside EasyDeL are not changed.
 The engine keeps its own requests and cache specs; pagepool accepts them.
+
+The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, and arithmetic
+of pages and shards. pagepool itself has the rest, such as `pagepool.FreeCachePageQueue`.
 """
 
 import logging
@@ -20,14 +23,37 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from pagepool.attention import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeCacheManager,
+    SlidingWindowManager,
+    get_manager_for_kv_cache_spec,
+)
 from pagepool.compat.children import call_in_children
 from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch
+from pagepool.coordinator import (
+    CacheCoordinator,
+    CacheCoordinatorNoPrefixCache,
+    HybridCacheCoordinator,
+    UnitaryCacheCoordinator,
+    get_kv_cache_coordinator,
+)
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
 from pagepool.page_pool import PagePool
 from pagepool.page_table import MultiGroupPageTable, PageTable
+from pagepool.specs import (
+    CacheGroupsConfig,
+    cdiv,
+    dp_shard_for_page_id,
+    dp_shard_page_bounds,
+    pages_per_dp_shard,
+    usable_pages_count,
+)
 
 __all__ = [
     "ENGINE",
@@ -38,12 +64,29 @@ __all__ = [
     "SIGNATURES",
     "VARIABLE",
     "VERSION",
+    "CacheCoordinator",
+    "CacheCoordinatorNoPrefixCache",
+    "CacheGroupsConfig",
+    "ChunkedLocalAttentionManager",
+    "FullAttentionManager",
+    "HybridCacheCoordinator",
+    "MambaManager",
+    "SingleTypeCacheManager",
+    "SlidingWindowManager",
+    "UnitaryCacheCoordinator",
+    "cdiv",
+    "dp_shard_for_page_id",
+    "dp_shard_page_bounds",
+    "get_kv_cache_coordinator",
+    "get_manager_for_kv_cache_spec",
     "install",
     "install_if_asked",
     "install_on_import",
     "installed",
     "is_installed",
+    "pages_per_dp_shard",
     "uninstall",
+    "usable_pages_count",
 ]
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from pagepool.compat.patching import find_objects, installing, swap
 from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.compat.vllm.checks import check_engine, function_of, import_homes
 from pagepool.compat.vllm.engine import MANAGER, POOL, REPLACEMENTS, VERSIONS, Replacement
-from pagepool.compat.vllm.policy import EVICTION_VARIABLE, QUEUES, choices_for, replacements
+from pagepool.compat.vllm.policy import ADAPTIVE, ADAPTIVE_QUEUE, EVICTION_VARIABLE, choices_for, replacements
 from pagepool.errors import CompatError
 
 __all__ = [
@@ -172,11 +172,10 @@ class Report:
 def report() -> Report:
     """Return what is replaced in this process. Imports nothing."""
     replaced = [*filter(None, map(_chosen, REPLACEMENTS))]
-    names = {item.ours for item in replaced}
     return Report(
         str(getattr(sys.modules.get("vllm"), "__version__", "not imported")),
         is_installed(),
-        next((policy for policy, name in QUEUES.items() if name in names), "vLLM's"),
+        ADAPTIVE if ADAPTIVE_QUEUE in {item.ours for item in replaced} else "vLLM's",
         tuple((item.place, item.source) for item in replaced),
     )
 

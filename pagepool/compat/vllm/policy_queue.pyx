@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's free queue whose blocks one of pagepool's eviction policies chooses.
+"""A stand-in for vLLM's free queue whose blocks pagepool's adaptive eviction chooses.
 
 The queue has a store of pages beside it, one for each block: free while the block is queued, held once while it is not, and
 cached under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
@@ -57,8 +57,8 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
 
 @cython.final
 cdef class PolicyQueue(FreeQueue):
-    """Free blocks, of which a policy chooses the one to be taken next: uncached ones first, the last that was put first before
-    them.
+    """Free blocks, of which the policy chooses the one to be taken next: uncached ones first, the last that was put first
+    before them.
 
     It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. Lists of its blocks have uncached ones
     first, then the others by the policy's parts, in each the one first that was queued first. O(1) a block. Errors are typed,
@@ -67,13 +67,13 @@ cdef class PolicyQueue(FreeQueue):
     policy, and 16 bytes.
     """
 
-    def __cinit__(self, blocks, eviction):
+    def __cinit__(self, blocks):
         cdef Py_ssize_t i
         self.blocks = list(blocks)
         for i, value in enumerate(self.blocks):
             if as_block(value).block_id != i:
                 raise ArgumentError(f"blocks: got block {value.block_id} at position {i}, allowed: ids from 0 on")
-        self.store = PageStore(len(self.blocks), True, eviction=eviction)
+        self.store = PageStore(len(self.blocks), True, eviction="adaptive")
         self.ids = PageIds()
         self.rankings = <Ranking *>malloc(len(self.blocks) * sizeof(Ranking))
         if self.rankings == NULL:
@@ -339,17 +339,8 @@ cdef class PolicyQueue(FreeQueue):
                 raise IntegrityError(f"block {block.block_id}: its page has another entry: {block!r}")
 
 
-cdef FreeQueue make_queue(object blocks, object eviction):
+def make_adaptive_queue(blocks) -> FreeQueue:
+    """Return the free queue of a pool of vLLM's, with adaptive eviction if the pool caches."""
     cdef list listed = list(blocks)
     pool = as_block(listed[0]).pool if listed else None
-    return PolicyQueue(listed, eviction) if pool is not None and pool.enable_caching else BlockQueue(listed)
-
-
-def make_arc_queue(blocks) -> FreeQueue:
-    """Return the free queue of a pool of vLLM's, with the policy ``"arc"`` if the pool caches."""
-    return make_queue(blocks, "arc")
-
-
-def make_adaptive_queue(blocks) -> FreeQueue:
-    """Return the free queue of a pool of vLLM's, with the policy ``"adaptive"`` if the pool caches."""
-    return make_queue(blocks, "adaptive")
+    return PolicyQueue(listed) if pool is not None and pool.enable_caching else BlockQueue(listed)

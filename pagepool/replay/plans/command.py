@@ -26,8 +26,9 @@ from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
 from pagepool.replay.shared.options import (
+    ADAPTIVE,
     EVICTION,
-    EVICTION_POLICIES,
+    LRU,
     Command,
     Refusal,
     Size,
@@ -173,32 +174,32 @@ def spread(sizes: Sequence[int], num_sizes: int) -> list[int]:
 
 
 def choose_simulations(
-    pools: Sequence[PoolFigures], asked: int | None, policies: Sequence[str], num_request_pages: int
-) -> tuple[list[str], list[PoolFigures]]:
-    """Choose the policies other than LRU to simulate, and their pools: all for policies that were asked for; by default all
-    policies, in as many of the pools that skip no request as take seconds, with `asked`, the only size that was asked for.
+    pools: Sequence[PoolFigures], asked: int | None, eviction: str | None, num_request_pages: int
+) -> list[PoolFigures]:
+    """Choose the pools in which adaptive eviction is simulated: all if it was asked for, none if LRU was; by default as many of
+    those that skip no request as take seconds, with `asked`, the only size that was asked for.
     """
-    others = [policy for policy in EVICTION_POLICIES[1:] if policy in policies or not policies]
-    if policies:
-        return others, [*pools]
-    num_sizes = min(NUM_POLICY_SIZES, MAX_POLICY_PAGES // len(others) // max(1, num_request_pages))
+    if eviction is not None:
+        return [*pools] if eviction == ADAPTIVE else []
+    num_sizes = min(NUM_POLICY_SIZES, MAX_POLICY_PAGES // max(1, num_request_pages))
     sizes = [pool.num_pages for pool in pools if not pool.skipped and pool.num_pages <= MAX_REPLAY_PAGES]
     chosen = {*spread(sizes, num_sizes), *([asked] if num_sizes else [])}
-    return others, [pool for pool in pools if pool.num_pages in chosen]
+    return [pool for pool in pools if pool.num_pages in chosen]
 
 
 def simulate_checkpoints(
     plan: Plan,
     intervals: Sequence[int],
-    policies: Sequence[str],
+    eviction: str | None,
     requests: Sequence[SimulatedRequest],
     max_batched_tokens: int,
     progress: Progress,
 ) -> tuple[CheckpointFigures, ...]:
-    """Simulate intervals of checkpoints with LRU and with `policies`, one pool at a time: in as many of the pools that skip no
-    request as take a minute, one at least, with the only size that was asked for. Raises Refusal for a pool that is too large.
+    """Simulate intervals of checkpoints with LRU, and adaptive eviction if asked for, one pool at a time: in as many pools that
+    skip no request as take a minute, one at least, with the only size that was asked for. Raises Refusal for a pool that is too
+    large.
     """
-    chosen = [policy for policy in EVICTION_POLICIES if policy in (EVICTION_POLICIES[0], *policies)]
+    chosen = [LRU, ADAPTIVE] if eviction == ADAPTIVE else [LRU]
     num_tokens = len(chosen) * len(intervals) * sum(request.num_slots for request in requests)
     max_num_sizes = NUM_CHECKPOINT_SIZES if plan.model.num_attention_groups else NUM_STATE_SIZES
     num_sizes = max(1, min(max_num_sizes, MAX_CHECKPOINT_TOKENS // num_tokens))
@@ -209,7 +210,7 @@ def simulate_checkpoints(
     simulator = CheckpointSimulator(requests, plan.model, max_batched_tokens)
     figures = []
     for policy, interval, num_pages in product(chosen, intervals, sorted(sizes)):
-        name = f"{'' if policy == 'lru' else f'{policy}, '}checkpoints every {interval:,} tokens, {num_pages:,} pages"
+        name = f"{'' if policy == LRU else f'{policy}, '}checkpoints every {interval:,} tokens, {num_pages:,} pages"
         with progress.follow(name, "request", len(requests)) as update:
             figures.append(simulator.run(num_pages, interval, policy, update))
     return tuple(figures)
@@ -218,18 +219,18 @@ def simulate_checkpoints(
 def simulate_pools(
     planner: Planner,
     plan: Plan,
-    policies: Sequence[str],
+    eviction: str | None,
     requests: Sequence[SimulatedRequest],
     max_batched_tokens: int,
     progress: Progress,
 ) -> Plan:
-    """Simulate policies other than LRU, and LRU with the host tier of the plan, one pool at a time; none if nothing can hit.
-    Raises Refusal for a pool or tier that is too large.
+    """Simulate adaptive eviction, and LRU with the host tier of the plan, one pool at a time; none if nothing can hit. Raises
+    Refusal for a pool or tier that is too large.
     """
     num_request_pages = sum(cdiv(request.num_slots, plan.page_size) for request in requests)
-    others, pools = choose_simulations(plan.pools, plan.asked_num_pages, policies, num_request_pages)
-    runs: list[Run] = [(pool, policy, None) for policy, pool in product(others, pools)]
-    runs += [(pool, EVICTION_POLICIES[0], plan.host) for pool in plan.pools if plan.host]
+    chosen = choose_simulations(plan.pools, plan.asked_num_pages, eviction, num_request_pages)
+    runs: list[Run] = [(pool, ADAPTIVE, None) for pool in chosen]
+    runs += [(pool, LRU, plan.host) for pool in plan.pools if plan.host]
     if not runs or plan.knee is None:
         return plan
     largest, _, host = max(runs, key=lambda run: count_run_bytes(*run))
@@ -315,13 +316,11 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 )
 @click.option(
     "--eviction",
-    "policies",
     type=EVICTION,
     metavar="POLICY",
-    multiple=True,
-    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; repeatable. {EVICTION_POLICIES[0]}: none. "
-    "A size takes seconds for each 10M pages of requests. For a model with states: at the sizes with checkpoints.",
-    show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds; none if the model has states",
+    help=f"{ADAPTIVE}: simulate this policy at each size; {LRU}: simulate none. A size takes seconds for each 10M pages of "
+    "requests. For a model with states: at the sizes with checkpoints.",
+    show_default=f"{ADAPTIVE}, at up to {NUM_POLICY_SIZES} sizes that take seconds; {LRU} if the model has states",
 )
 @host_pages_option
 @host_policy_option
@@ -351,7 +350,7 @@ def plan(
     intervals: Sizes | None,
     block_size: int,
     replays: int | None,
-    policies: tuple[str, ...],
+    eviction: str | None,
     host_pages: int | None,
     host_policy: Policy | None,
     host_min_uses: int | None,
@@ -368,7 +367,7 @@ def plan(
     """Estimate the hit rate of TRACE for each pool size.
 
     For each size: the prompt tokens that need not be computed if requests run one after another, with the pool's
-    LRU eviction, with the optimal policy, which knows the future, and with other policies (--eviction), which are
+    LRU eviction, with the optimal policy, which knows the future, and with adaptive eviction (--eviction), which is
     simulated; a sentence says what a change of policy saves. In some of the pools a simulated scheduler runs
     requests together, as `pagepool replay` does, and reports preemptions. Requests larger than a pool are skipped.
 
@@ -384,7 +383,7 @@ def plan(
     With one size or none, the plan adds sizes from the largest request to all possible hits.
 
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
-    checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policies that are named.
+    checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policy that is named.
 
     With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
     """
@@ -410,10 +409,10 @@ def plan(
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:
-                kept = simulate_checkpoints(made, chosen_intervals, policies, requests, max_batched_tokens, progress)
+                kept = simulate_checkpoints(made, chosen_intervals, eviction, requests, max_batched_tokens, progress)
                 made = replace(made, checkpoints=kept)
             else:
-                made = simulate_pools(planner, made, policies, requests, max_batched_tokens, progress)
+                made = simulate_pools(planner, made, eviction, requests, max_batched_tokens, progress)
             sizes = choose_replays([pool.num_pages for pool in made.pools_with_hits], replays, requests, model, max_num_seqs)
             largest, interval = max(sizes, default=0), made.best_interval
             require_memory(f"a replay in {describe_pool(largest, model)}", count_pool_bytes(largest))

@@ -26,7 +26,7 @@ __all__ = [
     "PoolFigures",
 ]
 
-POLICY_NAMES = {"lru": "LRU", "arc": "ARC", "adaptive": "adaptive"}
+POLICY_NAMES = {"lru": "LRU", "adaptive": "adaptive"}
 SHARES = (0.5, 0.8, 0.95, 0.99)
 MAIN_SHARE = 0.95
 

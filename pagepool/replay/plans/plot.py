@@ -18,7 +18,6 @@ from pagepool.replay.shared.drawing import (
     BLUE,
     GREEN,
     GREY,
-    OCHRE,
     ORANGE,
     PAPER,
     PURPLE,
@@ -32,7 +31,6 @@ __all__ = ["draw_plan", "save_plot"]
 WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; pages are read on phones too
 POLICY_STYLES: dict[str, dict[str, Any]] = {
     "lru": {"color": BLUE, "marker": "o"},
-    "arc": {"color": OCHRE, "linestyle": (0, (1, 1)), "marker": "v"},
     "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
 }
 HOST_STYLE = {"linestyle": (0, (5, 1)), "marker": "P", "markerfacecolor": PAPER}

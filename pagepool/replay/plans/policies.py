@@ -107,12 +107,12 @@ class PolicySimulator:
         query = PrefixQuery(store, chain)
         num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_hits)
         hits = query.get_hits(GROUP, 1, 0, num_hits) if num_hits else None
+        num_computed_tokens = 0
         for num_tokens in self._list_lengths(request, num_hits * self._page_size, has_tier):
             steps.begin()
-            held.take(num_tokens, () if hits is None else (hits,), chain)
-            held.enter(chain, num_tokens)
+            held.allocate(num_tokens, num_computed_tokens, () if hits is None else (hits,), chain, num_tokens)
             steps.end()
-            hits = None
+            hits, num_computed_tokens = None, num_tokens
         held.give_back()
         return num_hits
 

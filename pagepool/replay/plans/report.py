@@ -45,8 +45,8 @@ BEST_NOTE = (
     "after pages that hit). The number is exact, not a bound: no policy hits more."
 )
 POLICY_NOTE = (
-    "ARC, adaptive: hits of this pool with that eviction policy, simulated with requests one after another. These policies "
-    "learn from the trace; no policy hits more than LRU on all traces (ARC: Megiddo and Modha, 2003)."
+    "Adaptive: hits of this pool with adaptive eviction, which learns from the trace, simulated with requests one after "
+    "another. No policy hits more than LRU on all traces."
 )
 TOGETHER_NOTE = (
     "Together: hits of a simulated scheduler with LRU that runs as many requests at once as fit, all waiting from the start. "

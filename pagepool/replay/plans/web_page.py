@@ -79,7 +79,7 @@ def make_page(plan: Plan, name: str) -> str:
     """Make the page, including the plot; `name` is the trace's."""
     tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
     if plan.policies:
-        tables.append(_make_table("LRU pools that hit as much as other policies", list_policy_columns(plan)))
+        tables.append(_make_table("LRU pools that hit as much as adaptive eviction", list_policy_columns(plan)))
     if plan.checkpoints:
         tables.append(_make_table(*list_interval_columns(plan)))
     if plan.host_runs:

@@ -15,7 +15,6 @@ __all__ = [
     "COLORS",
     "GREEN",
     "GREY",
-    "OCHRE",
     "ORANGE",
     "PAPER",
     "PURPLE",
@@ -31,7 +30,6 @@ COLORS = {
     "orange": ("#d55e00", "#f5995c"),
     "green": ("#009e73", "#2fc79b"),
     "purple": ("#b0588b", "#e09cc4"),
-    "ochre": ("#946b00", "#e0b13d"),
     "grey": ("#666666", "#a6a6a6"),
     "ink": ("#1a1a1a", "#e8e8e8"),
     "grid": ("#dddddd", "#3d3d3d"),
@@ -39,7 +37,7 @@ COLORS = {
 }
 """``(light, dark)`` by name; plots use the light ones."""
 
-BLUE, ORANGE, GREEN, PURPLE, OCHRE, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
+BLUE, ORANGE, GREEN, PURPLE, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,

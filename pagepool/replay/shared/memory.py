@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 64  # a cached page
-POLICY_BYTES = {"lru": 0, "arc": 36, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
+POLICY_BYTES = {"lru": 0, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
 TIER_BYTES = 13  # what a tier keeps of each page of the pool
 DIGEST_BYTES = 16  # the hash of a page
 EVENT_BYTES = 64  # the events of a page, without its tokens

@@ -13,8 +13,10 @@ from pagepool.replay.shared.results import OutputFile, require_files_apart
 from pagepool.replay.shared.sizes import COUNT_UNITS, Sizes, parse_number
 
 __all__ = [
+    "ADAPTIVE",
     "EVICTION",
     "EVICTION_POLICIES",
+    "LRU",
     "SECONDS",
     "Command",
     "Context",
@@ -125,13 +127,13 @@ max_batched_tokens_option = click.option(
 max_num_seqs_option = click.option(
     "--max-num-seqs", type=Size("requests"), default=256, help="Maximum number of requests running at once."
 )
-EVICTION_POLICIES = tuple(POLICY_BYTES)
+EVICTION_POLICIES = LRU, ADAPTIVE = tuple(POLICY_BYTES)
 EVICTION = click.Choice(EVICTION_POLICIES)
 eviction_option = click.option(
     "--eviction",
     type=EVICTION,
     metavar="POLICY",
-    default=EVICTION_POLICIES[0],
+    default=LRU,
     help=f"Policy by which cached pages are evicted: {', '.join(EVICTION_POLICIES)}.",
 )
 json_option = click.option(

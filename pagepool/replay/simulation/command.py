@@ -14,6 +14,7 @@ from pagepool.replay.models.options import (
 from pagepool.replay.shared.memory import count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     EVICTION_POLICIES,
+    LRU,
     Command,
     Size,
     eviction_option,
@@ -66,7 +67,7 @@ def load_requests(
 
 def choose_runs(*, compare: bool, batched: bool, eviction: str, compare_eviction: bool) -> dict[str, tuple[str, str]]:
     """Return the path and the eviction policy of each replay, by the heading of its column."""
-    if compare_eviction and (compare or eviction != EVICTION_POLICIES[0]):
+    if compare_eviction and (compare or eviction != LRU):
         raise click.UsageError(f"--compare-eviction and {'--compare' if compare else '--eviction'} exclude each other")
     if compare_eviction:
         return {policy: (PATHS[batched], policy) for policy in EVICTION_POLICIES}

@@ -25,8 +25,8 @@ __all__ = ["count_bytes", "describe_pool", "make_manager", "make_scheduler", "ma
 def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
     """Describe the size of a pool, its eviction policy unless that is LRU, and the host memory behind it.
 
-    >>> describe_pool(1000, ModelPages(1)), describe_pool(1, ModelPages(16), "arc")
-    ('1,000 pages of 1 token', '1 page of 16 tokens, arc eviction')
+    >>> describe_pool(1000, ModelPages(1)), describe_pool(1, ModelPages(16), "adaptive")
+    ('1,000 pages of 1 token', '1 page of 16 tokens, adaptive eviction')
     """
     policy = "" if eviction == "lru" else f", {eviction} eviction"
     return f"{count_of(num_pages, 'page')} of {model.contents}{policy}{'' if host is None else f', {host}'}"

@@ -1,0 +1,296 @@
+"""Slots for the next tokens of requests."""
+
+cimport cython
+from libc.stdint cimport int64_t
+
+from pagepool.core.arguments cimport as_long_long, as_shard, size_of
+from pagepool.core.cache_pages cimport CachePages, pages_of
+from pagepool.core.chain cimport HashChain
+from pagepool.core.holdings cimport count_places
+from pagepool.core.ids cimport PageIds
+from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
+from pagepool.core.rules cimport is_state
+
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.specs import pages_per_dp_shard
+
+cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2**63
+
+
+cdef inline bint is_count(object value, int64_t *count) noexcept:
+    """Whether a value is an int from 0 to `MAX_COUNT`, which is read then."""
+    cdef int overflow = 0
+    if type(value) is not int:
+        return False
+    count[0] = as_long_long(value, &overflow)
+    return not overflow and 0 <= count[0] <= MAX_COUNT
+
+
+cdef int64_t count_of(object value) except -1:
+    """A checked count, as `MAX_COUNT` if it is larger."""
+    return min(value, MAX_COUNT)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class SlotAllocator:
+    """Allocates the slots of requests; see `CacheManager.allocate_slots`. ``no_ids`` is an empty list of pages for each group.
+    """
+
+    def __cinit__(self, coordinator, lookups):
+        """`coordinator` has the pages of requests, `lookups` their hashes."""
+        self.coordinator, self.lookups = coordinator, lookups
+        self.store, self.groups = coordinator.page_pool.store, coordinator.groups
+        self.requests, self.hashes = coordinator.requests, lookups.hashes
+        self.no_ids = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+        self.max_num_tokens = coordinator.max_model_len
+        self.hash_page_size = coordinator.hash_page_size
+        self.interval = coordinator.checkpoint_interval or 0
+        self.enable_caching = coordinator.enable_caching
+        self.hashes_natively = lookups.hasher.native_key is not None
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a slot allocator references the secret key of the hashes and cannot be pickled")
+
+    def allocate(
+        self, lock, request, num_new_tokens, num_new_computed_tokens, new_computed_pages, num_lookahead_tokens,
+        delay_cache_pages, dp_shard_hint, data_parallel_size, num_external_tokens, num_reserved_pages,
+    ):
+        """`CacheManager.allocate_slots`, with the manager's lock, which is not taken if nothing is due."""
+        cdef Counts counts
+        cdef RequestPages held = None
+        cdef object request_id = None
+        cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0
+        cdef bint is_delayed, is_plain = False
+        try:
+            request_id = request.request_id
+            held = self.requests.get(request_id)
+            is_plain = is_count(request.num_computed_tokens, &counts.num_computed)
+        except (AttributeError, TypeError):
+            pass
+        is_plain = is_plain and is_count(num_new_tokens, &num_new)
+        is_plain = is_plain and is_count(num_new_computed_tokens, &counts.num_new_computed)
+        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead) and is_count(num_external_tokens, &num_external)
+        if not is_plain or num_new + num_external == 0:
+            num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
+            num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
+            num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
+            num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
+            num_computed_tokens = read_count(request, "num_computed_tokens")
+            request_id = id_of(request)
+            held = self.requests.get(request_id)
+            num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_tokens + num_new_tokens
+            if num_tokens > self.max_num_tokens:
+                self.refuse_length(request_id, num_tokens)
+            counts.num_computed, counts.num_new_computed = num_computed_tokens, num_new_computed_tokens
+            num_new, num_external, num_lookahead = num_new_tokens, num_external_tokens, count_of(num_lookahead_tokens)
+        counts.num_tokens = counts.num_computed + counts.num_new_computed + num_external + num_new
+        counts.num_slots = counts.num_tokens + num_lookahead
+        if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
+            if held.is_idle(counts.num_computed, counts.num_tokens, counts.num_slots):
+                return pages_of(self.no_ids, self.store)
+        if counts.num_tokens > self.max_num_tokens:
+            self.refuse_length(request_id, counts.num_tokens)
+        counts.num_slots = min(counts.num_slots, self.max_num_tokens)
+        if not is_count(num_reserved_pages, &counts.num_reserved):
+            num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
+        counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
+        with lock:
+            return self.allocate_due(
+                request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
+            )
+
+    cdef int refuse_length(self, object request_id, object num_tokens) except -1:
+        """Raise the error for a request that is longer than the model allows."""
+        raise ArgumentError(f"request {shown(request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_num_tokens}")
+
+    cdef object allocate_due(
+        self, object request, object request_id, Counts *counts, object new_computed_pages, bint is_delayed, object hint,
+        object data_parallel_size
+    ):
+        """Hash the pages that get full, which fails if tokens are missing; the rest is one native transaction. The manager's
+        lock is held.
+        """
+        cdef tuple new = None, found = None, hits = self.read_hits(request_id, new_computed_pages)
+        cdef bint has_hits = hits is not self.no_ids, needs_pages, is_admission, is_full, is_due_state
+        cdef RequestPages held = self.requests.get(request_id)
+        cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef HashChain chain = None
+        cdef object contexts = None
+        cdef int64_t num_hashed = 0
+        cdef Step step
+        cdef Outcome outcome
+        is_admission = held is None
+        if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
+            self.check_computed(request_id, counts, hits, held)
+        if hashes is not None and hashes.refusal is not None and data_parallel_size is None:
+            if self.lookups.is_refused_still(request, hits, counts.num_slots, counts.num_reserved):
+                return None
+        step.num_to_cache = 0
+        if self.enable_caching and not is_delayed:
+            step.num_to_cache = min(counts.num_tokens, count_of(read_num_tokens(request)))
+        if has_hits:
+            num_hashed = self.count_most_tokens(hits)
+        if is_admission:
+            held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
+        is_full = step.num_to_cache > 0 and (
+            is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
+        )
+        is_due_state = self.interval and not is_admission and held.has_states_due(counts.num_computed)
+        if is_full:
+            num_hashed = max(num_hashed, step.num_to_cache)
+        elif is_due_state and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
+            num_hashed = counts.num_computed
+        if hint is not None or data_parallel_size is not None:
+            found = self.find_shard(held, hits, hint, data_parallel_size)
+        if has_hits or num_hashed:
+            hashes = self.extend(request, request_id, num_hashed)
+            chain = hashes.chain
+        if is_admission and hashes is not None and hashes.is_short:
+            return None
+        needs_pages = has_hits or counts.num_slots > held.limits.num_room
+        if needs_pages or is_due_state:
+            new = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+        step.num_computed, step.context = counts.num_computed, 0
+        step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
+        step.demand.shard = as_shard(found[0], found[1]) if found else -1
+        if chain is not None:
+            contexts = self.lookups.contexts if hashes.extra_keys is not None else None
+            if contexts is not None:
+                step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
+            if hashes.page_hashes:
+                self.name_pages(hashes, held, hits, counts.num_computed, num_hashed)
+        if needs_pages and is_admission:
+            self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
+        try:
+            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, found[1] if found else 0, new)
+        finally:
+            if needs_pages and count_places(&held.holding) == 0:
+                self.requests.pop(request_id, None)
+            if step.context:
+                contexts.release(step.context)
+        if chain is not None and hashes.page_hashes:
+            self.coordinator.page_pool.forget_evicted_names()
+        if outcome == TOO_FEW:
+            self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, found is not None)
+            return None
+        if outcome != DONE:
+            held.refuse(outcome, &step, hits if has_hits else (), chain)
+        if is_admission:
+            self.lookups.count_admission(request, hits)
+        return pages_of(self.no_ids if new is None else new, self.store)
+
+    cdef tuple read_hits(self, object request_id, object new_computed_pages):
+        """Return the native ids of hits. ArgumentError if the request already holds pages."""
+        cdef tuple hits
+        if new_computed_pages is None:
+            return self.no_ids
+        if not isinstance(new_computed_pages, CachePages):
+            raise ArgumentTypeError(f"new_computed_pages: got {type(new_computed_pages).__name__}, allowed: CachePages")
+        hits = new_computed_pages.get_ids(self.store)
+        if len(hits) != len(self.no_ids):
+            raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {len(self.no_ids)}")
+        if not any([len(ids) for ids in hits]):
+            return self.no_ids
+        if not self.enable_caching:
+            raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
+        if self.requests.get(request_id):
+            raise ArgumentError(
+                f"new_computed_pages: got pages for request {shown(request_id)}, which holds some already; allowed: none"
+            )
+        return hits
+
+    cdef int64_t count_most_tokens(self, tuple hits) except -1:
+        """Tokens of the group whose hits reach furthest."""
+        cdef Py_ssize_t g
+        cdef int64_t num_tokens = 0
+        for g in range(self.groups.num):
+            num_tokens = max(num_tokens, <int64_t>(<PageIds?>hits[g]).num * self.groups.groups[g].stride * self.hash_page_size)
+        return num_tokens
+
+    cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1:
+        """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
+        cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
+        if self.interval and hits is not self.no_ids:
+            managers = self.coordinator.single_type_managers
+            lengths = [len(ids) * manager.entry_size for ids, manager in zip(hits, managers)]
+            if any([length != num_tokens for length in lengths]):
+                raise ArgumentError(
+                    f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
+                    f"{lengths} tokens by group; allowed with a state: all equal"
+                )
+        if num_tokens == 0 or not self.no_ids:
+            return 0
+        if held is None:
+            allowed = num_allowed = self.coordinator.count_hit_tokens(hits)
+            reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
+        elif counts.num_new_computed == 0:
+            allowed = num_allowed = held.limits.num_room
+            reason = "the tokens for which it has slots"
+        else:
+            allowed, num_allowed = 0, counts.num_computed
+            reason = "new ones for a request that holds pages already"
+        if num_tokens > num_allowed:
+            raise ArgumentError(
+                f"request {shown(request_id)}: got num_computed_tokens {counts.num_computed} and "
+                f"num_new_computed_tokens {counts.num_new_computed}, allowed: {allowed} {reason}"
+            )
+        return 0
+
+    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens):
+        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
+        cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef Py_ssize_t num_pages = num_tokens // self.hash_page_size
+        if hashes is None or hashes.request is not request:
+            return self.lookups.extend(request, num_tokens)
+        if len(hashes.chain) >= num_pages:
+            return hashes
+        if self.hashes_natively and hashes.extra_keys is None:
+            token_ids = request.all_token_ids
+            if type(token_ids) is list and hashes.chain.extend_to(token_ids, num_pages):
+                return hashes
+        return self.lookups.extend(request, num_tokens)
+
+    cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
+        """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
+        cdef object pool = self.coordinator.page_pool
+        found = pool.find_shard(hint, data_parallel_size)
+        pages_per_shard = pages_per_dp_shard(pool.num_pages, data_parallel_size)
+        if pages_per_shard is None:
+            return None
+        shard = PageIds.joined((*held.get_page_ids(), *hits)).shard(pages_per_shard)
+        return found if shard < 0 else pool.find_shard(shard, data_parallel_size)
+
+    cdef int name_pages(
+        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
+    ) except -1:
+        """Name the keys of pages that may be entered, and their parents'."""
+        cdef int64_t start = min(<int64_t>held.num_cached_hashes, num_computed // self.hash_page_size)
+        cdef Py_ssize_t g
+        if hits is not self.no_ids:
+            start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
+        self.lookups.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
+        return 0
+
+    cdef int note_refusal(
+        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_new, bint is_divided
+    ) except -1:
+        """Remember what a refused request has hit, and warn if no waiting helps."""
+        cdef Py_ssize_t g
+        attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
+        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new)
+        if hashes is not None and not is_divided:
+            self.lookups.note_refusal(hashes, hits)
+        return 0
+
+
+cdef object read_num_tokens(object request):
+    """The tokens of a request, checked."""
+    cdef int64_t count
+    try:
+        num_tokens = request.num_tokens
+    except AttributeError:
+        return read_count(request, "num_tokens")
+    return num_tokens if is_count(num_tokens, &count) else require_int("num_tokens", num_tokens, 0)
