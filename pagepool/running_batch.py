@@ -279,9 +279,9 @@ class RunningBatch(RunningRows):
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
         Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
-        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
-        go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
-        ArgumentError for loads of another pool. O(pages of all rows).
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
+        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
+        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         return rewind_rows(self, failed)
 

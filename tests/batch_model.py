@@ -446,8 +446,8 @@ class OracleRows(Rows):
         return rewound, lost
 
     def _go_back(self, row: int, num_tokens: int) -> bool:
-        """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back, or where a transfer may be
-        writing to its pages.
+        """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back, or where a transfer may
+        be writing to its pages.
         """
         request = self.requests[row]
         num_tokens = min(request.num_computed_tokens, num_tokens)
