@@ -279,9 +279,9 @@ class RunningBatch(RunningRows):
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
         Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
-        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
-        go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
-        ArgumentError for loads of another pool. O(pages of all rows).
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
+        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
+        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         return rewind_rows(self, failed)
 
@@ -292,8 +292,9 @@ class RunningBatch(RunningRows):
         The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
         until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
         False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
-        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
+        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
+        also those of a row that was released; RowIndexError outside the table. O(pages).
         """
         return swap_out_row(self, row)
 

@@ -434,8 +434,8 @@ cdef class RunningRows:
 
         ArgumentError, and nothing changed, for another batch's result, for one that was taken back already, where a row was
         grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, and where others
-        hit or share a page to which it would write again; release such rows with `num_computed_tokens`. O(rows + pages taken
-        and entered).
+        hit or share a page to which it would write again, or a load into it is in flight; release such rows with
+        `num_computed_tokens`. O(rows + pages taken and entered).
         """
         cdef StepResult step = require_instance(result, StepResult, "result")
         cdef Growth *growth = &step.growth

@@ -23,12 +23,12 @@ from pagepool._core import (
     check_holders,
     end_step,
     end_transfers,
-    find_wrong_token,
     fork_request,
     lease_pages,
     list_in_flight,
     lists_of,
     protect_pages,
+    rewind_request,
     take_copies,
     take_transfers,
 )
@@ -356,12 +356,24 @@ class CacheManager(KeyHolder, SlotAllocator):
         return end_transfers(self._store, number, saves, loads)
 
     def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
-        """Return the first token of a request whose page failed to load; None if there is none. Its tokens are to be computed
-        again from there on: set ``num_computed_tokens``, or free the request, with ``num_computed_tokens=0``, if a window has
-        left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
-        this list, or of later ones: its state may have seen wrong tokens. O(pages).
+        """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
+        Lower ``num_computed_tokens`` to that token before the request is scheduled again.
+
+        Behind that token the request keeps its pages up to the first that others hold, and gives back the rest:
+        `allocate_slots` takes new ones for these, to which nobody else writes. Read all of its pages by `get_page_ids` then,
+        and end transfers from elsewhere into its pages before.
+
+        Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
+        if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
+        loaded pages of this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
-        return find_wrong_token(self._requests.get(id_of(request)), failed)
+        with self._lock:
+            held = self._requests.get(id_of(request))
+            try:
+                return rewind_request(held, failed)
+            finally:
+                if held is not None and not held:
+                    del self._requests[request.request_id]
 
     # External tokens and leases.
 
