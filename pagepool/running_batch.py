@@ -34,6 +34,7 @@ from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
+from pagepool.specs import find_shard, find_shard_bounds
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
 
@@ -89,7 +90,7 @@ class RunningBatch(RunningRows):
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        is_divided = size > 0 and manager.page_pool.find_shard(0, size) is not None
+        is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
         hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
         super().__init__(
             manager.page_pool.store,
@@ -174,7 +175,7 @@ class RunningBatch(RunningRows):
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
-        if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
+        if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
             self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
@@ -182,19 +183,19 @@ class RunningBatch(RunningRows):
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
-            bounds = pool.find_shard_bounds(hint, size)
+            bounds = find_shard_bounds(pool.num_pages, hint, size)
             return self._manager.coordinator.load_longest_cache_hit(
                 chain, num_known_tokens - 1, bounds, context, num_reserved_pages
             )
 
-        shard, _ = pool.find_shard(hint, size) or (None, 0)
+        shard, _ = find_shard(pool.num_pages, hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         finder, counter = (find_hits, self._counters[is_preempted]) if look_up else (None, None)
-        context = self._manager.hold_context(keys)
+        context = self._manager._hold_context(keys)
         try:
             return request.admit(keyed, finder, shard, context, counter)
         finally:
-            self._manager.release_context(context)
+            self._manager._release_context(context)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
@@ -313,7 +314,7 @@ class RunningBatch(RunningRows):
 
         RowIndexError outside the table.
         """
-        return self.find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
+        return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel

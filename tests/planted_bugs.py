@@ -130,8 +130,8 @@ BUGS = read_bugs("""
 
     def probe
 == a hit in any shard will do
-        if shard [-is None-]{+!= 0+}:
-            return 0, None
+    if shard [-is None-]{+!= 0+}:
+        return 0, None
 == eagle drops no page of full attention
 return [-(-]num_pages[- - (1 if use_eagle and num_pages else 0))-] * self.page_size
 == a window hits without its first page

@@ -693,7 +693,7 @@ cdef class RunningRows:
             f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
         )
 
-    def is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
+    def _is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
         """Return whether the row has refused this request last, and certainly refuses it again. O(1) for tokens in the same
         list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
         """
@@ -718,7 +718,7 @@ cdef class RunningRows:
         self.let_go()
         return is_refused
 
-    def find_next_multiple(self, rows, interval) -> np.ndarray:
+    def _find_next_multiple(self, rows, interval) -> np.ndarray:
         """For each row the next multiple of `interval` above its computed tokens, at most `max_num_tokens`: int32
         ``[len(rows)]``. RowIndexError outside the table.
         """

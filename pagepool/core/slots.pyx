@@ -12,7 +12,7 @@ from pagepool.core.rules cimport is_state
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs import pages_per_dp_shard
+from pagepool.specs import find_shard, pages_per_dp_shard
 
 cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2**63
 
@@ -196,7 +196,7 @@ cdef class SlotAllocator:
             if step.context:
                 contexts.release(step.context)
         if chain is not None and hashes.page_hashes:
-            self.coordinator.page_pool.forget_evicted_names()
+            self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
             self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, found is not None)
             return None
@@ -279,13 +279,13 @@ cdef class SlotAllocator:
 
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
         """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
-        cdef object pool = self.coordinator.page_pool
-        found = pool.find_shard(hint, data_parallel_size)
-        pages_per_shard = pages_per_dp_shard(pool.num_pages, data_parallel_size)
+        num_pages = self.coordinator.page_pool.num_pages
+        found = find_shard(num_pages, hint, data_parallel_size)
+        pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None:
             return None
         shard = PageIds.joined((*held.get_page_ids(), *hits)).shard(pages_per_shard)
-        return found if shard < 0 else pool.find_shard(shard, data_parallel_size)
+        return found if shard < 0 else find_shard(num_pages, shard, data_parallel_size)
 
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens

@@ -43,7 +43,7 @@ from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
-from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
+from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if self.enable_caching:
             if not keep_token_ids:
                 _require_kept_tokens(self._store.num_kept_token_ids, self.coordinator.max_cached_page_size)
-            self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
+            self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
@@ -141,7 +141,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.query_counters = self._lookups.counters
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
-            host_tier.bind(self._store)
+            host_tier._bind(self._store)
         self.host_tier = host_tier
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         ids = ANY_PAGE
         if dp_shard_hint is not None or data_parallel_size is not None:
-            ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
+            ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         with self._lock:
             pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids, num_reserved)
         return CachePages(pages, self._store), num_tokens
@@ -638,7 +638,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
         one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
         """
-        return self.require_event_source().take()
+        return self._require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
@@ -646,22 +646,22 @@ class CacheManager(KeyHolder, SlotAllocator):
         Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
         O(num_pages).
         """
-        return self.require_event_source().list_all()
+        return self._require_event_source().list_all()
 
-    def require_event_source(self) -> "EventSource":
+    def _require_event_source(self) -> "EventSource":
         """Return the source of events; ArgumentError unless they are enabled."""
         if self.event_source is None:
             raise ArgumentError("events: call enable_events before the first request")
         return self.event_source
 
-    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+    def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """`PrefixLookups.hold_context`, for a running batch."""
         if extra_keys is None or self.event_source is None:  # without the lock
             return 0
         with self._lock:
             return self._lookups.hold_context(extra_keys)
 
-    def release_context(self, context: int) -> None:
+    def _release_context(self, context: int) -> None:
         """`PrefixLookups.release_context`."""
         self._lookups.release_context(context)
 
@@ -688,7 +688,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 self.coordinator.free(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
             if num_computed_tokens is not None:
-                self.page_pool.forget_evicted_names()
+                self.page_pool._forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""

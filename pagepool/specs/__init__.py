@@ -16,6 +16,8 @@ from pagepool.specs.page_counts import (
     cdiv,
     dp_shard_for_page_id,
     dp_shard_page_bounds,
+    find_shard,
+    find_shard_bounds,
     pages_per_dp_shard,
     usable_pages_count,
 )
@@ -37,6 +39,8 @@ __all__ = [
     "dp_shard_page_bounds",
     "dtype_bits",
     "estimate_runtime_page_budget",
+    "find_shard",
+    "find_shard_bounds",
     "pages_per_dp_shard",
     "usable_pages_count",
 ]
