@@ -92,7 +92,8 @@ cdef class SlotAllocator:
             pass
         is_plain = is_plain and is_count(num_new_tokens, &num_new)
         is_plain = is_plain and is_count(num_new_computed_tokens, &counts.num_new_computed)
-        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead) and is_count(num_external_computed_tokens, &num_external)
+        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead)
+        is_plain = is_plain and is_count(num_external_computed_tokens, &num_external)
         if not is_plain or num_new + num_external == 0:
             num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
             num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
