@@ -167,7 +167,7 @@ cdef class SlotAllocator:
         elif is_due_state and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
             num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
-            found = self.find_shard(held, hits, hint, data_parallel_size)
+            found = self.place(held, hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
                 hashes = self.lookups.extend(request, num_hashed)
@@ -278,7 +278,7 @@ cdef class SlotAllocator:
         self.lookups.extend(request, num_pages * self.hash_page_size)
         return None
 
-    cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
+    cdef tuple place(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
         """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
         num_pages = self.coordinator.page_pool.num_pages
         found = find_shard(num_pages, hint, data_parallel_size)
