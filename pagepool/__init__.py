@@ -33,10 +33,8 @@ from pagepool.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
-    RuntimePageBudgetEstimate,
     SlidingWindowSpec,
     create_kv_cache_specs_from_config,
-    estimate_runtime_page_budget,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
@@ -73,7 +71,6 @@ __all__ = [
     "QueryCounts",
     "Request",
     "RunningBatch",
-    "RuntimePageBudgetEstimate",
     "SlidingWindowSpec",
     "StepResult",
     "TimeHistogram",
@@ -82,7 +79,6 @@ __all__ = [
     "create_kv_cache_specs_from_config",
     "device_slot_mapping",
     "errors",
-    "estimate_runtime_page_budget",
     "hash_page_tokens",
     "hash_request_tokens",
     "init_none_hash",

@@ -1,4 +1,4 @@
-"""Sizes of dtypes.
+"""Numbers of pages and shards, and sizes of dtypes.
 
 A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
 of ml_dtypes. JAX is never imported, and ml_dtypes need not be installed.
@@ -8,10 +8,55 @@ from typing import Any, cast
 
 import numpy as np
 
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentTypeError, shown
-from pagepool.specs.page_counts import cdiv
 
-__all__ = ["dtype_bits", "num_bytes"]
+__all__ = ["cdiv", "dp_shard_page_bounds", "dtype_bits", "num_bytes", "pages_per_dp_shard", "usable_pages_count"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return the quotient rounded up: the number of pages of `b` tokens for `a` tokens.
+
+    ArgumentError unless `b` is positive, ArgumentTypeError unless both are integers.
+
+    >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
+    (1, 2, 0)
+    """
+    return -(-require_int("a", a) // require_int("b", b, 1))
+
+
+def usable_pages_count(num_pages: int) -> int:
+    """Return the number of pages without the null page.
+
+    >>> usable_pages_count(1024)
+    1023
+    """
+    return max(0, require_int("num_pages", num_pages) - 1)
+
+
+def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | None:
+    """Return the pages of one data-parallel shard; None for one shard, or if `num_pages` does not divide evenly.
+
+    >>> pages_per_dp_shard(1024, 4), pages_per_dp_shard(1023, 4), pages_per_dp_shard(1024, 1)
+    (256, None, None)
+    """
+    num_pages = require_int("num_pages", num_pages)
+    num_shards = 1 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size)
+    if num_shards <= 1 or num_pages <= 0 or num_pages % num_shards:
+        return None
+    return num_pages // num_shards
+
+
+def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, int]:
+    """Return the half-open range of page ids of a shard. The first shard starts after the null page.
+
+    >>> dp_shard_page_bounds(0, 256), dp_shard_page_bounds(1, 256)
+    ((1, 256), (256, 512))
+    """
+    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
+    start = max(0, require_int("shard_index", shard_index)) * pages_per_shard
+    return max(1, start), start + pages_per_shard
+
 
 # Accelerator dtypes that NumPy alone does not know by name. For types below 8 bits NumPy reports one byte, because it does not
 # pack them; caches do.
