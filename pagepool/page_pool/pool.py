@@ -8,16 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_int, require_slice
+from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
-from pagepool.page_pool.free_queue import FreeCachePageQueue
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.pages import Pages
+from pagepool.page_pool.pages import FreeCachePageQueue, Pages
 from pagepool.page_pool.prefix_index import (
     CachedPages,
-    PageSpan,
-    count_hits,
+    check_span,
     enter_pages,
     find_page_id,
     find_page_ids,
@@ -286,7 +284,7 @@ class PagePool:
         ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
         hash. O(num_full_pages - num_cached_pages).
         """
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
@@ -301,7 +299,7 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
@@ -311,7 +309,14 @@ class PagePool:
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """Count the leading pages that hit in every group, and report the group that missed."""
-        return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
+        group_ids = require_group_ids(kv_cache_group_ids)
+        num_hit_pages = 0
+        for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
+            for group_id in group_ids:
+                if find_page_id(self.store, page_hash, group_id) is None:
+                    return PageProbe(num_hit_pages, group_id)
+            num_hit_pages += 1
+        return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
         """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
