@@ -25,8 +25,7 @@ from pagepool.page_copies import (
     Axes,
     check_arrays,
     check_different,
-    check_ids,
-    check_once,
+    check_moves,
     find_crossing,
     find_places,
     get_page_axes,
@@ -55,35 +54,24 @@ Arrays = TypeVar("Arrays")
 
 
 class Transfers(Protocol):
-    """What `HostPages.run` reads of `pagepool.Transfers`: int32 arrays, of equal length for saves and for loads."""
+    """What `HostPages.run` reads of `pagepool.Transfers`: the number under which they were taken, and int32 arrays of equal
+    length for saves, from pages of the device to pages of the host, and for loads, from the host to the device.
+    """
 
     @property
-    def number(self) -> int:
-        """The number under which they were taken."""
-
+    def number(self) -> int: ...
     @property
-    def save_src(self) -> Int32Array:
-        """Pages of the device that are saved."""
-
+    def save_src(self) -> Int32Array: ...
     @property
-    def save_dst(self) -> Int32Array:
-        """Pages of the host that get them."""
-
+    def save_dst(self) -> Int32Array: ...
     @property
-    def save_group(self) -> Int32Array:
-        """Their cache groups."""
-
+    def save_group(self) -> Int32Array: ...
     @property
-    def load_src(self) -> Int32Array:
-        """Pages of the host that are loaded."""
-
+    def load_src(self) -> Int32Array: ...
     @property
-    def load_dst(self) -> Int32Array:
-        """Pages of the device that get them."""
-
+    def load_dst(self) -> Int32Array: ...
     @property
-    def load_group(self) -> Int32Array:
-        """Their cache groups."""
+    def load_group(self) -> Int32Array: ...
 
 
 class FinishedTransfers(NamedTuple):
@@ -238,9 +226,7 @@ class HostPages:
             raise ArgumentError(f"transfers.{way}_group: got {wrong[0]}, allowed: {allowed}")
         for group, own in zip(self._groups, places, strict=True):
             sizes = (group.num_pages, self.num_pages) if way == "save" else (self.num_pages, group.num_pages)
-            check_ids(f"transfers.{way}_src", moves[0, own], sizes[0])
-            check_ids(f"transfers.{way}_dst", moves[1, own], sizes[1])
-            check_once(f"transfers.{way}_dst", moves[1, own])
+            check_moves(f"transfers.{way}_", moves[:2, own], *sizes)
         return places
 
     def _finish(self, number: int) -> FinishedTransfers:
@@ -289,11 +275,6 @@ class PageCopy:
         return self.error
 
 
-def lost(page_id: int) -> PageCopy:
-    """Return the copy of a page that the host does not have."""
-    return PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
-
-
 class GroupPages:
     """The pages of the host for the arrays of a cache group; None stands for all groups."""
 
@@ -331,7 +312,11 @@ class GroupPages:
 
     def load(self, leaves: list[Any], pairs: Int32Array) -> list[PageCopy]:
         """Start loads, from pages of the host to pages of the device. The arrays in `leaves` are replaced."""
-        copies = [self.pages.get(page_id) or lost(page_id) for page_id in pairs[0].tolist()]
+        copies = [
+            self.pages.get(page_id)
+            or PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
+            for page_id in pairs[0].tolist()
+        ]
         places = np.array([place for place, copy in enumerate(copies) if copy.error is None], dtype=np.intp)
         for (dst,), (chosen,) in zip(split(pairs[1:, places]), split(places[None]), strict=True):
             put(copies, chosen, self._load([copies[place] for place in chosen], dst, leaves))
@@ -404,14 +389,19 @@ class Pack(NamedTuple):
 
 
 def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -> list[Pack]:
-    """Divide arrays by dtype and mesh."""
+    """Divide arrays by dtype and mesh. On the host a page lies in memory of this kind, or for None on the first CPU device."""
+    jax = import_jax()
     places: dict[tuple[Any, Any], list[int]] = {}
     for place, leaf in enumerate(leaves):
         places.setdefault((leaf.dtype, get_page_sharding(leaf.sharding)), []).append(place)
     packs = []
     for (_, device), own in places.items():
         shardings = tuple([leaves[place].sharding for place in own])
-        packs.append(Pack(tuple(own), shardings, page_axis, device, get_host_sharding(device, memory_kind)))
+        if memory_kind is None:
+            host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        else:
+            host = device.with_memory_kind(memory_kind)
+        packs.append(Pack(tuple(own), shardings, page_axis, device, host))
     return packs
 
 
@@ -425,14 +415,6 @@ def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
     if len(sharding.device_set) > 1:
         raise ArgumentTypeError(f"arrays: got a {type(sharding).__name__}, allowed: NamedSharding, or one device")
     return kinds.SingleDeviceSharding(*sharding.device_set)
-
-
-def get_host_sharding(device: jax.sharding.Sharding, memory_kind: str | None) -> jax.sharding.Sharding:
-    """Return how a page lies on the host: in memory of this kind beside its devices, or for None on the first CPU device."""
-    jax = import_jax()
-    if memory_kind is not None:
-        return device.with_memory_kind(memory_kind)
-    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])  # type: ignore[no-any-return]
 
 
 Shardings = tuple["jax.sharding.Sharding", ...]
