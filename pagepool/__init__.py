@@ -8,13 +8,7 @@ from typing import Any
 
 from pagepool import errors, hashing
 from pagepool._version import __version__
-from pagepool.hashing import (
-    PageHash,
-    PageHashWithGroupId,
-    hash_page_tokens,
-    hash_request_tokens,
-    init_none_hash,
-)
+from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
 from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (

@@ -16,13 +16,7 @@ from pagepool.specs import cdiv
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "PAGE_TABLE_PADDING_VAL",
-    "SLOT_MAPPING_PADDING_VAL",
-    "MultiGroupPageTable",
-    "PageTable",
-    "device_slot_mapping",
-]
+__all__ = ["PAGE_TABLE_PADDING_VAL", "SLOT_MAPPING_PADDING_VAL", "MultiGroupPageTable", "PageTable", "device_slot_mapping"]
 
 PAGE_TABLE_PADDING_VAL = 0
 """The value after a row's last page: the null page."""

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from pagepool.arguments import as_list, refuse_incomplete, require_int, require_short
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.arguments import as_list, refuse_incomplete, require_int, require_short, require_slice
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing.extra_keys import LORA, ExtraKeys, RequestExtraKeys, VllmExtraKeys, encode_extra_keys, list_features
 from pagepool.hashing.page_hash import MAX_KEY, HashNames, PageHash, PageHashWithGroupId, checked_hash
 
@@ -33,6 +33,7 @@ __all__ = [
     "encode_extra_keys",
     "get_hash_seed",
     "get_siphash_key",
+    "hash_next_pages",
     "hash_page_tokens",
     "hash_request_tokens",
     "init_none_hash",
@@ -109,10 +110,7 @@ class KeyHolder:
 
 
 def hash_page_tokens(
-    hash_function: HashFunction,
-    parent_page_hash: int | None,
-    curr_page_token_ids: Sequence[int],
-    extra_keys: Any | None = None,
+    hash_function: HashFunction, parent_page_hash: int | None, curr_page_token_ids: Sequence[int], extra_keys: Any | None = None
 ) -> PageHash:
     """Hash one full page: ``hash_function((parent or NONE_HASH, tuple of tokens, extra_keys))``.
 
@@ -131,16 +129,27 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
 
     A request with ``has_vision`` and without features gets different hashes in each call.
     """
-    page_size = require_int("page_size", page_size, 1)
+    return hash_next_pages(hash_function, require_int("page_size", page_size, 1), request, [], None)
+
+
+def hash_next_pages(
+    hash_function: HashFunction, page_size: int, request: Any, page_hashes: Sequence[PageHash], num_pages: int | None
+) -> list[PageHash]:
+    """Return the hashes behind `page_hashes` of a request's first `num_pages` pages; None: of all full ones."""
     try:
-        token_ids = request.all_token_ids
+        all_token_ids = request.all_token_ids
     except AttributeError as error:
         refuse_incomplete(request, error)
     extra_keys = RequestExtraKeys.of(request)
-    page_hashes: list[PageHash] = []
-    parent: int | None = None
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
+    parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
+    num_tokens = (len(all_token_ids) // page_size if num_pages is None else num_pages) * page_size
+    new_hashes: list[PageHash] = []
+    for start in range(len(page_hashes) * page_size, num_tokens, page_size):
+        token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
+        if len(token_ids) != page_size:
+            name = f"request {shown(getattr(request, 'request_id', None))}"
+            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
-        page_hashes.append(hash_page_tokens(hash_function, parent, token_ids[start : start + page_size], page_extra_keys))
-        parent = page_hashes[-1].hash_value
-    return page_hashes
+        new_hashes.append(hash_page_tokens(hash_function, parent, token_ids, page_extra_keys))
+        parent = new_hashes[-1].hash_value
+    return new_hashes

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, copy_records
-from pagepool.arguments import refuse_incomplete, require_group_ids, require_int, require_slice
+from pagepool.arguments import require_group_ids, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
+from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash, hash_next_pages
 
 __all__ = [
     "CachedPages",
@@ -88,7 +88,8 @@ def enter_pages(
         )
     if len(ids) != max(0, num_full_pages - num_cached_pages):
         raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
-    missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
+    is_complete = len(page_hashes) >= num_full_pages
+    missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
     new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
     num_parents = min(num_cached_pages, 1)
     parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
@@ -99,28 +100,6 @@ def enter_pages(
     store.enter_pages(ids, chain, num_parents, group_id, first_place=num_cached_pages - num_parents)
     page_hashes.extend(missing)
     forget_evicted_names(store)
-
-
-def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
-    """Return the hashes from ``len(page_hashes)`` to `num_full_pages`."""
-    if len(page_hashes) >= num_full_pages:
-        return []
-    extra_keys = RequestExtraKeys.of(request)
-    try:
-        all_token_ids = request.all_token_ids
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-    parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
-    missing = []
-    for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
-        token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
-        if len(token_ids) != page_size:
-            name = f"request {shown(getattr(request, 'request_id', None))}"
-            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
-        page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
-        missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
-        parent = missing[-1].hash_value
-    return missing
 
 
 def forget_evicted_names(store: PageStore) -> None:

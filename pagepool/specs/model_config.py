@@ -89,12 +89,7 @@ def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> C
 
 
 def create_kv_cache_specs_from_config(
-    config: object,
-    page_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: object,
-    use_mla: bool = False,
+    config: object, page_size: int, num_kv_heads: int, head_size: int, dtype: object, use_mla: bool = False
 ) -> list[CacheGroupSpec]:
     """Return the groups of a model from its config: one for each kind of attention and geometry, in layer order.
 
