@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import zmq
@@ -512,9 +511,7 @@ class EventPublisher:
         """Return the publisher."""
         return self
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Call `close`."""
         self.close()
 
