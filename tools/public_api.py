@@ -48,7 +48,7 @@ INTERNAL = {
     "CacheManager": "event_source hasher hold_context query_counters release_context require_event_source",
     "RunningBatch": "find_next_multiple is_refused_still",
     "HostTier": "bind",
-    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent upload_all",
+    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent",
     "PagePool": "bind find_shard find_shard_bounds forget_evicted_names store",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",
