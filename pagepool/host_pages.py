@@ -113,11 +113,11 @@ class HostPages:
         memory_kind: str | None = "pinned_host",
     ) -> None:
         """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`, whose `page_axis` has a place for each
-        page of the device, of all cache groups. With `groups` it is a list or tuple instead, also a named one, of a pytree for
-        each of these groups; then `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or
-        ``"unpinned_host"``, of the same devices; where they have none, or for None, in arrays of the first CPU device, which
-        `memory_kind` tells by None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block
-        `run` until the device has computed it.
+        page of the device, of all cache groups. With `groups` it is a list or tuple of a pytree for each of these groups; then
+        `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the
+        same devices; if they have none, or for None, in arrays of the first CPU device, and the attribute `memory_kind` is
+        None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block `run` until the device has
+        computed it.
 
         Host memory is taken page by page. On GPUs XLA limits what is pinned: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.
@@ -151,11 +151,10 @@ class HostPages:
         The arrays are those of the same pytree, shapes, dtypes and shardings as at first. If something is loaded they are
         donated: updated in place, and those passed become invalid; they are committed to their devices from then on.
 
-        Nothing waits for the device. Until the transfers are done the device keeps a copy of their pages. A page that was never
-        saved, or whose save failed, is not loaded; this, and what jax raises here or later for a copy, is told by `poll`. Only
-        an error after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step.
-        Devices communicate only where they divide the page axis and a page is loaded into another part than it was saved from:
-        by an all-reduce.
+        Nothing waits for the device, which keeps a copy of the pages until the transfers are done. A page that was never saved,
+        or whose save failed, is not loaded; `poll` reports this, and what jax raises here or later for a copy. Only an error
+        after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step. Devices
+        communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
         Errors, before anything is done: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that
         the arrays or the host do not have, and for null pages; ArgumentError for a page that is written twice, a group without

@@ -44,11 +44,10 @@ class Copies(Protocol):
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`, such as one that was sent
-    from a scheduler to workers. `arrays` is any pytree of jax arrays whose `page_axis` has a place for each page. The result is
-    the same pytree with the same shapes, dtypes and shardings. The arrays are donated: they are updated in place, and those
-    passed become invalid. `group` selects the copies of one cache group or of several; None means all. If there is nothing to
-    copy, `arrays` is returned.
+    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`. `arrays` is any pytree of
+    jax arrays whose `page_axis` has a place for each page. The result is the same pytree with the same shapes, dtypes and
+    shardings. The arrays are donated: they are updated in place, and those passed become invalid. `group` selects the copies of
+    one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from types import SimpleNamespace
@@ -59,11 +58,10 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     ([0, 10, 10, 20], [0, 11, 11, 21])
 
     Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
-    8-bit floats for this.) Copies are padded to a power of two by copies of the null page to itself, so a pytree has at most
-    1 + log2(number of pages), rounded up, compiled programs, which `warmup` compiles. If devices divide the page axis, there
-    are twice as many: copies between their parts need an all-reduce of all pages of the call. Copies within parts, such as
-    those of data-parallel shards, need no communication. Arrays that span processes need equal calls in all processes, which
-    jax does not check.
+    8-bit floats for this.) Copies are padded to a power of two, so a pytree has at most 1 + log2(number of pages), rounded up,
+    programs, which `warmup` compiles. If devices divide the page axis, there are twice as many: copies between their parts need
+    an all-reduce of all pages of the call, and copies within parts, such as those of data-parallel shards, none. Arrays that
+    span processes need equal calls in all processes, which jax does not check.
 
     Errors, before any array is donated: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that an
     array does not have, and for the null page; ArgumentError for a page that is written twice, lengths that differ, and arrays
@@ -231,9 +229,7 @@ def read_in_part(part: Any, page_ids: Any, page_axis: int, axes: Axes) -> Any:
 
 
 def write_in_part(part: Any, pages: Any, pairs: Any, page_axis: int, axes: Axes, crosses: bool) -> Any:
-    """Write pages that were read from ``pairs[0]`` to ``pairs[1]`` in one device's part of an array; those that it does not
-    have are left out (traced).
-    """
+    """Write the pages read from ``pairs[0]`` to those of ``pairs[1]`` that one device's part of an array has (traced)."""
     src, dst = find_local_pages(pairs, part.shape[page_axis], axes)
     if axes and crosses:
         pages = exchange(pages, src < part.shape[page_axis], page_axis, axes)

@@ -405,24 +405,24 @@ os.register_at_fork(after_in_child=_forget_workers)
 class EventPublisher:
     """Publishes the events of a manager, or events passed to `publish`, in its own thread.
 
-    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. The engine's
-    threads do no work. A slow router misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last
-    `buffer_steps` batches and sends a snapshot of the cache to a router that asks later. The first batch is a snapshot too.
-    After `heartbeat` seconds without a batch, and then at doubling intervals up to a minute, it sends an empty batch.
+    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
+    misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last `buffer_steps` batches and sends a
+    snapshot of the cache to a router that asks later. The first batch is a snapshot too. After `heartbeat` seconds without a
+    batch, and then at doubling intervals up to a minute, the thread sends an empty batch.
 
-    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
-    descriptors that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each counted as its
-    length plus 64 bytes. A connection beyond these limits is closed, and so is one that takes 5 seconds for its handshake,
-    leaves messages unread for 30 seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending
-    a message. Routers reconnect by themselves. They need ZMTP 3, which libzmq has since 4.0.
+    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and an eighth of the descriptors
+    that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes.
+    A connection is closed beyond these limits, and if it takes 5 seconds for its handshake, leaves messages unread for 30
+    seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
+    by themselves. They need ZMTP 3, which libzmq has since 4.0.
 
     In a forked process `publish` and `flush` raise, `close` does nothing, the copies of the connections are closed, and the
     copy of the manager can have its own publisher.
 
     Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
-    routers on other machines, use keys: with `curve_secretkey`, its own from
-    ``zmq.curve_keypair()``, both endpoints encrypt, and only routers with one of the public keys `curve_client_keys` receive
-    anything. A router sets pyzmq's ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
+    routers on other machines, use keys: with `curve_secretkey`, its own from ``zmq.curve_keypair()``, both endpoints encrypt,
+    and only routers with one of the public keys `curve_client_keys` receive anything. A router sets pyzmq's
+    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -38,9 +38,7 @@ AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class PageProbe(NamedTuple):
-    """Result of `PagePool.probe`: the number of leading pages that hit in every group, and the first group to miss (None: every
-    page hit).
-    """
+    """The number of leading pages that hit in every group, and the first group to miss (None: every page hit)."""
 
     num_hit_pages: int
     missed_group_id: int | None
@@ -65,9 +63,8 @@ class PagePool:
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
 
-        `eviction` names the policy by which free pages are chosen to be handed out, and their prefix entries evicted:
-        ``"lru"``, in the order in which they were freed, or ``"adaptive"``, which learns when pages are used again. Without
-        caching the order is that in which pages were freed.
+        `eviction` names the policy by which free pages are handed out, and their prefix entries evicted: ``"lru"``, in the
+        order in which they were freed, as always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
@@ -111,9 +108,9 @@ class PagePool:
 
         It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
         the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
-        checksum. The copy takes 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept
-        token, and what the eviction policy takes besides LRU. IntegrityError if the pool is
-        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
+        checksum: 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the
+        memory of the policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings,
+        bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 
@@ -159,9 +156,8 @@ class PagePool:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
         The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
-        pinned: they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`:
-        ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch or a caller
-        may hold it.
+        pinned (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was
+        taken or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -319,8 +315,7 @@ class PagePool:
         return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
-        pinned pages are not pinned any more.
+        """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -338,10 +333,9 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
-        pinned: `unpin_all` first.
+        """Drop all prefix entries, for example after new weights; the free queue keeps its order. O(num_pages).
 
-        The free queue keeps its order. O(num_pages).
+        Returns False, without a change, while a page is held or pinned: `unpin_all` first.
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
