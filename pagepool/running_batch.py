@@ -28,7 +28,6 @@ from pagepool._core import (
     swap_out_row,
 )
 from pagepool.arguments import require_flag, require_int
-from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
@@ -45,12 +44,11 @@ KeyedPages = list[tuple[int, bytes]]
 class RunningBatch(RunningRows):
     """The running requests of an engine, one in each row of its page table, grown together.
 
-    A row knows ``num_tokens`` tokens: the prompt and those appended. ``num_computed_tokens`` of them have slots, because they
-    were computed before or are computed in this step. Pages that become full are entered in the prefix index at once.
-    ``num_cached_tokens`` were hit when the row was admitted, less those that `trim` cut off. A row that waits for tokens from
-    elsewhere is pending: it waits for ``num_external_tokens``, 0 for others. These and ``is_admitted`` are live, read-only
-    arrays by row. Pool and prefix index are the manager's, so batch and manager hit each other's pages.
-    Release all rows before dropping a batch, which does not free them.
+    Live, read-only arrays by row: ``is_admitted``; ``num_tokens`` known tokens, the prompt and those appended;
+    ``num_computed_tokens`` of them with slots, computed before or in this step; ``num_cached_tokens`` that were hit on
+    admission, less those that `trim` cut off; ``num_external_tokens`` for which a pending row waits. Full pages enter the
+    prefix index at once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows
+    before dropping a batch, which does not free them.
 
     One owner at a time, as with the manager. Calls are serialised. Each is all or nothing, except that the rows before the
     first that does not fit keep their growth. Only the batch may fill the rows of the table.
@@ -79,13 +77,11 @@ class RunningBatch(RunningRows):
         dedupe: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled a page with the same tokens as another
-        did before takes that page, and gives its own back, when it grows next; the table shows it. That costs a look-up for
-        each page.
+        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled the same page as another before it takes
+        that page, and gives its own back, when it grows next, for a look-up for each page; the table shows it.
 
         ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
-        step hashes natively. Each row's memory is reserved for the maximum length and touched only as the row grows: 4 bytes a
-        token, 16 a hashed page, 4 a page.
+        step hashes natively. A row's memory is touched as the row grows: 4 bytes a token, 16 a hashed page, 4 a page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -95,7 +91,10 @@ class RunningBatch(RunningRows):
         super().__init__(
             manager.page_pool.store,
             _tables_of(page_table, manager),
-            [(group.rules, group.index_group_id, group.num_hashes_per_page) for group in _groups_of(manager)],
+            [
+                (group.rules, group.index_group_id, group.num_hashes_per_page)
+                for group in manager.coordinator.single_type_managers
+            ],
             manager.max_model_len,
             hash_page_size,
             _native_key_of(manager),
@@ -144,8 +143,8 @@ class RunningBatch(RunningRows):
         waiting can help).
 
         With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
-        known one: these get slots instead, and the row is pending until `commit_external`. How many they are is in
-        ``num_external_tokens``; where that is 0, since all others are cached, the row runs at once.
+        known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
+        number; if it is 0, since all others are cached, the row runs at once.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -156,10 +155,9 @@ class RunningBatch(RunningRows):
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no page that it hits gets another holder and no further page of it
         is cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the
-        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and a request with features in
-        a new object is looked up again. Do not change either in place meanwhile. A row recognises each feature of its last
-        request and does not read it again, so never change a feature in place. Features of a class without weak references are
-        read each time.
+        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new object
+        are looked up again. Do not change these in place, nor a feature: a row does not read the features of its last request
+        again, unless their class has no weak references.
 
         RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
         already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError if another
@@ -232,9 +230,8 @@ class RunningBatch(RunningRows):
 
         Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
         for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        after the copies and transfers that are due were taken and done. It need not fill pages that no token behind these
-        attends to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all
-        have to come.
+        once the copies and transfers that are due are done. It need not fill pages that lie behind a window for all later
+        tokens: those are given back. With a state all tokens have to come.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
@@ -402,7 +399,7 @@ class _ReadFeatures:
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
     """Return one table for each group."""
-    page_sizes = [group.page_size for group in _groups_of(manager)]
+    page_sizes = [group.page_size for group in manager.coordinator.single_type_managers]
     if isinstance(page_table, MultiGroupPageTable):
         if page_table.page_sizes != page_sizes:
             raise ArgumentError(f"page_table: got page sizes {page_table.page_sizes}, allowed: the groups' {page_sizes}")
@@ -414,10 +411,6 @@ def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManage
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
     return tables
-
-
-def _groups_of(manager: CacheManager) -> tuple[SingleTypeCacheManager, ...]:
-    return manager.coordinator.single_type_managers
 
 
 def _native_key_of(manager: CacheManager) -> bytes:

@@ -35,6 +35,7 @@ from pagepool import (
     create_kv_cache_specs_from_config,
     specs,
 )
+from pagepool.compat import easydel
 from pagepool.errors import PagePoolError, shown
 from pagepool.replay import Recorder
 
@@ -634,4 +635,4 @@ if find_spec("msgspec") and find_spec("zmq"):
         events.encode_batch(events.EventBatch(0.0, manager.take_events()))
 
     add_calls(EVENT_CALLS)
-NAMES.update(vars(specs) | vars(pagepool) | globals())
+NAMES.update(vars(easydel) | vars(specs) | vars(pagepool) | globals())

@@ -46,7 +46,7 @@ SECTIONS = (
 
 INTERNAL = {
     "CacheManager": "event_source hasher query_counters",
-    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent upload_all",
+    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent",
     "PagePool": "store",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",

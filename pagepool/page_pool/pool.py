@@ -8,16 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_slice
+from pagepool.arguments import require_flag, require_group_ids, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
-from pagepool.page_pool.free_queue import FreeCachePageQueue
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.pages import Pages
+from pagepool.page_pool.pages import FreeCachePageQueue, Pages
 from pagepool.page_pool.prefix_index import (
     CachedPages,
-    PageSpan,
-    count_hits,
+    check_span,
     enter_pages,
     find_page_id,
     find_page_ids,
@@ -40,9 +38,7 @@ AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class PageProbe(NamedTuple):
-    """Result of `PagePool.probe`: the number of leading pages that hit in every group, and the first group to miss (None: every
-    page hit).
-    """
+    """The number of leading pages that hit in every group, and the first group to miss (None: every page hit)."""
 
     num_hit_pages: int
     missed_group_id: int | None
@@ -67,9 +63,8 @@ class PagePool:
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
 
-        `eviction` names the policy by which free pages are chosen to be handed out, and their prefix entries evicted:
-        ``"lru"``, in the order in which they were freed, or ``"adaptive"``, which learns when pages are used again. Without
-        caching the order is that in which pages were freed.
+        `eviction` names the policy by which free pages are handed out, and their prefix entries evicted: ``"lru"``, in the
+        order in which they were freed, as always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
@@ -113,9 +108,9 @@ class PagePool:
 
         It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
         the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
-        checksum. The copy takes 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept
-        token, and what the eviction policy takes besides LRU. IntegrityError if the pool is
-        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
+        checksum: 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the
+        memory of the policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings,
+        bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 
@@ -161,9 +156,8 @@ class PagePool:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
         The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
-        pinned: they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`:
-        ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch or a caller
-        may hold it.
+        pinned (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was
+        taken or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -287,7 +281,7 @@ class PagePool:
         ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
         hash. O(num_full_pages - num_cached_pages).
         """
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
@@ -302,7 +296,7 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
@@ -312,11 +306,17 @@ class PagePool:
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """Count the leading pages that hit in every group, and report the group that missed."""
-        return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
+        group_ids = require_group_ids(kv_cache_group_ids)
+        num_hit_pages = 0
+        for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
+            for group_id in group_ids:
+                if find_page_id(self.store, page_hash, group_id) is None:
+                    return PageProbe(num_hit_pages, group_id)
+            num_hit_pages += 1
+        return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
-        pinned pages are not pinned any more.
+        """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -334,10 +334,9 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
-        pinned: `unpin_all` first.
+        """Drop all prefix entries, for example after new weights; the free queue keeps its order. O(num_pages).
 
-        The free queue keeps its order. O(num_pages).
+        Returns False, without a change, while a page is held or pinned: `unpin_all` first.
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:

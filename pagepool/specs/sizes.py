@@ -1,13 +1,23 @@
-"""Arithmetic of pages: pages for tokens, pages of a pool, and its data-parallel shards."""
+"""Numbers of pages and shards, and sizes of dtypes.
+
+A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
+of ml_dtypes. JAX is never imported, and ml_dtypes need not be installed.
+"""
+
+from typing import Any, cast
+
+import numpy as np
 
 from pagepool.arguments import require_int
+from pagepool.errors import ArgumentTypeError, shown
 
 __all__ = [
     "cdiv",
-    "dp_shard_for_page_id",
     "dp_shard_page_bounds",
+    "dtype_bits",
     "find_shard",
     "find_shard_bounds",
+    "num_bytes",
     "pages_per_dp_shard",
     "usable_pages_count",
 ]
@@ -46,19 +56,6 @@ def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | 
     return num_pages // num_shards
 
 
-def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> int | None:
-    """Return the shard of a page; None for the null page, and for sizes that are not positive.
-
-    >>> dp_shard_for_page_id(256, 256, 4), dp_shard_for_page_id(0, 256, 4)
-    (1, None)
-    """
-    page_id, dp_size = require_int("page_id", page_id), require_int("dp_size", dp_size)
-    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
-    if page_id <= 0 or pages_per_shard <= 0 or dp_size <= 0:
-        return None
-    return min(page_id // pages_per_shard, dp_size - 1)
-
-
 def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, int]:
     """Return the half-open range of page ids of a shard. The first shard starts after the null page.
 
@@ -68,6 +65,55 @@ def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, i
     pages_per_shard = require_int("pages_per_shard", pages_per_shard)
     start = max(0, require_int("shard_index", shard_index)) * pages_per_shard
     return max(1, start), start + pages_per_shard
+
+
+# Accelerator dtypes that NumPy alone does not know by name. For types below 8 bits NumPy reports one byte, because it does not
+# pack them; caches do.
+_EXTENDED_DTYPE_BITS = {
+    "bfloat16": 16,
+    "float8_e3m4": 8,
+    "float8_e4m3": 8,
+    "float8_e4m3b11fnuz": 8,
+    "float8_e4m3fn": 8,
+    "float8_e4m3fnuz": 8,
+    "float8_e5m2": 8,
+    "float8_e5m2fnuz": 8,
+    "float8_e8m0fnu": 8,
+    "float6_e2m3fn": 6,
+    "float6_e3m2fn": 6,
+    "float4_e2m1fn": 4,
+    "int4": 4,
+    "uint4": 4,
+    "int2": 2,
+    "uint2": 2,
+    "int1": 1,
+    "uint1": 1,
+}
+
+
+def dtype_bits(dtype: object) -> int:
+    """Return the size of one element in bits. Types below 8 bits are packed.
+
+    ArgumentTypeError unless it is a number type of NumPy or of the table of accelerator types.
+
+    >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn")
+    (16, 32, 4)
+    """
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
+    if isinstance(name, str) and name in _EXTENDED_DTYPE_BITS:
+        return _EXTENDED_DTYPE_BITS[name]
+    try:
+        resolved: np.dtype[Any] = np.dtype(cast(Any, dtype))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy or JAX knows") from error
+    if dtype is None or resolved.kind not in "biufc":
+        raise ArgumentTypeError(f"dtype must be a number type, got {shown(dtype)}")
+    return resolved.itemsize * 8
+
+
+def num_bytes(num_elements: int, dtype: object) -> int:
+    """Return the size of `num_elements` in bytes, rounded up."""
+    return cdiv(num_elements * dtype_bits(dtype), 8)
 
 
 def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
