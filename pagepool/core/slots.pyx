@@ -119,10 +119,15 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        with self._lock:
+        lock = self._lock
+        if not lock.acquire():
+            lock.__enter__()  # raises: the lock was lost in a fork
+        try:
             return self.allocate_due(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
+        finally:
+            lock.release()
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:
         """Raise the error for a request that is longer than the model allows."""
