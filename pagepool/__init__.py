@@ -8,13 +8,7 @@ from typing import Any
 
 from pagepool import errors, hashing
 from pagepool._version import __version__
-from pagepool.hashing import (
-    PageHash,
-    PageHashWithGroupId,
-    hash_page_tokens,
-    hash_request_tokens,
-    init_none_hash,
-)
+from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
 from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
@@ -33,10 +27,8 @@ from pagepool.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
-    RuntimePageBudgetEstimate,
     SlidingWindowSpec,
     create_kv_cache_specs_from_config,
-    estimate_runtime_page_budget,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
@@ -73,7 +65,6 @@ __all__ = [
     "QueryCounts",
     "Request",
     "RunningBatch",
-    "RuntimePageBudgetEstimate",
     "SlidingWindowSpec",
     "StepResult",
     "TimeHistogram",
@@ -82,7 +73,6 @@ __all__ = [
     "create_kv_cache_specs_from_config",
     "device_slot_mapping",
     "errors",
-    "estimate_runtime_page_budget",
     "hash_page_tokens",
     "hash_request_tokens",
     "init_none_hash",

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.hashing import HashNames, PageHashWithGroupId
+from pagepool.request import Request
 
 class _BuildFlags(TypedDict):
     debug: bool
@@ -157,23 +158,22 @@ class RequestHashes:
     refusal: Refusal | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = ...) -> Self: ...
 
-@final
 class SlotAllocator:
-    no_ids: Final[tuple[PageIds, ...]]
-    def __new__(cls, coordinator: Any, lookups: Any) -> Self: ...
-    def allocate(
+    _no_ids: Final[tuple[PageIds, ...]]
+    def _begin(self, coordinator: Any, lookups: Any) -> None: ...
+    def allocate_slots(
         self,
-        lock: Any,
-        request: Any,
+        request: Request,
         num_new_tokens: int,
-        num_new_computed_tokens: int,
-        new_computed_pages: CachePages | None,
-        num_lookahead_tokens: int,
-        delay_cache_pages: bool,
-        dp_shard_hint: int | None,
-        data_parallel_size: int | None,
-        num_external_tokens: int,
-        num_reserved_pages: int,
+        num_new_computed_tokens: int = ...,
+        new_computed_pages: CachePages | None = ...,
+        num_lookahead_tokens: int = ...,
+        delay_cache_pages: bool = ...,
+        dp_shard_hint: int | None = ...,
+        data_parallel_size: int | None = ...,
+        *,
+        num_external_computed_tokens: int = ...,
+        num_reserved_pages: int = ...,
     ) -> CachePages | None: ...
 
 @final
@@ -200,7 +200,7 @@ class RequestPages:
     ) -> tuple[PageIds, ...] | None: ...
     def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = ...) -> None: ...
     def end_external(self, chain: HashChain | None, num_tokens: int, is_failed: bool, context: int = ...) -> None: ...
-    def require_copies_taken(self) -> None: ...
+    def require_copies_taken(self, may_be_read: bool = ...) -> None: ...
     def give_back(
         self,
         num_computed_tokens: int | None = ...,
@@ -275,7 +275,7 @@ class FailedLoads:
 def end_transfers(
     store: PageStore, number: int, failed_saves: Sequence[int] = ..., failed_loads: Sequence[int] = ...
 ) -> FailedLoads: ...
-def find_wrong_token(held: RequestPages | None, failed: FailedLoads) -> int | None: ...
+def rewind_request(held: RequestPages | None, failed: FailedLoads) -> int | None: ...
 def load_prefix(
     store: PageStore,
     groups: CacheGroups,
@@ -359,9 +359,7 @@ class Refusal:
     @property
     def num_hit_tokens(self) -> int: ...
     def __new__(cls, hits: tuple[PageIds, ...], num_tokens: int, num_hit_tokens: int) -> Self: ...
-    def watch_hits(self, store: PageStore, groups: CacheGroups, chain: HashChain) -> bool: ...
     def has_same_hits(self) -> bool: ...
-    def is_short(self, num_new_pages: int, num_reserved: int = ...) -> bool: ...
 
 @final
 class StepResult:
@@ -393,7 +391,7 @@ class RunningRows:
         num_shards: int,
         unifies_pages: bool = ...,
     ) -> None: ...
-    def is_refused_still(
+    def _is_refused_still(
         self,
         row: int,
         token_ids: object,
@@ -412,7 +410,7 @@ class RunningRows:
     def release(self, rows: _Ids, num_computed_tokens: _Amounts | None = None) -> None: ...
     def move_row(self, src: int, tgt: int) -> None: ...
     def swap_row(self, src: int, tgt: int) -> None: ...
-    def find_next_multiple(self, rows: _Ids, interval: int) -> npt.NDArray[np.int32]: ...
+    def _find_next_multiple(self, rows: _Ids, interval: int) -> npt.NDArray[np.int32]: ...
     def get_page_ids(self, row: int) -> tuple[list[int], ...]: ...
 
 @final

@@ -1,4 +1,4 @@
-"""The device copy of page tables. A commit sends only what changed, by one donated scatter for all groups.
+"""The programs that write page tables on the device. A commit sends only what changed, by one donated scatter for all groups.
 
 A commit copies the dirty 64-column windows into a new payload, which is never written again, and passes it to one compiled
 program. Later writes to the host table therefore cannot reach the device, whatever jax aliases or reads late; jax on CPU does
@@ -10,7 +10,6 @@ jax is imported when a device copy is first requested.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import TableRows, pack_dirty_windows
-from pagepool.arguments import require_flag
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
-from pagepool.forking import COMMITS, make_lock
+from pagepool.errors import ArgumentError
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["DeviceTable", "commit_tables", "warmup_tables"]
+__all__ = [
+    "call_with_payload",
+    "get_max_num_windows",
+    "get_payload_sizes",
+    "get_scatter",
+    "get_shard_map",
+    "import_jax",
+    "is_lost",
+    "upload",
+]
 
 WINDOW = 64
 """Columns per window, the unit of transfer."""
@@ -37,11 +42,7 @@ SMALLEST_PAYLOAD = 16
 FULL_UPLOAD_SHARE = 16
 """If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
 
-COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
-"""Serialises commits: two that donate the same array would lose it."""
-
 Int32Array = npt.NDArray[np.int32]
-Payload = tuple[Int32Array, Int32Array]
 
 
 def import_jax() -> Any:
@@ -53,79 +54,6 @@ def import_jax() -> Any:
             "page tables, page copies and host pages on a device need jax: pip install 'pagepool[jax]' (all else works without)"
         ) from error
     return jax
-
-
-class DeviceTable(TableRows):
-    """A host table and its copy on the device.
-
-    With `donate` a commit updates the device array in place and invalidates the arrays returned before; running steps that read
-    them are safe. Without it a commit copies the table, and old arrays stay valid. Commits from several threads are serialised;
-    other threads may change rows meanwhile.
-    """
-
-    def __init__(
-        self, num_rows: int, num_columns: int, sharding: jax.sharding.Sharding | None = None, donate: bool = True
-    ) -> None:
-        """`sharding` None means the first device. No array is made, and jax is not imported, before `page_table` is read."""
-        if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
-            raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
-        donate = require_flag("donate", donate)
-        super().__init__(num_rows, num_columns)
-        self._donate = donate
-        self._sharding = sharding
-        self._array: jax.Array | None = None
-
-    @property
-    def sharding(self) -> jax.sharding.Sharding:
-        """The sharding of the array, never None: an uncommitted array would need one more compiled program."""
-        if self._sharding is None:
-            jax = import_jax()
-            self._sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return self._sharding
-
-    @property
-    def page_table(self) -> jax.Array:
-        """The device array as of the last commit, int32; zeros before the first commit. ImportError without jax."""
-        array = self._array
-        if array is None:
-            with COMMIT_LOCK:
-                if self._array is None:
-                    self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
-                array = self._array
-        return array
-
-    def upload_all(self) -> None:
-        """Send the whole host table."""
-        self._array = upload(self.copy_aligned(), self.sharding)
-
-    def distrust(self) -> None:
-        """Mark all rows dirty after a failure that left the device array unknown. A lost array is made again."""
-        self.mark_dirty()
-        if self._array is not None and is_lost(self._array):
-            self._array = None
-
-    def clear(self) -> None:
-        """Empty all rows, on the host and on the device."""
-        with COMMIT_LOCK:
-            try:
-                self.clear_rows()
-                self._array = None  # zeros again at the next read
-            except BaseException:
-                self.distrust()
-                raise
-
-    def check(self) -> None:
-        """Check the host table, and compare the device array with it except for dirty windows.
-
-        IntegrityError names the first wrong row. O(table), and a copy of the device array if there is one.
-        """
-        super().check()
-        with COMMIT_LOCK:
-            if self._array is not None and self.sharding.is_fully_addressable:
-                unsent = self.find_unsent(np.asarray(self._array))
-                if unsent is not None:
-                    row, column = unsent
-                    raise IntegrityError(f"row {row}, column {column}: the device has another page in a clean window")
 
 
 def is_lost(array: jax.Array) -> bool:
@@ -147,11 +75,6 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return array
 
 
-def count_values(tables: Sequence[DeviceTable]) -> int:
-    """Return the number of page ids that all tables together have room for."""
-    return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
-
-
 @lru_cache(maxsize=64)
 def get_payload_sizes(num_values: int) -> tuple[int, ...]:
     """Return the payload sizes in windows. The last holds the most windows that are sent instead of all `num_values` ids."""
@@ -165,57 +88,6 @@ def get_payload_sizes(num_values: int) -> tuple[int, ...]:
 def get_max_num_windows(num_values: int) -> int:
     """Return the most dirty windows that are sent instead of all ids. The smallest payload is cheaper than any table."""
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
-
-
-def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
-    """Send the changes in the first `num_reqs` rows and return the arrays; later rows stay dirty.
-
-    If sending fails, the rows are dirty again. O(dirty windows + rows).
-    """
-    with COMMIT_LOCK:
-        num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
-        if num_dirty:
-            try:
-                send(tables, num_reqs, num_dirty)
-            except BaseException:
-                for table in tables:
-                    table.distrust()
-                raise
-        return tuple([table.page_table for table in tables])
-
-
-def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
-    """Send the dirty windows, or the whole tables if that is cheaper and no later row is dirty."""
-    num_rows = tables[0].max_num_reqs
-    num_values = count_values(tables)
-    if num_dirty <= get_max_num_windows(num_values) or any(table.count_dirty_windows(num_reqs, num_rows) for table in tables):
-        send_windows(tables, num_reqs, num_dirty, get_payload_sizes(num_values))
-    else:
-        for table in tables:
-            table.upload_all()
-
-
-def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int, sizes: Sequence[int]) -> None:
-    """Scatter the dirty windows in payloads of these sizes."""
-    while num_dirty > 0:
-        size = next((size for size in sizes if size >= num_dirty), sizes[-1])
-        scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
-        num_dirty -= size
-
-
-def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
-    """Compile the program for each payload size, with payloads that change nothing."""
-    with COMMIT_LOCK:
-        for size in get_payload_sizes(count_values(tables)):
-            scatter_payload(tables, pack_dirty_windows(tables, 0, size))
-
-
-def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
-    """Write a payload, and replace the device arrays by the results."""
-    scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
-    arrays = call_with_payload(scatter, tuple([table.page_table for table in tables]), *payload)
-    for table, array in zip(tables, arrays, strict=True):
-        table._array = array
 
 
 def call_with_payload(program: Callable[..., Any], arrays: Sequence[jax.Array], *payload: Any) -> Any:

@@ -25,8 +25,7 @@ from pagepool.page_copies import (
     Axes,
     check_arrays,
     check_different,
-    check_ids,
-    check_once,
+    check_moves,
     find_crossing,
     find_places,
     get_page_axes,
@@ -55,35 +54,24 @@ Arrays = TypeVar("Arrays")
 
 
 class Transfers(Protocol):
-    """What `HostPages.run` reads of `pagepool.Transfers`: int32 arrays, of equal length for saves and for loads."""
+    """What `HostPages.run` reads of `pagepool.Transfers`: the number under which they were taken, and int32 arrays of equal
+    length for saves, from pages of the device to pages of the host, and for loads, from the host to the device.
+    """
 
     @property
-    def number(self) -> int:
-        """The number under which they were taken."""
-
+    def number(self) -> int: ...
     @property
-    def save_src(self) -> Int32Array:
-        """Pages of the device that are saved."""
-
+    def save_src(self) -> Int32Array: ...
     @property
-    def save_dst(self) -> Int32Array:
-        """Pages of the host that get them."""
-
+    def save_dst(self) -> Int32Array: ...
     @property
-    def save_group(self) -> Int32Array:
-        """Their cache groups."""
-
+    def save_group(self) -> Int32Array: ...
     @property
-    def load_src(self) -> Int32Array:
-        """Pages of the host that are loaded."""
-
+    def load_src(self) -> Int32Array: ...
     @property
-    def load_dst(self) -> Int32Array:
-        """Pages of the device that get them."""
-
+    def load_dst(self) -> Int32Array: ...
     @property
-    def load_group(self) -> Int32Array:
-        """Their cache groups."""
+    def load_group(self) -> Int32Array: ...
 
 
 class FinishedTransfers(NamedTuple):
@@ -125,11 +113,11 @@ class HostPages:
         memory_kind: str | None = "pinned_host",
     ) -> None:
         """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`, whose `page_axis` has a place for each
-        page of the device, of all cache groups. With `groups` it is a list or tuple instead, also a named one, of a pytree for
-        each of these groups; then `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or
-        ``"unpinned_host"``, of the same devices; where they have none, or for None, in arrays of the first CPU device, which
-        `memory_kind` tells by None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block
-        `run` until the device has computed it.
+        page of the device, of all cache groups. With `groups` it is a list or tuple of a pytree for each of these groups; then
+        `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the
+        same devices; if they have none, or for None, in arrays of the first CPU device, and the attribute `memory_kind` is
+        None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block `run` until the device has
+        computed it.
 
         Host memory is taken page by page. On GPUs XLA limits what is pinned: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.
@@ -163,11 +151,10 @@ class HostPages:
         The arrays are those of the same pytree, shapes, dtypes and shardings as at first. If something is loaded they are
         donated: updated in place, and those passed become invalid; they are committed to their devices from then on.
 
-        Nothing waits for the device. Until the transfers are done the device keeps a copy of their pages. A page that was never
-        saved, or whose save failed, is not loaded; this, and what jax raises here or later for a copy, is told by `poll`. Only
-        an error after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step.
-        Devices communicate only where they divide the page axis and a page is loaded into another part than it was saved from:
-        by an all-reduce.
+        Nothing waits for the device, which keeps a copy of the pages until the transfers are done. A page that was never saved,
+        or whose save failed, is not loaded; `poll` reports this, and what jax raises here or later for a copy. Only an error
+        after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step. Devices
+        communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
         Errors, before anything is done: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that
         the arrays or the host do not have, and for null pages; ArgumentError for a page that is written twice, a group without
@@ -238,9 +225,7 @@ class HostPages:
             raise ArgumentError(f"transfers.{way}_group: got {wrong[0]}, allowed: {allowed}")
         for group, own in zip(self._groups, places, strict=True):
             sizes = (group.num_pages, self.num_pages) if way == "save" else (self.num_pages, group.num_pages)
-            check_ids(f"transfers.{way}_src", moves[0, own], sizes[0])
-            check_ids(f"transfers.{way}_dst", moves[1, own], sizes[1])
-            check_once(f"transfers.{way}_dst", moves[1, own])
+            check_moves(f"transfers.{way}_", moves[:2, own], *sizes)
         return places
 
     def _finish(self, number: int) -> FinishedTransfers:
@@ -289,11 +274,6 @@ class PageCopy:
         return self.error
 
 
-def lost(page_id: int) -> PageCopy:
-    """Return the copy of a page that the host does not have."""
-    return PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
-
-
 class GroupPages:
     """The pages of the host for the arrays of a cache group; None stands for all groups."""
 
@@ -331,7 +311,11 @@ class GroupPages:
 
     def load(self, leaves: list[Any], pairs: Int32Array) -> list[PageCopy]:
         """Start loads, from pages of the host to pages of the device. The arrays in `leaves` are replaced."""
-        copies = [self.pages.get(page_id) or lost(page_id) for page_id in pairs[0].tolist()]
+        copies = [
+            self.pages.get(page_id)
+            or PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
+            for page_id in pairs[0].tolist()
+        ]
         places = np.array([place for place, copy in enumerate(copies) if copy.error is None], dtype=np.intp)
         for (dst,), (chosen,) in zip(split(pairs[1:, places]), split(places[None]), strict=True):
             put(copies, chosen, self._load([copies[place] for place in chosen], dst, leaves))
@@ -404,14 +388,19 @@ class Pack(NamedTuple):
 
 
 def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -> list[Pack]:
-    """Divide arrays by dtype and mesh."""
+    """Divide arrays by dtype and mesh. On the host a page lies in memory of this kind, or for None on the first CPU device."""
+    jax = import_jax()
     places: dict[tuple[Any, Any], list[int]] = {}
     for place, leaf in enumerate(leaves):
         places.setdefault((leaf.dtype, get_page_sharding(leaf.sharding)), []).append(place)
     packs = []
     for (_, device), own in places.items():
         shardings = tuple([leaves[place].sharding for place in own])
-        packs.append(Pack(tuple(own), shardings, page_axis, device, get_host_sharding(device, memory_kind)))
+        if memory_kind is None:
+            host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        else:
+            host = device.with_memory_kind(memory_kind)
+        packs.append(Pack(tuple(own), shardings, page_axis, device, host))
     return packs
 
 
@@ -425,14 +414,6 @@ def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
     if len(sharding.device_set) > 1:
         raise ArgumentTypeError(f"arrays: got a {type(sharding).__name__}, allowed: NamedSharding, or one device")
     return kinds.SingleDeviceSharding(*sharding.device_set)
-
-
-def get_host_sharding(device: jax.sharding.Sharding, memory_kind: str | None) -> jax.sharding.Sharding:
-    """Return how a page lies on the host: in memory of this kind beside its devices, or for None on the first CPU device."""
-    jax = import_jax()
-    if memory_kind is not None:
-        return device.with_memory_kind(memory_kind)
-    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])  # type: ignore[no-any-return]
 
 
 Shardings = tuple["jax.sharding.Sharding", ...]

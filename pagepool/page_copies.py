@@ -34,26 +34,20 @@ class Copies(Protocol):
     """What `copy_pages` reads of `pagepool.PageCopies`: int32 arrays of equal length. They are not changed."""
 
     @property
-    def src(self) -> Int32Array:
-        """The pages that are read."""
-
+    def src(self) -> Int32Array: ...
     @property
-    def dst(self) -> Int32Array:
-        """The pages that are written."""
-
+    def dst(self) -> Int32Array: ...
     @property
-    def group(self) -> Int32Array:
-        """The cache group of each copy."""
+    def group(self) -> Int32Array: ...
 
 
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`, such as one that was sent
-    from a scheduler to workers. `arrays` is any pytree of jax arrays whose `page_axis` has a place for each page. The result is
-    the same pytree with the same shapes, dtypes and shardings. The arrays are donated: they are updated in place, and those
-    passed become invalid. `group` selects the copies of one cache group or of several; None means all. If there is nothing to
-    copy, `arrays` is returned.
+    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`. `arrays` is any pytree of
+    jax arrays whose `page_axis` has a place for each page. The result is the same pytree with the same shapes, dtypes and
+    shardings. The arrays are donated: they are updated in place, and those passed become invalid. `group` selects the copies of
+    one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from types import SimpleNamespace
@@ -64,22 +58,22 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     ([0, 10, 10, 20], [0, 11, 11, 21])
 
     Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
-    8-bit floats for this.) Copies are padded to a power of two by copies of the null page to itself, so a pytree has at most
-    1 + log2(number of pages), rounded up, compiled programs, which `warmup` compiles. If devices divide the page axis, there
-    are twice as many: copies between their parts need an all-reduce of all pages of the call. Copies within parts, such as
-    those of data-parallel shards, need no communication. Arrays that span processes need equal calls in all processes, which
-    jax does not check.
+    8-bit floats for this.) Copies are padded to a power of two, so a pytree has at most 1 + log2(number of pages), rounded up,
+    programs, which `warmup` compiles. If devices divide the page axis, there are twice as many: copies between their parts need
+    an all-reduce of all pages of the call, and copies within parts, such as those of data-parallel shards, none. Arrays that
+    span processes need equal calls in all processes, which jax does not check.
 
     Errors, before any array is donated: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that an
     array does not have, and for the null page; ArgumentError for a page that is written twice, lengths that differ, and arrays
     without a page axis, deleted, repeated, or on different devices.
     """
-    pairs = select_pairs(copies, group)
+    moves = read_fields(copies, "copies", ("src", "dst", "group"), "PageCopies")
+    pairs = moves[:2, find_places(moves[2], group)]
     if pairs.shape[1] == 0:
         return arrays
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
-    check_pairs(pairs, num_pages)
+    check_moves("copies.", pairs, num_pages, num_pages)
     crosses = find_crossing(leaves, pairs, page_axis)
     copied: Arrays = tree.unflatten(run_copies(leaves, pairs, page_axis, crosses))
     return copied
@@ -99,12 +93,6 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
             leaves = run_copies(leaves, np.zeros((2, 1 << exponent), dtype=np.int32), page_axis, crosses)
     warm: Arrays = tree.unflatten(leaves)
     return warm
-
-
-def select_pairs(copies: Copies, group: int | Sequence[int] | None) -> Int32Array:
-    """Return the sources and destinations of some groups, [2, n]."""
-    *pairs, groups = read_fields(copies, "copies", ("src", "dst", "group"), "PageCopies")
-    return np.stack(pairs)[:, find_places(groups, group)]
 
 
 def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> Int32Array:
@@ -131,26 +119,16 @@ def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.ND
     return np.flatnonzero(np.isin(groups, [require_int("group", one, 0) for one in wanted]))
 
 
-def check_pairs(pairs: Int32Array, num_pages: int) -> None:
-    """Check page ids against the size of the page axis, and that no page is written twice. O(n log n)."""
-    check_ids("copies.src", pairs[0], num_pages)
-    check_ids("copies.dst", pairs[1], num_pages)
-    check_once("copies.dst", pairs[1])
-
-
-def check_ids(name: str, ids: Int32Array, num_pages: int) -> None:
-    """Check that ids are those of pages, and not of the null page."""
-    wrong = ids[(ids < 1) | (ids >= num_pages)]
-    if wrong.size:
-        raise PageIdError(f"{name}: got page {wrong[0]}, allowed: 1 to {num_pages - 1}")
-
-
-def check_once(name: str, ids: Int32Array) -> None:
-    """Check that no id is there twice. O(n log n)."""
-    ordered = np.sort(ids)
+def check_moves(name: str, pairs: Int32Array, num_src: int, num_dst: int) -> None:
+    """Check that sources and destinations are pages, but no null page, and that none is written twice. O(n log n)."""
+    for field, ids, num_pages in (("src", pairs[0], num_src), ("dst", pairs[1], num_dst)):
+        wrong = ids[(ids < 1) | (ids >= num_pages)]
+        if wrong.size:
+            raise PageIdError(f"{name}{field}: got page {wrong[0]}, allowed: 1 to {num_pages - 1}")
+    ordered = np.sort(pairs[1])
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if repeated.size:
-        raise ArgumentError(f"{name}: got page {repeated[0]} twice, allowed: each page once")
+        raise ArgumentError(f"{name}dst: got page {repeated[0]} twice, allowed: each page once")
 
 
 def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
@@ -251,9 +229,7 @@ def read_in_part(part: Any, page_ids: Any, page_axis: int, axes: Axes) -> Any:
 
 
 def write_in_part(part: Any, pages: Any, pairs: Any, page_axis: int, axes: Axes, crosses: bool) -> Any:
-    """Write pages that were read from ``pairs[0]`` to ``pairs[1]`` in one device's part of an array; those that it does not
-    have are left out (traced).
-    """
+    """Write the pages read from ``pairs[0]`` to those of ``pairs[1]`` that one device's part of an array has (traced)."""
     src, dst = find_local_pages(pairs, part.shape[page_axis], axes)
     if axes and crosses:
         pages = exchange(pages, src < part.shape[page_axis], page_axis, axes)

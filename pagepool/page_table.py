@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import GroupedRows
-from pagepool.arguments import MAX_SIZE, as_list, require_int
-from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
+from pagepool._core import GroupedRows, TableRows, pack_dirty_windows
+from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
+from pagepool.device_table import (
+    call_with_payload,
+    get_max_num_windows,
+    get_payload_sizes,
+    get_scatter,
+    import_jax,
+    is_lost,
+    upload,
+)
+from pagepool.errors import ArgumentTypeError, IntegrityError
+from pagepool.forking import COMMITS, make_lock
 from pagepool.specs import cdiv
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "PAGE_TABLE_PADDING_VAL",
-    "SLOT_MAPPING_PADDING_VAL",
-    "MultiGroupPageTable",
-    "PageTable",
-    "device_slot_mapping",
-]
+__all__ = ["PAGE_TABLE_PADDING_VAL", "SLOT_MAPPING_PADDING_VAL", "MultiGroupPageTable", "PageTable", "device_slot_mapping"]
 
 PAGE_TABLE_PADDING_VAL = 0
 """The value after a row's last page: the null page."""
@@ -30,8 +35,11 @@ PAGE_TABLE_PADDING_VAL = 0
 SLOT_MAPPING_PADDING_VAL = 0
 """The slot of padding tokens: the first slot of the null page."""
 
+COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
+"""Serialises commits: two that donate the same array would lose it."""
 
-class PageTable(DeviceTable):
+
+class PageTable(TableRows):
     """The page ids of each row: int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros after each row's last page.
 
     Rows change on the host, one native call each; `commit` sends the changes to the device. ``num_pages_per_row`` counts each
@@ -57,9 +65,17 @@ class PageTable(DeviceTable):
     ) -> None:
         """`sharding` None means the first device. With `donate` False the arrays of earlier commits stay valid, and each commit
         copies the table. `max_num_batched_tokens`, the engine's token limit per step, is only stored for the engine.
+
+        No array is made, and jax is not imported, before `page_table` is read.
         """
-        super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
+        if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
+            raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
+        donate = require_flag("donate", donate)
+        super().__init__(max_num_reqs, max_num_pages_per_req)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0, MAX_SIZE)
+        self._donate = donate
+        self._sharding = sharding
+        self._array: jax.Array | None = None
 
     def __repr__(self) -> str:
         """Return the size and use of the table."""
@@ -68,6 +84,54 @@ class PageTable(DeviceTable):
             f"num_rows={np.count_nonzero(self.num_pages_per_row)}, num_pages={self.num_pages_per_row.sum()}, "
             f"cpu_version={self.cpu_version})"
         )
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """The sharding of the array, never None: an uncommitted array would need one more compiled program."""
+        if self._sharding is None:
+            jax = import_jax()
+            self._sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return self._sharding
+
+    @property
+    def page_table(self) -> jax.Array:
+        """The device array as of the last commit, int32; zeros before the first commit. ImportError without jax."""
+        array = self._array
+        if array is None:
+            with COMMIT_LOCK:
+                if self._array is None:
+                    self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
+                array = self._array
+        return array
+
+    def distrust(self) -> None:
+        """Mark all rows dirty after a failure that left the device array unknown. A lost array is made again."""
+        self.mark_dirty()
+        if self._array is not None and is_lost(self._array):
+            self._array = None
+
+    def clear(self) -> None:
+        """Empty all rows, on the host and on the device."""
+        with COMMIT_LOCK:
+            try:
+                self.clear_rows()
+                self._array = None  # zeros again at the next read
+            except BaseException:
+                self.distrust()
+                raise
+
+    def check(self) -> None:
+        """Check the host table, and compare the device array with it except for dirty windows.
+
+        IntegrityError names the first wrong row. O(table), and a copy of the device array if there is one.
+        """
+        super().check()
+        with COMMIT_LOCK:
+            if self._array is not None and self.sharding.is_fully_addressable:
+                unsent = self.find_unsent(np.asarray(self._array))
+                if unsent is not None:
+                    row, column = unsent
+                    raise IntegrityError(f"row {row}, column {column}: the device has another page in a clean window")
 
     def get_device_tensor(self) -> jax.Array:
         """Return the device array as of the last commit."""
@@ -82,7 +146,8 @@ class PageTable(DeviceTable):
 
         Without changes this returns the same array. Otherwise arrays returned before become invalid, unless the table
         was made with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host
-        tables in all of them, which jax does not check. ArgumentError for a number of rows outside the table.
+        tables in all of them, which jax does not check. Commits from several threads are serialised; other threads may change
+        rows meanwhile. ArgumentError for a number of rows outside the table.
         """
         return commit_tables((self,), num_reqs)[0]
 
@@ -159,3 +224,54 @@ def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: i
     ``[num_tokens]``. Indices outside the table are clamped and not reported, as in jax.
     """
     return page_table[rows, positions // page_size] * page_size + positions % page_size
+
+
+def commit_tables(tables: tuple[PageTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
+    """Send the changes in the first `num_reqs` rows and return the arrays; later rows stay dirty.
+
+    If sending fails, the rows are dirty again. O(dirty windows + rows).
+    """
+    with COMMIT_LOCK:
+        num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
+        if num_dirty:
+            try:
+                send(tables, num_reqs, num_dirty)
+            except BaseException:
+                for table in tables:
+                    table.distrust()
+                raise
+        return tuple([table.page_table for table in tables])
+
+
+def send(tables: tuple[PageTable, ...], num_reqs: int, num_dirty: int) -> None:
+    """Send the dirty windows, or the whole tables if that is cheaper and no later row is dirty."""
+    num_rows, num_values = tables[0].max_num_reqs, count_values(tables)
+    if num_dirty > get_max_num_windows(num_values) and not any(t.count_dirty_windows(num_reqs, num_rows) for t in tables):
+        for table in tables:
+            table._array = upload(table.copy_aligned(), table.sharding)
+        return
+    sizes = get_payload_sizes(num_values)
+    while num_dirty > 0:
+        size = next((size for size in sizes if size >= num_dirty), sizes[-1])
+        scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
+        num_dirty -= size
+
+
+def warmup_tables(tables: tuple[PageTable, ...]) -> None:
+    """Compile the program for each payload size, with payloads that change nothing."""
+    with COMMIT_LOCK:
+        for size in get_payload_sizes(count_values(tables)):
+            scatter_payload(tables, pack_dirty_windows(tables, 0, size))
+
+
+def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]) -> None:
+    """Write a payload, and replace the device arrays by the results."""
+    scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
+    arrays = call_with_payload(scatter, tuple([table.page_table for table in tables]), *payload)
+    for table, array in zip(tables, arrays, strict=True):
+        table._array = array
+
+
+def count_values(tables: Sequence[PageTable]) -> int:
+    """Return the number of page ids that all tables together have room for."""
+    return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])

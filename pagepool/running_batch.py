@@ -31,6 +31,7 @@ from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
+from pagepool.specs import find_shard
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
 
@@ -41,12 +42,11 @@ KeyedPages = list[tuple[int, bytes]]
 class RunningBatch(RunningRows):
     """The running requests of an engine, one in each row of its page table, grown together.
 
-    A row knows ``num_tokens`` tokens: the prompt and those appended. ``num_computed_tokens`` of them have slots, because they
-    were computed before or are computed in this step. Pages that become full are entered in the prefix index at once.
-    ``num_cached_tokens`` were hit when the row was admitted, less those that `trim` cut off. A row that waits for tokens from
-    elsewhere is pending: it waits for ``num_external_tokens``, 0 for others. These and ``is_admitted`` are live, read-only
-    arrays by row. Pool and prefix index are the manager's, so batch and manager hit each other's pages.
-    Release all rows before dropping a batch, which does not free them.
+    Live, read-only arrays by row: ``is_admitted``; ``num_tokens`` known tokens, the prompt and those appended;
+    ``num_computed_tokens`` of them with slots, computed before or in this step; ``num_cached_tokens`` that were hit on
+    admission, less those that `trim` cut off; ``num_external_tokens`` for which a pending row waits. Full pages enter the
+    prefix index at once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows
+    before dropping a batch, which does not free them.
 
     One owner at a time, as with the manager. Calls are serialised. Each is all or nothing, except that the rows before the
     first that does not fit keep their growth. Only the batch may fill the rows of the table.
@@ -75,18 +75,16 @@ class RunningBatch(RunningRows):
         dedupe: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled a page with the same tokens as another
-        did before takes that page, and gives its own back, when it grows next; the table shows it. That costs a look-up for
-        each page.
+        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled the same page as another before it takes
+        that page, and gives its own back, when it grows next, for a look-up for each page; the table shows it.
 
         ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
-        step hashes natively. Each row's memory is reserved for the maximum length and touched only as the row grows: 4 bytes a
-        token, 16 a hashed page, 4 a page.
+        step hashes natively. A row's memory is touched as the row grows: 4 bytes a token, 16 a hashed page, 4 a page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        is_divided = size > 0 and manager.page_pool.find_shard(0, size) is not None
+        is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
         hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
         super().__init__(
             manager.page_pool.store,
@@ -140,8 +138,8 @@ class RunningBatch(RunningRows):
         waiting can help).
 
         With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
-        known one: these get slots instead, and the row is pending until `commit_external`. How many they are is in
-        ``num_external_tokens``; where that is 0, since all others are cached, the row runs at once.
+        known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
+        number; if it is 0, since all others are cached, the row runs at once.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -152,10 +150,9 @@ class RunningBatch(RunningRows):
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no page that it hits gets another holder and no further page of it
         is cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the
-        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and a request with features in
-        a new object is looked up again. Do not change either in place meanwhile. A row recognises each feature of its last
-        request and does not read it again, so never change a feature in place. Features of a class without weak references are
-        read each time.
+        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new object
+        are looked up again. Do not change these in place, nor a feature: a row does not read the features of its last request
+        again, unless their class has no weak references.
 
         RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
         already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
@@ -171,20 +168,20 @@ class RunningBatch(RunningRows):
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
-        if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
+        if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
             self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
         )
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
-        shard, _ = self._manager.page_pool.find_shard(hint, size) or (None, 0)
+        shard, _ = find_shard(self._manager.num_pages, hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
-        context = self._manager.hold_context(keys)
+        context = self._manager._hold_context(keys)
         try:
             return request.admit(keyed, look_up, shard, context, counter)
         finally:
-            self._manager.release_context(context)
+            self._manager._release_context(context)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
@@ -221,9 +218,8 @@ class RunningBatch(RunningRows):
 
         Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
         for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        after the copies and transfers that are due were taken and done. It need not fill pages that no token behind these
-        attends to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all
-        have to come.
+        once the copies and transfers that are due are done. It need not fill pages that lie behind a window for all later
+        tokens: those are given back. With a state all tokens have to come.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
@@ -268,10 +264,10 @@ class RunningBatch(RunningRows):
         """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or copies
-        of their pages are due: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
-        go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
-        ArgumentError for loads of another pool. O(pages of all rows).
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
+        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
+        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         return rewind_rows(self, failed)
 
@@ -282,8 +278,9 @@ class RunningBatch(RunningRows):
         The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
         until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
         False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
-        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
+        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
+        also those of a row that was released; RowIndexError outside the table. O(pages).
         """
         return swap_out_row(self, row)
 
@@ -302,7 +299,7 @@ class RunningBatch(RunningRows):
 
         RowIndexError outside the table.
         """
-        return self.find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
+        return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel

@@ -22,9 +22,9 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
-    estimate_runtime_page_budget,
 )
 from pagepool.arguments import ATTRIBUTES
+from pagepool.compat.easydel import estimate_runtime_page_budget
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import TraceRecord
 from pagepool.replay.traces.reader import parse_record

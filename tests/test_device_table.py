@@ -34,7 +34,7 @@ from settings import NUM_OPERATIONS  # noqa: E402
 from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
 
 import pagepool  # noqa: E402
-from pagepool import MultiGroupPageTable, PageTable, device_table  # noqa: E402
+from pagepool import MultiGroupPageTable, PageTable, device_table, page_table  # noqa: E402
 from pagepool._core import pack_dirty_windows  # noqa: E402
 from pagepool.errors import ArgumentError, IntegrityError  # noqa: E402
 
@@ -109,9 +109,9 @@ def test_what_was_sent_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> N
         payloads.extend(payload)
         return payload
 
-    upload = device_table.upload
-    monkeypatch.setattr(device_table, "pack_dirty_windows", keep)
-    monkeypatch.setattr(device_table, "upload", lambda array, sharding: uploads.append(array) or upload(array, sharding))
+    upload = page_table.upload
+    monkeypatch.setattr(page_table, "pack_dirty_windows", keep)
+    monkeypatch.setattr(page_table, "upload", lambda array, sharding: uploads.append(array) or upload(array, sharding))
     table = PageTable(64, 640, 64)
     for row in range(4):
         table.append_row([1], row)
@@ -130,10 +130,8 @@ def test_what_was_sent_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("scatter_payload", "upload"):
-        function = getattr(device_table, name)
-        monkeypatch.setattr(
-            device_table, name, lambda *args, name=name, function=function: calls.append(name) or function(*args)
-        )
+        function = getattr(page_table, name)
+        monkeypatch.setattr(page_table, name, lambda *args, name=name, function=function: calls.append(name) or function(*args))
     table = PageTable(64, 640, 64)  # 640 windows in all, so 40 at most
     table.warmup()
     for num_rows, num_committed, expected in (
@@ -244,7 +242,7 @@ def test_after_a_failure_all_is_sent_again(takes_the_arrays: bool, monkeypatch: 
     work.both("append_row", [[], []], 0)
     work.both("add_row", [[1], [2]], 3)
     with monkeypatch.context() as patch:
-        patch.setattr(device_table, "get_scatter", lambda *_: broken)
+        patch.setattr(page_table, "get_scatter", lambda *_: broken)
         with pytest.raises(KeyboardInterrupt):
             work.tables.commit(6)
     for table, model in work.pairs:
@@ -262,7 +260,7 @@ def test_after_a_failed_upload_all_is_sent_again(monkeypatch: pytest.MonkeyPatch
     table.append_row([2], 0)
     table.mark_dirty()
     with monkeypatch.context() as patch:
-        patch.setattr(device_table, "upload", interrupt)
+        patch.setattr(page_table, "upload", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.commit(64)
     assert table.page_table is array

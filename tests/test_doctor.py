@@ -15,9 +15,8 @@ from unittest.mock import Mock
 import pytest
 from sources import run_python
 
-from pagepool import doctor
 from pagepool._core import build_flags
-from pagepool.doctor import command, engines, environment, report
+from pagepool.doctor import command, engines, environment
 from pagepool.doctor.engines import ENGINES, inspect_engines, inspect_jax
 from pagepool.doctor.environment import Problem, inspect_core, inspect_extras, inspect_versions
 from pagepool.doctor.self_test import Twins, run_self_test
@@ -47,7 +46,7 @@ def problems() -> list[Problem]:
 
 def test_the_json_is_the_diagnosis() -> None:
     """jax starts in another process, and so takes no device here."""
-    code = "import sys; from pagepool.doctor import main; main(['--json']); sys.exit(int('jax' in sys.modules))"
+    code = "import sys; from pagepool.doctor.command import main; main(['--json']); sys.exit(int('jax' in sys.modules))"
     process = run_python("-c", code, timeout=300)
     assert process.returncode == 0, process.stderr
     diagnosis = json.loads(process.stdout)
@@ -56,7 +55,7 @@ def test_the_json_is_the_diagnosis() -> None:
     assert diagnosis["self_test"]["passed"]
     if diagnosis["jax"] is not None:
         assert diagnosis["jax"]["devices"][0]["memory_kinds"]
-    assert report.describe(diagnosis).startswith("pagepool   ")
+    assert command.describe(diagnosis).startswith("pagepool   ")
 
 
 def test_without_click() -> None:
@@ -204,7 +203,7 @@ class TestEngines:
         monkeypatch.delenv("PAGEPOOL_VLLM", raising=False)
         found = inspect_engines(problems, True)["vllm"]
         assert found["is_replaced"] is False
-        assert report._describe_engine(found) == "vLLM       0.33.0, supported; PAGEPOOL_VLLM is off; refuses pagepool"
+        assert command._describe_engine(found) == "vLLM       0.33.0, supported; PAGEPOOL_VLLM is off; refuses pagepool"
         assert [problem.what for problem in problems] == [
             "vLLM refuses pagepool: pagepool.errors.CompatError: vLLM's version: got 0.1, expected 0.33.*"
         ]
@@ -239,7 +238,7 @@ class TestSelfTest:
         monkeypatch.setattr(command, "run_self_test", Mock(side_effect=IntegrityError("page 3 is nobody's")))
         for name, found in {"jax": {"version": "9.9"}, "engines": {}, "extras": {}}.items():
             monkeypatch.setattr(command, f"inspect_{name}", Mock(return_value=found))
-        assert doctor.main([]) == 1
+        assert command.main([]) == 1
         output = capsys.readouterr().out
         assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output
         assert "extras unknown" in output

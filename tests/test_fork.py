@@ -21,7 +21,7 @@ from hybrids import FULL
 from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
-from pagepool import CacheManager, EngineRequest, PageHash, PagePool, PageTable, RunningBatch, device_table
+from pagepool import CacheManager, EngineRequest, PageHash, PagePool, PageTable, RunningBatch, page_table
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PagePoolError
 
@@ -274,9 +274,9 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
     ]
     return [
         ("CacheManager", manager._lock, calls),
-        ("EventSource", manager.require_event_source()._lock, [manager.take_events]),
+        ("EventSource", manager._require_event_source()._lock, [manager.take_events]),
         ("HashNames", names._lock, [lambda: names.add(1, PageHash(2, ()))]),
-        ("pagepool.device_table", device_table.COMMIT_LOCK, [PageTable(1, 1, 1).clear]),
+        ("pagepool.page_table", page_table.COMMIT_LOCK, [PageTable(1, 1, 1).clear]),
     ]
 
 

@@ -215,9 +215,9 @@ class Mute:
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
-        lambda: admit(make_batch(PageStore(8), TableRows(2, 8)), 0, [1] * 9, (), lambda *_: ((None,), 4)),
+        lambda: RequestPages(PageStore(8), CacheGroups([(PageRules(4), 0, 1)]), 8).allocate(4, hits=(None,)),  # type: ignore[arg-type]
         ArgumentTypeError,
-        "hits: got None",
+        "hits: got NoneType",
     ),
     (lambda: PageIds(np.ones(3).view(Liar)), ArgumentTypeError, "float64"),
     *((lambda page_id=page_id: PageStore(8).pages(PageIds([page_id])), PageIdError, "got") for page_id in (-1, 8, 2**31 - 1)),

@@ -15,8 +15,8 @@ import pagepool
 from pagepool import EngineRequest, hash_request_tokens, hashing
 from pagepool._core import HashChain, siphash128
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing import PageHash, RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
-from pagepool.hashing.names import HashNames
+from pagepool.hashing import HashNames, PageHash, RequestExtraKeys, encode_extra_keys, get_siphash_key
+from pagepool.hashing.algorithms import sha256_cbor, sha256_page
 
 KEY = bytes(range(16))
 

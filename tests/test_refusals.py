@@ -62,7 +62,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two tests above prove nothing unless requests are refused, and some of them admitted in the end."""
     found: Counter[str] = Counter()
 
-    is_refused_still, allocate_slots = RunningBatch.is_refused_still, CacheManager.allocate_slots
+    is_refused_still, allocate_slots = RunningBatch._is_refused_still, CacheManager.allocate_slots
 
     def count_rows(*args: Any) -> bool:
         is_refused = is_refused_still(*args)
@@ -76,7 +76,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         found["requests"] += pages is None and refusal is not None and hashes.refusal is refusal  # else a new one is noted
         return pages
 
-    monkeypatch.setattr(RunningBatch, "is_refused_still", count_rows)
+    monkeypatch.setattr(RunningBatch, "_is_refused_still", count_rows)
     monkeypatch.setattr(CacheManager, "allocate_slots", count_requests)
     run_twins("rows", SETTINGS[2], PLAIN, 1, 1000, SaturatedRows)
     run_twins("requests", SETTINGS[2], PLAIN, 2, 4000, SaturatedRequests)
@@ -103,14 +103,14 @@ class Waiting:
         self.batch.admit(0, [99] * 16)
         self.token_ids = self.prompt + list(range(50, 58))
         self.num_looked_up = 0
-        original = self.batch.is_refused_still
+        original = self.batch._is_refused_still
 
         def is_refused_still(*args: Any) -> bool:
             is_refused = original(*args)
             self.num_looked_up += not is_refused
             return is_refused
 
-        self.batch.is_refused_still = is_refused_still  # type: ignore[method-assign]
+        self.batch._is_refused_still = is_refused_still  # type: ignore[method-assign]
         assert self.retry() is None
         assert self.num_looked_up == 1
 

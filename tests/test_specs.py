@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from sources import run_python
 
-from pagepool import specs
+from pagepool.compat.easydel import (
+    CacheGroupsConfig,
+    RuntimePageBudgetEstimate,
+    dp_shard_for_page_id,
+    estimate_runtime_page_budget,
+)
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.specs import (
-    CacheGroupsConfig,
     CacheGroupSpec,
     CacheSpec,
     ChunkedLocalAttentionSpec,
@@ -24,10 +28,8 @@ from pagepool.specs import (
     SlidingWindowSpec,
     cdiv,
     create_kv_cache_specs_from_config,
-    dp_shard_for_page_id,
     dp_shard_page_bounds,
     dtype_bits,
-    estimate_runtime_page_budget,
     pages_per_dp_shard,
     usable_pages_count,
 )
@@ -223,7 +225,7 @@ class TestShards:
 
 
 class TestBudget:
-    def estimate(self, *spec: CacheSpec, num_pages: int = 1024, **options: Any) -> specs.RuntimePageBudgetEstimate:
+    def estimate(self, *spec: CacheSpec, num_pages: int = 1024, **options: Any) -> RuntimePageBudgetEstimate:
         options = {"max_model_len": 1000, "max_num_batched_tokens": 64, **options}
         groups = [CacheGroupSpec(one) for one in spec]
         return estimate_runtime_page_budget(num_pages=num_pages, kv_cache_groups=groups, **options)
@@ -247,7 +249,7 @@ class TestBudget:
         assert self.estimate(full(), max_model_len=0, max_num_batched_tokens=0).pages_per_request == 1
 
     def test_no_groups(self) -> None:
-        assert self.estimate() == specs.RuntimePageBudgetEstimate(0, 1023, 1023, ())
+        assert self.estimate() == RuntimePageBudgetEstimate(0, 1023, 1023, ())
 
     def test_pages_without_bytes(self) -> None:
         class Empty(FullAttentionSpec):

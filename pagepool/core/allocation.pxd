@@ -28,7 +28,6 @@ cdef enum Fit:
 cdef struct Hits:             # leading pages of a group, null pages first, that a look-up found
     const int32_t *ids
     int32_t num
-    bint is_known             # no entry was dropped since the look-up, so their contents need no comparison
 
 cdef struct Demand:
     const Hits *hits          # [num_groups]; NULL: none
@@ -55,16 +54,14 @@ cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, P
 cdef inline Py_ssize_t price_hits(
     const Pool *pool, const Holding *holding, const Hits *hits, const Digest *digests, Py_ssize_t num_digests
 ) noexcept nogil:
-    """Hits in the free queue; negative if one has another content than the digests say, or cannot be held."""
+    """Hits in the free queue; negative if one has another content than the digests say, if there are any, or cannot be held."""
     cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
     for g in range(holding.num_groups):
         num_hits += hits[g].num
     for g in range(holding.num_groups):
         if hits[g].num * <Py_ssize_t>holding.groups[g].stride > num_digests:
             return STALE
-        num_free = count_free_hits(
-            pool, &holding.groups[g], NULL if hits[g].is_known else digests, hits[g].ids, hits[g].num, num_hits
-        )
+        num_free = count_free_hits(pool, &holding.groups[g], digests, hits[g].ids, hits[g].num, num_hits)
         if num_free < 0:
             return num_free
         num_all += num_free

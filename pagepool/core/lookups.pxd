@@ -19,18 +19,6 @@ cdef struct Query:            # a look-up of the longest prefix
     Range ids                 # of pages that may hit
     bint reaches_tier         # whether those in the tier hit as well
 
-
-@cython.final
-cdef class FoundIds(PageIds):
-    cdef PageStore store
-    cdef HashChain chain
-    cdef Py_ssize_t stride
-    cdef int32_t group
-    cdef int64_t num_dropped
-
-    cdef bint is_known(self, HashChain chain, const Group *group, const Pool *pool) noexcept
-
-
 cdef struct Prefix:           # what the leading pages of a request are looked up by in one group
     const Digest *digests
     Py_ssize_t stride         # digests of a page
@@ -102,8 +90,6 @@ cdef Query query_of(
 cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept
-cdef tuple new_found(PageStore store, CacheGroups groups, HashChain chain)
-cdef void note_found(tuple hits, const Pool *pool) noexcept
 cdef Range range_in(PageStore store, tuple ids) except *
 
 

@@ -8,8 +8,8 @@ cimport cython
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport as_long_long, size_of
-from pagepool.core.ids cimport as_page_ids
+from pagepool.core.arguments cimport as_long_long, require_instance, size_of
+from pagepool.core.ids cimport as_page_ids, new_ids
 from pagepool.core.index cimport find, find_within, has_key, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
@@ -158,40 +158,6 @@ cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssiz
     return True
 
 
-@cython.final
-@cython.auto_pickle(False)
-cdef class FoundIds(PageIds):
-    """Pages that a look-up found. Their content is known while no prefix entry is dropped."""
-
-    cdef bint is_known(self, HashChain chain, const Group *group, const Pool *pool) noexcept:
-        """Whether these are still the pages of a group with what the chain says. The pool is locked."""
-        return (
-            self.chain is chain
-            and &self.store.pool == pool
-            and self.stride == group.stride
-            and self.group == group.id
-            and self.num_dropped == pool.num_dropped
-        )
-
-
-cdef tuple new_found(PageStore store, CacheGroups groups, HashChain chain):
-    """No pages for each group, to be found."""
-    cdef FoundIds found
-    cdef list hits = []
-    cdef Py_ssize_t g
-    for g in range(groups.num):
-        found = FoundIds.__new__(FoundIds)
-        found.store, found.chain, found.stride, found.group = store, chain, groups.groups[g].stride, groups.groups[g].id
-        hits.append(found)
-    return tuple(hits)
-
-
-cdef void note_found(tuple hits, const Pool *pool) noexcept:
-    """Note when hits were found: just now."""
-    for found in hits:
-        (<FoundIds>found).num_dropped = pool.num_dropped
-
-
 cdef Range range_in(PageStore store, tuple ids) except *:
     """Page ids ``(first, end)``; None: to the end of the pool."""
     first, stop = ids
@@ -199,8 +165,8 @@ cdef Range range_in(PageStore store, tuple ids) except *:
 
 
 def find_prefix(
-    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
-    tuple ids not None=(0, None), bint reaches_tier=False,
+    PageStore store not None, CacheGroups groups not None, chain, num_tokens, tuple ids not None=(0, None),
+    bint reaches_tier=False,
 ) -> tuple:
     """Return the longest cached prefix of a request with `num_tokens` tokens, of which one is left to compute: its page ids for
     each group, with the null page where the group's attention does not reach, and its length in tokens. Only `ids` of the pool
@@ -208,19 +174,19 @@ def find_prefix(
     Changes nothing. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+    cdef HashChain hashes = require_instance(chain, HashChain, "chain")
     cdef Range inside = range_in(store, ids)
-    cdef tuple hits = new_found(store, groups, chain)
+    cdef tuple hits = new_ids(groups.num)
     cdef bint has_room
     cdef Query query
-    with chain.lock, store.lock:
-        query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
+    with hashes.lock, store.lock:
+        query = query_of(groups, hashes.digests, hashes.num, hashes.page_size, num, inside)
         query.reaches_tier = reaches_tier and store.pool.tier != NULL
         num_hashes = find_longest(&store.pool, &query)
         has_room = fetch_hits(&store.pool, &query, groups, num_hashes, hits)
-        note_found(hits, &store.pool)
     if not has_room:
         raise MemoryError("the pages of a prefix")
-    return hits, num_hashes * chain.page_size
+    return hits, num_hashes * hashes.page_size
 
 
 cdef enum:

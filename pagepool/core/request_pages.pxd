@@ -8,6 +8,7 @@ from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Holding, Limits
+from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore
@@ -29,6 +30,7 @@ cdef struct Step:             # the next tokens of a request
     int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
     int32_t context           # see `Origin`
     Demand demand
+    bint stays_in_shard       # new pages come from the shard of the others, if these are in one
     int32_t wrong_page        # the page that an outcome is about, and its place in its group
     Py_ssize_t wrong_at
     Py_ssize_t wrong_num      # pages of that group
@@ -46,10 +48,13 @@ cdef class RequestPages:
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef bint has_states_due(self, int64_t num_computed) noexcept
-    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *
+    cdef Outcome allocate_checked(
+        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
+    ) except *
     cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept
     cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept
     cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept
+    cdef void stay_in_shard(self, Demand *demand) noexcept
     cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept
     cdef Outcome take(self, Demand *demand, tuple new) noexcept
     cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept
@@ -65,3 +70,4 @@ cdef void lock_chain(HashChain chain) noexcept
 cdef void unlock_chain(HashChain chain) noexcept
 cdef void set_contents(Contents *contents, HashChain chain) noexcept
 cdef Hits *new_hits(tuple hits) except? NULL
+cdef void set_hits(Hits *array, tuple hits) noexcept

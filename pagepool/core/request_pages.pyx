@@ -19,9 +19,8 @@ from pagepool.core.holdings cimport (
     STALE, UNTOUCHABLE, Held, count_free_hits, count_places, empty, find_lost_page, forget_uncomputed, limits_of,
     list_last_first, put_back_behind, recompute_from, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.ids cimport PageIds
+from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport is_entered_otherwise
-from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
@@ -89,15 +88,23 @@ cdef Hits *new_hits(tuple hits) except? NULL:
     return array
 
 
-cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain chain, const Pool *pool) noexcept:
-    """Fill the array with hits that were looked up with `chain`. The pool is locked."""
-    cdef PageIds ids
+cdef void set_hits(Hits *array, tuple hits) noexcept:
+    """Fill the array with the hits of each group."""
     cdef Py_ssize_t g
-    cdef bint is_known
     for g in range(len(hits)):
-        ids = hits[g]
-        is_known = isinstance(ids, FoundIds) and (<FoundIds>ids).is_known(chain, &holding.groups[g], pool)
-        array[g] = Hits(ids.ids, <int32_t>ids.num, is_known)
+        array[g] = Hits((<PageIds>hits[g]).ids, <int32_t>(<PageIds>hits[g]).num)
+
+
+cdef bint is_in_shard(const Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t *shard) noexcept:
+    """Whether all pages, null pages aside, are in one shard, which is set by the first of them where it is -1."""
+    cdef Py_ssize_t i
+    for i in range(n if pool.num_shards else 0):
+        if ids[i] != NULL_PAGE:
+            if shard[0] < 0:
+                shard[0] = shard_of(pool, ids[i])
+            if shard_of(pool, ids[i]) != shard[0]:
+                return False
+    return True
 
 
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
@@ -203,7 +210,7 @@ cdef class RequestPages:
 
     def get_page_ids(self) -> tuple:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
-        cdef tuple copies = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef tuple copies = new_ids(self.holding.num_groups)
         cdef Py_ssize_t g
         cdef bint has_room = True
         with self.store.lock:
@@ -233,7 +240,7 @@ cdef class RequestPages:
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
         step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
@@ -241,22 +248,28 @@ cdef class RequestPages:
         step.context = self.store.checked_context(context)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.demand.num_reserved = size_of(num_reserved, "num_reserved_pages")
-        step.demand.shard = as_shard(shard, divided)
+        step.demand.shard, step.stays_in_shard = as_shard(shard, divided), False
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        outcome = self.allocate_checked(&step, checked, chain, divided, new)
+        outcome = self.allocate_checked(&step, checked, chain, None, divided, new)
         if outcome != DONE and outcome != TOO_FEW:
             self.refuse(outcome, &step, checked, chain)
         return new if outcome == DONE else None
 
-    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *:
-        """Allocate with the locks of the chain and of the store, divided into `num_shards` shards (0: as it is)."""
+    cdef Outcome allocate_checked(
+        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
+    ) except *:
+        """Allocate with the locks of the chain, which hashes `tokens` first, and of the store, divided into `num_shards` shards
+        (0: as it is).
+        """
         cdef Hits *array = new_hits(hits)
         cdef Outcome outcome
         lock_chain(chain)
         try:
+            if tokens is not None and not chain.extend_locked(tokens):
+                return NO_MEMORY
             self.store.lock_divided(num_shards)
-            set_hits(array, hits, &self.holding, chain, &self.store.pool)
+            set_hits(array, hits)
             step.demand.hits = array
             outcome = self.allocate_locked(step, chain, new)
             self.store.lock.release()
@@ -287,6 +300,8 @@ cdef class RequestPages:
         self.rewind(step.num_computed)
         for g in range(self.holding.num_groups if is_past_skip else 0):
             skip_pages(pool, &self.holding.groups[g], &self.holding.held[g], num_computed)
+        if step.stays_in_shard:
+            self.stay_in_shard(demand)
         if demand.num_new or demand.hits != NULL:
             outcome = self.take(demand, new)
         if outcome == DONE and has_states:
@@ -331,6 +346,18 @@ cdef class RequestPages:
                     step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
                     return True
         return False
+
+    cdef void stay_in_shard(self, Demand *demand) noexcept:
+        """Take new pages from the shard of all pages and hits, if they are in one, in place of the demanded one. O(pages)."""
+        cdef int32_t shard = -1
+        cdef Py_ssize_t g
+        cdef bint is_one = True
+        for g in range(self.holding.num_groups):
+            is_one = is_one and is_in_shard(&self.store.pool, self.holding.held[g].ids, self.holding.held[g].num_pages, &shard)
+            if demand.hits != NULL:
+                is_one = is_one and is_in_shard(&self.store.pool, demand.hits[g].ids, demand.hits[g].num, &shard)
+        if is_one and shard >= 0:
+            demand.shard = shard
 
     cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept:
         """Allocate room for hits, and for new pages here and in `new`, and for copies; False where memory is short."""
@@ -479,11 +506,12 @@ cdef class RequestPages:
         if not is_right:
             self.refuse(ENTERED_OTHERWISE, &step, (), chain)
 
-    def require_copies_taken(self) -> None:
-        """CopiesDueError while copies or transfers of the pages are due."""
+    def require_copies_taken(self, bint may_be_read=False) -> None:
+        """CopiesDueError while copies or transfers of the pages are due, except copies from them if they `may_be_read`."""
         cdef bint is_due
         with self.store.lock:
-            is_due = has_copies_due(&self.store.pool, &self.holding)
+            is_due = awaits_copies(&self.store.pool, &self.holding)
+            is_due = is_due or not may_be_read and has_copies_due(&self.store.pool, &self.holding)
         if is_due:
             self.refuse(COPIES_DUE, NULL, (), None)
 

@@ -17,14 +17,14 @@ from pagepool.core.copies cimport reserve_copies
 from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
-from pagepool.core.ids cimport PageIds, as_page_ids, refuse_negative
+from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.lookups cimport (
     Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
 )
-from pagepool.core.request_pages cimport new_hits
+from pagepool.core.request_pages cimport new_hits, set_hits
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
 from pagepool.core.rules cimport MAX_TOKENS, Group, hits_leading_pages
 from pagepool.core.running cimport RunningRows
@@ -52,7 +52,7 @@ cdef list checked_extra_keys(object extra_keys):
 cdef class RowRequest:
     """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
 
-    `options`, a tuple of what hits depend on besides the tokens, and the tokens identify it for `RunningRows.is_refused_still`.
+    `options`, a tuple of what hits depend on besides the tokens, and tokens identify it for `_is_refused_still` of the rows.
     The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits. If up to
     `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
     """
@@ -174,7 +174,7 @@ cdef class RowRequest:
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
-        cdef tuple hits = tuple([PageIds.__new__(PageIds) for _ in range(batch.num_groups)]) if takes_hits else ()
+        cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
         cdef RowRefusal refusal = RowRefusal(hits, self.tokens.num_known, 0)
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE
@@ -223,11 +223,10 @@ cdef class RowRequest:
             rows.groups, contents.digests, batch.states[self.row].num_hashed, batch.hash_page_size, self.tokens.num_known,
             ids_in_shard(batch.pool, self.shard),
         )
-        cdef Py_ssize_t g, num_hashes = look_up(
+        cdef Py_ssize_t num_hashes = look_up(
             batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
         )
-        for g in range(batch.num_groups):
-            array[g] = Hits((<PageIds>refusal.hits[g]).ids, <int32_t>(<PageIds>refusal.hits[g]).num, True)
+        set_hits(array, refusal.hits)
         if is_short[0]:
             refusal.hits = ()
         else:

@@ -1,9 +1,9 @@
 # Slots for the next tokens of requests.
 
-cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.groups cimport CacheGroups
+from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport RequestHashes
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.store cimport PageStore
@@ -16,7 +16,6 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_reserved      # pages to leave free
 
 
-@cython.final
 cdef class SlotAllocator:
     cdef PageStore store
     cdef CacheGroups groups
@@ -24,11 +23,11 @@ cdef class SlotAllocator:
     cdef object lookups             # `PrefixLookups`
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
-    cdef readonly tuple no_ids
+    cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
     cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
-    cdef bint enable_caching
+    cdef bint enables_caching
     cdef bint hashes_natively
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1
@@ -40,8 +39,8 @@ cdef class SlotAllocator:
     cdef int64_t count_most_tokens(self, tuple hits) except -1
     cdef int64_t count_tokens(self, tuple hits, Py_ssize_t group) except -1
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1
-    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens)
-    cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size)
+    cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages)
+    cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
     ) except -1

@@ -30,6 +30,6 @@ cdef class TokenSpan:
         self, CacheGroups groups, HashChain chain, RequestPages held, Py_ssize_t num_tokens, PageIds found, tuple hits
     ) noexcept
     cdef bint list_row(self, RunningRows rows, Py_ssize_t row, PageIds found) noexcept
-    cdef tuple new_hits(self, CacheGroups groups, RequestPages held)
+    cdef int check_pool(self, PageStore store) except -1
     cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1
     cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1

@@ -12,7 +12,7 @@ from pagepool.core.chain cimport HashChain
 from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held, Holding
-from pagepool.core.ids cimport PageIds, as_own_ids
+from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
 from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
@@ -92,9 +92,7 @@ cdef class TokenSpan:
         where memory is short. Chain and pool are locked.
         """
         cdef Pool *pool = &self.store.pool
-        cdef Query query = query_of(
-            groups, chain.digests, chain.num, chain.page_size, num_tokens, Range(0, pool.num_pages)
-        )
+        cdef Query query = query_of(groups, chain.digests, chain.num, chain.page_size, num_tokens, Range(0, pool.num_pages))
         cdef PageIds ids
         cdef Py_ssize_t g
         if held is not None:
@@ -114,17 +112,15 @@ cdef class TokenSpan:
             return True
         return self.list_holding(&holding, digests_of(&rows.batch, row), rows.batch.states[row].num_hashed, found)
 
-    cdef tuple new_hits(self, CacheGroups groups, RequestPages held):
-        """No hits for each group; of what a request holds only the pool is checked."""
-        if held is not None and held.store is not self.store:
-            raise ArgumentError("held: got pages of another pool")
-        return tuple([PageIds.__new__(PageIds) for _ in range(groups.num)])
-
     cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1:
         cdef Py_ssize_t checked = rows.checked_row(row)
-        if rows.store is not self.store:
-            raise ArgumentError("rows: got those of another pool")
+        self.check_pool(rows.store)
         return checked
+
+    cdef int check_pool(self, PageStore store) except -1:
+        if store is not self.store:
+            raise ArgumentError("rows or pages: got those of another pool")
+        return 0
 
     cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1:
         if not is_admitted:
@@ -220,7 +216,8 @@ cdef class PinSpan(TokenSpan):
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef tuple hits = self.new_hits(groups, held)
+        cdef tuple hits = new_ids(groups.num)
+        self.check_pool(self.store if held is None else held.store)
         with chain.lock, self.store.lock:
             if self.list_request(groups, chain, held, num, found, hits):
                 pin_found(self.store, found, fresh, &verdict)
@@ -573,8 +570,9 @@ cdef class RetentionSpan(TokenSpan):
         """
         cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef PageIds found = PageIds.__new__(PageIds)
-        cdef tuple hits = self.new_hits(groups, held)
+        cdef tuple hits = new_ids(groups.num)
         cdef bint has_room
+        self.check_pool(self.store if held is None else held.store)
         with chain.lock, self.store.lock:
             has_room = self.list_request(groups, chain, held, num, found, hits)
             has_room = has_room and retain_found(self.store, found, retention)

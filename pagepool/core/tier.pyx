@@ -10,13 +10,14 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
+from pagepool.core.copies cimport are_destinations, are_sources
 from pagepool.core.entering cimport Contents
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport find_wrong
-from pagepool.core.ids cimport PageIds
+from pagepool.core.holdings cimport Holding, can_restart, find_restart, find_wrong, restart_from
+from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport enter, find, keep_tokens, rank
 from pagepool.core.lookups cimport (
-    Query, fetch_hits, find_first_hit_page, find_longest, new_found, note_found, query_of, range_in,
+    Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, touch_all
@@ -24,7 +25,7 @@ from pagepool.core.queue cimport has_free_pages, pull
 from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
 from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport RequestPages, set_contents
-from pagepool.core.rules cimport Group, is_state
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 from pagepool.core.transfers cimport (
@@ -307,16 +308,28 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     return failed
 
 
-def find_wrong_token(RequestPages held, failed) -> int | None:
-    """Return the first token of a request in a page that failed to load; None if there is none, or no page. O(pages)."""
+def rewind_request(RequestPages held, failed) -> int | None:
+    """Let a request go back to tokens that were computed without failed loads: see `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
-    cdef int32_t first = -1
+    cdef int32_t restart = -1
     if held is None:
         return None
     with held.store.lock:
         if loads.store is held.store and loads.ids.num:
-            first = find_wrong(&held.holding, loads.is_wrong, loads.number)
-    return first if first >= 0 else None
+            restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
+        if restart >= 0:
+            restart = find_restart(&held.store.pool, &held.holding, restart)
+            go_back(&held.store.pool, &held.holding, restart)
+            held.plan()
+    return restart if restart >= 0 else None
+
+
+cdef void go_back(Pool *pool, const Holding *holding, int32_t restart) noexcept:
+    """Let a request compute its tokens from there on again, if it has the pages for that, and no copies of them are due."""
+    if are_sources(pool, holding) or are_destinations(pool, holding):
+        return
+    if can_restart(pool, holding, restart, MAX_TOKENS):
+        restart_from(pool, holding, restart, MAX_TOKENS)
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
@@ -393,7 +406,7 @@ def load_prefix(
     cdef int32_t num_shards = count_shards(store, inside) if store.has_tier else 0
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
     cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
-    cdef tuple hits = new_found(store, groups, chain)
+    cdef tuple hits = new_ids(groups.num)
     cdef bint is_short = False
     cdef Query query
     with chain.lock:
@@ -401,7 +414,6 @@ def load_prefix(
         set_contents(&contents, chain)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
         num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
-        note_found(hits, &store.pool)
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")

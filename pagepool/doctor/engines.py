@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
+import sys
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from pagepool.compat import easydel, vllm
 from pagepool.compat.switch import ON, read_switch
-from pagepool.doctor.environment import Problem, find_version, last_line, run_python
+from pagepool.doctor.environment import Problem, find_version
 from pagepool.errors import CompatError
 
 __all__ = ["inspect_engines", "inspect_jax"]
@@ -58,14 +59,10 @@ def inspect_jax(problems: list[Problem]) -> dict[str, Any] | None:
     if found is None:
         return None
     figures: dict[str, Any] = {"version": found}
-    try:
-        process = run_python(LIST_DEVICES, SECONDS)
-        if process.returncode == 0:
-            figures.update(json.loads(process.stdout.splitlines()[-1]))
-            return figures
-        fault = last_line(process)
-    except subprocess.TimeoutExpired:
-        fault = f"nothing happened for {SECONDS} seconds"
+    output, fault = _run_python(LIST_DEVICES)
+    if fault is None:
+        figures.update(json.loads(output.splitlines()[-1]))
+        return figures
     remedy = "install the jaxlib of this jax for this device, end what holds the device, or set JAX_PLATFORMS=cpu"
     problems.append(Problem(f"jax {found} does not start: {fault}", remedy))
     return figures
@@ -120,12 +117,27 @@ def _find_faults(engine: Engine, found: str | None, is_supported: bool) -> list[
 
 def _try(engine: Engine) -> Problem | None:
     """Install the adapter in another process. Return what was wrong."""
-    try:
-        process = run_python(f"from pagepool.compat.{engine.name} import install; install()", SECONDS)
-        if process.returncode == 0:
-            return None
-        fault = last_line(process)
-    except subprocess.TimeoutExpired:
-        fault = f"the import took more than {SECONDS} seconds"
+    _, fault = _run_python(f"from pagepool.compat.{engine.name} import install; install()")
+    if fault is None:
+        return None
     remedy = f"pip install --force-reinstall '{engine.name}=={engine.versions}', or unset {engine.variable}"
     return Problem(f"{engine.label} refuses pagepool: {fault}", remedy)
+
+
+def _run_python(code: str) -> tuple[str, str | None]:
+    """Run code in another process, which imports what this one would. Return its output, and what was wrong, if anything.
+
+    jax takes no memory of a device there before it needs it.
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        process = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"nothing happened for {SECONDS} seconds"
+    if process.returncode == 0:
+        return process.stdout, None
+    lines = process.stderr.strip().splitlines()
+    return "", lines[-1] if lines and process.returncode > 0 else f"the process ended with exit code {process.returncode}"

@@ -1,9 +1,7 @@
 """Versions, the build of the core, and the packages of the extras."""
 
-import os
 import platform
 import re
-import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -15,7 +13,7 @@ import numpy as np
 from pagepool._core import build_flags
 from pagepool._version import __version__
 
-__all__ = ["Problem", "find_version", "inspect_core", "inspect_extras", "inspect_versions", "last_line", "run_python"]
+__all__ = ["Problem", "find_version", "inspect_core", "inspect_extras", "inspect_versions"]
 
 EXTRAS = ("jax", "events", "metrics", "replay", "plan", "fleet")
 """The extras for users; those for developers are left out."""
@@ -38,22 +36,6 @@ def find_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def run_python(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run code in another process, which imports what this one would. TimeoutExpired after that many seconds.
-
-    jax takes no memory of a device there before it needs it.
-    """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-P", "-c", code]
-    return subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
-
-
-def last_line(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a failed process wrote to standard error, or how it ended."""
-    lines = process.stderr.strip().splitlines()
-    return lines[-1] if lines and process.returncode > 0 else f"the process ended with exit code {process.returncode}"
 
 
 def inspect_versions(problems: list[Problem]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ array ``[ts, events, data_parallel_rank]``, and an event is a map with ``type`` 
 (True, [AllBlocksCleared()])
 """
 
-from pagepool.events.contexts import Contexts
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, encode_batch
-from pagepool.events.source import EventSource
+from pagepool.events.source import Contexts, EventSource
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Contexts", "Event", "EventBatch", "EventSource", "encode_batch"]

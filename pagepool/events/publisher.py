@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import zmq
@@ -78,85 +77,57 @@ class Curve(NamedTuple):
         """Whether a router may connect. Called by pyzmq's authenticator."""
         return key in self.client_keys
 
-    def protect(self, socket: "zmq.Socket[bytes]", name: str, endpoint: str) -> None:
-        """Make a socket encrypt and admit only these routers. Without the authenticator it admits none.
 
-        EndpointError for an address over which ZeroMQ would send unencrypted.
-        """
-        if not endpoint.startswith(("tcp:", "ipc:")):
-            raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-class Addresses(NamedTuple):
-    """The addresses at which a publisher listens or to which it connects."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    is_connecting: bool
-
-
-class Sockets(NamedTuple):
+class Sockets:
     """The sockets of one publisher. Only its thread uses them, except `wake`."""
 
-    context: "zmq.Context[zmq.Socket[bytes]]"
-    authenticator: ThreadAuthenticator | None
-    guard: Guard
-    published: Peers
-    replayed: Peers | None
-    wake: "zmq.Socket[bytes]"
-    woken: "zmq.Socket[bytes]"
+    def __init__(
+        self,
+        endpoint: object,
+        replay_endpoint: object,
+        is_connecting: bool,
+        curve: Curve | None,
+        hwm: int,
+        max_connections: int,
+    ) -> None:
+        """Open all, or none and raise EndpointError."""
+        self.guard = Guard(max_connections)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.authenticator: ThreadAuthenticator | None = None
+        self.replayed: Peers | None = None
+        try:
+            if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
+                authenticator = ThreadAuthenticator(self.context)
+                authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
+                authenticator.start()
+                self.authenticator = authenticator
+            publishing = self.context.socket(zmq.XPUB)
+            publishing.sndhwm, publishing.rcvhwm = hwm, SUBSCRIPTIONS_HWM
+            publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
+            publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
+            self.published = self.guard.watch(publishing, is_connecting)
+            _attach(publishing, "endpoint", endpoint, is_connecting, curve)
+            if replay_endpoint is not None:
+                replaying = self.context.socket(zmq.ROUTER)
+                replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
+                replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
+                self.replayed = self.guard.watch(replaying)
+                _attach(replaying, "replay_endpoint", replay_endpoint, False, curve)
+            self.wake, self.woken = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+            self.woken.bind("inproc://wake")
+            self.wake.connect("inproc://wake")
+            self.guard.start()
+        except BaseException:
+            self.close(0.0)
+            raise
 
-
-def _open_sockets(addresses: Addresses, curve: Curve | None, hwm: int, max_connections: int) -> Sockets:
-    """Open all sockets, or none and raise EndpointError."""
-    guard = Guard(max_connections)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    authenticator = None
-    try:
-        if curve is not None:
-            authenticator = _start_authenticator(context, curve)
-        publishing = context.socket(zmq.XPUB)
-        publishing.sndhwm, publishing.rcvhwm = hwm, SUBSCRIPTIONS_HWM
-        publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
-        publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
-        published = guard.watch(publishing, addresses.is_connecting)
-        _attach(publishing, "endpoint", addresses.endpoint, addresses.is_connecting, curve)
-        replayed = None
-        if addresses.replay_endpoint is not None:
-            replaying = context.socket(zmq.ROUTER)
-            replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
-            replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
-            replayed = guard.watch(replaying)
-            _attach(replaying, "replay_endpoint", addresses.replay_endpoint, False, curve)
-        wake, woken = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        woken.bind("inproc://wake")
-        wake.connect("inproc://wake")
-        guard.start()
-    except BaseException:
-        _close_sockets(context, authenticator, guard, 0.0)
-        raise
-    return Sockets(context, authenticator, guard, published, replayed, wake, woken)
-
-
-def _close_sockets(
-    context: "zmq.Context[Any]", authenticator: ThreadAuthenticator | None, guard: Guard, linger_seconds: float
-) -> None:
-    if authenticator is not None:
-        authenticator.stop()
-    guard.stop()
-    context.destroy(linger=int(1000 * linger_seconds))
-
-
-def _start_authenticator(context: "zmq.Context[Any]", curve: Curve) -> ThreadAuthenticator:
-    """Start the check of client keys. Without it, CURVE admits every router that knows the server's public key."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
-    authenticator.start()
-    return authenticator
+    def close(self, linger_seconds: float) -> None:
+        """Close all, once what is sent has gone or this time is over."""
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self.guard.stop()
+        self.context.destroy(linger=int(1000 * linger_seconds))
 
 
 def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool, curve: Curve | None) -> None:
@@ -174,7 +145,11 @@ def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connect
     # Refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is no handler.
     socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     if curve is not None:
-        curve.protect(socket, name, endpoint)
+        if not endpoint.startswith(("tcp:", "ipc:")):  # ZeroMQ would send unencrypted
+            raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without the authenticator
     port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
     try:
         if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
@@ -224,7 +199,7 @@ class Worker:
         try:
             self._thread.start()
         except BaseException:
-            _close_sockets(sockets.context, sockets.authenticator, sockets.guard, 0.0)
+            sockets.close(0.0)
             raise
 
     @property
@@ -266,7 +241,7 @@ class Worker:
             self._do(self._serve)
         self._do(self._publish_all)
         with self._wake_lock:
-            _close_sockets(self.sockets.context, self.sockets.authenticator, self.sockets.guard, SECONDS_TO_CLOSE)
+            self.sockets.close(SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
         """Call `work`. The thread survives any error, and replaces the events that were taken by then by a snapshot."""
@@ -302,7 +277,9 @@ class Worker:
         """Publish the manager's events and those passed to `publish`."""
         if self._source is not None and (time.monotonic() >= self._take_at or self._is_closing):
             self._take_at = time.monotonic() + self._options.interval
-            self._publish_events(self._source.take())
+            events = self._source.take()
+            if events:
+                self._publish_batch(events)
         while not self.queue.empty():
             self._publish(*self.queue.get())
         if time.monotonic() >= self._beat_at:
@@ -313,10 +290,6 @@ class Worker:
         silence = min(2 * self._silence, max(self._silence, MAX_SILENCE))
         self._publish_batch([])
         self._silence, self._beat_at = silence, time.monotonic() + silence
-
-    def _publish_events(self, events: Sequence[Event]) -> None:
-        if events:
-            self._publish_batch(events)
 
     def _publish_batch(self, events: Sequence[Event]) -> None:
         self._publish(*encode(events, self._options.data_parallel_rank))
@@ -394,7 +367,8 @@ class Worker:
         start = self._history.find_start()
         if start is None and self._source is not None and self._history.next_sequence:
             events, snapshot = self._source.take_with_snapshot()
-            self._publish_events(events)
+            if events:
+                self._publish_batch(events)
             self._history.set_start(share(encode(snapshot, self._options.data_parallel_rank)[0]))
             start = self._history.find_start()
         return start or self._history.find_first()
@@ -431,24 +405,24 @@ os.register_at_fork(after_in_child=_forget_workers)
 class EventPublisher:
     """Publishes the events of a manager, or events passed to `publish`, in its own thread.
 
-    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. The engine's
-    threads do no work. A slow router misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last
-    `buffer_steps` batches and sends a snapshot of the cache to a router that asks later. The first batch is a snapshot too.
-    After `heartbeat` seconds without a batch, and then at doubling intervals up to a minute, it sends an empty batch.
+    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
+    misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last `buffer_steps` batches and sends a
+    snapshot of the cache to a router that asks later. The first batch is a snapshot too. After `heartbeat` seconds without a
+    batch, and then at doubling intervals up to a minute, the thread sends an empty batch.
 
-    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
-    descriptors that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each counted as its
-    length plus 64 bytes. A connection beyond these limits is closed, and so is one that takes 5 seconds for its handshake,
-    leaves messages unread for 30 seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending
-    a message. Routers reconnect by themselves. They need ZMTP 3, which libzmq has since 4.0.
+    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and an eighth of the descriptors
+    that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes.
+    A connection is closed beyond these limits, and if it takes 5 seconds for its handshake, leaves messages unread for 30
+    seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
+    by themselves. They need ZMTP 3, which libzmq has since 4.0.
 
     In a forked process `publish` and `flush` raise, `close` does nothing, the copies of the connections are closed, and the
     copy of the manager can have its own publisher.
 
     Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
-    routers on other machines, use keys: with `curve_secretkey`, its own from
-    ``zmq.curve_keypair()``, both endpoints encrypt, and only routers with one of the public keys `curve_client_keys` receive
-    anything. A router sets pyzmq's ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
+    routers on other machines, use keys: with `curve_secretkey`, its own from ``zmq.curve_keypair()``, both endpoints encrypt,
+    and only routers with one of the public keys `curve_client_keys` receive anything. A router sets pyzmq's
+    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -487,7 +461,7 @@ class EventPublisher:
         """
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
-        source = None if manager is None else manager.require_event_source()
+        source = None if manager is None else manager._require_event_source()
         other = None if source is None else WORKERS.get(source)
         if other is not None and other.is_open:
             raise ArgumentError("manager: got one whose events another publisher takes")
@@ -502,8 +476,8 @@ class EventPublisher:
         )
         max_connections = require_int("max_connections", max_connections, 1, MAX_INT32)
         curve = _as_curve(curve_secretkey, curve_client_keys)
-        addresses = Addresses(endpoint, replay_endpoint, require_flag("is_connecting", is_connecting))
-        sockets = _open_sockets(addresses, curve, options.hwm, max_connections)
+        is_connecting = require_flag("is_connecting", is_connecting)
+        sockets = Sockets(endpoint, replay_endpoint, is_connecting, curve, options.hwm, max_connections)
         self.endpoint = sockets.published.endpoint
         self.replay_endpoint = sockets.replayed and sockets.replayed.endpoint
         self._data_parallel_rank = options.data_parallel_rank
@@ -537,9 +511,7 @@ class EventPublisher:
         """Return the publisher."""
         return self
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Call `close`."""
         self.close()
 

@@ -1,8 +1,11 @@
 """The algorithms that hash pages: SipHash in the core, SHA-256 in two forms, and any callable."""
 
+import hashlib
 import os
+import struct
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pagepool._core import PageIds, RequestHashes
 from pagepool.errors import ArgumentError, shown
@@ -15,13 +18,11 @@ from pagepool.hashing import (
     encode_extra_keys,
     get_hash_seed,
     hash_page_tokens,
-    sha256_cbor,
-    sha256_page,
 )
 from pagepool.hashing.request_hashes import PageHasher
 from pagepool.request import TokenIds
 
-__all__ = ["HashAlgorithm", "make_page_hasher"]
+__all__ = ["HashAlgorithm", "make_page_hasher", "sha256_cbor", "sha256_page"]
 
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
@@ -125,6 +126,33 @@ class CallableHasher(PythonHasher):
         page_hash = hash_page_tokens(self._hash_function, parent, token_ids, extra_keys)
         hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
         hashes.page_hashes.append(page_hash)
+
+
+def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
+    """Return SHA-256 of the parent's digest, the tokens as little-endian int32 and the encoded extra keys: 32 bytes.
+
+    It is the same in every process and on every machine. ArgumentError for token ids outside int32.
+    """
+    try:
+        tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error as error:
+        raise ArgumentError(f"token ids: {error}; allowed: ints that fit int32") from None
+    return hashlib.sha256(parent + tokens + encode_extra_keys(extra_keys)).digest()
+
+
+def sha256_cbor(content: Any) -> bytes:
+    """Return SHA-256 of the canonical CBOR encoding of `content`, like vLLM's function of that name: 32 bytes.
+
+    Needs the package cbor2 (the extra ``pagepool[events]``).
+    """
+    try:
+        import cbor2
+    except ImportError:
+        raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[events]'") from None
+    try:
+        return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None
 
 
 def _sha256_cbor_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:

@@ -8,16 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_int, require_slice
+from pagepool.arguments import require_flag, require_group_ids, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
-from pagepool.page_pool.free_queue import FreeCachePageQueue
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.pages import Pages
+from pagepool.page_pool.pages import FreeCachePageQueue, Pages
 from pagepool.page_pool.prefix_index import (
     CachedPages,
-    PageSpan,
-    count_hits,
+    check_span,
     enter_pages,
     find_page_id,
     find_page_ids,
@@ -26,7 +24,7 @@ from pagepool.page_pool.prefix_index import (
     is_own_key,
 )
 from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
-from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
+from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats
 
 __all__ = ["PagePool", "PageProbe"]
@@ -40,9 +38,7 @@ AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class PageProbe(NamedTuple):
-    """Result of `PagePool.probe`: the number of leading pages that hit in every group, and the first group to miss (None: every
-    page hit).
-    """
+    """The number of leading pages that hit in every group, and the first group to miss (None: every page hit)."""
 
     num_hit_pages: int
     missed_group_id: int | None
@@ -67,9 +63,8 @@ class PagePool:
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
 
-        `eviction` names the policy by which free pages are chosen to be handed out, and their prefix entries evicted:
-        ``"lru"``, in the order in which they were freed, or ``"adaptive"``, which learns when pages are used again. Without
-        caching the order is that in which pages were freed.
+        `eviction` names the policy by which free pages are handed out, and their prefix entries evicted: ``"lru"``, in the
+        order in which they were freed, as always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
@@ -113,9 +108,9 @@ class PagePool:
 
         It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
         the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
-        checksum. The copy takes 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept
-        token, and what the eviction policy takes besides LRU. IntegrityError if the pool is
-        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
+        checksum: 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the
+        memory of the policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings,
+        bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 
@@ -125,9 +120,9 @@ class PagePool:
 
         Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
         for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
-        was used with another algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine
-        restores the contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another
-        version. O(num_pages).
+        was used with another algorithm, seed, page size or other groups, and names the difference. The engine restores the
+        contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version.
+        O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -140,7 +135,7 @@ class PagePool:
         pool.configuration = configuration
         return pool
 
-    def bind(self, configuration: Configuration) -> None:
+    def _bind(self, configuration: Configuration) -> None:
         """Record the configuration under which pages are cached. `CacheManager` calls this.
 
         Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
@@ -161,9 +156,8 @@ class PagePool:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
         The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
-        pinned: they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`:
-        ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch or a caller
-        may hold it.
+        pinned (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was
+        taken or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -186,7 +180,8 @@ class PagePool:
         """Take `num_pages` pages from the front of the free queue. They lose their prefix entries and have a ref count of 1.
 
         With a hint and a `data_parallel_size` that divides the pool, pages come only from that shard's range of ids, in queue
-        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages).
+        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages); the first call for a size builds the queues of
+        its shards, in O(pages of the pool + pages of equal content x shards).
         """
         return self.store.pages(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
@@ -197,7 +192,7 @@ class PagePool:
         return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        shard = self.find_shard(dp_shard_hint, data_parallel_size)
+        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
         return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
@@ -243,7 +238,7 @@ class PagePool:
         Among pages of equal content the first cached wins; with a hint, the first in that shard. O(groups). With a hint
         O(groups x shards) once pages were taken for that `data_parallel_size`, and O(groups x pages of equal content) before.
         """
-        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         page_hash = checked_hash(page_hash)
         if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
@@ -259,7 +254,7 @@ class PagePool:
         data_parallel_size: int | None = None,
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
-        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         page_ids = find_page_ids(self.store, checked_hash(page_hash), kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
 
@@ -286,7 +281,7 @@ class PagePool:
         ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
         hash. O(num_full_pages - num_cached_pages).
         """
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
@@ -301,21 +296,27 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        span = check_span(num_cached_pages, num_full_pages, page_size)
         ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
-    def forget_evicted_names(self) -> None:
+    def _forget_evicted_names(self) -> None:
         """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
         forget_evicted_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """Count the leading pages that hit in every group, and report the group that missed."""
-        return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
+        group_ids = require_group_ids(kv_cache_group_ids)
+        num_hit_pages = 0
+        for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
+            for group_id in group_ids:
+                if find_page_id(self.store, page_hash, group_id) is None:
+                    return PageProbe(num_hit_pages, group_id)
+            num_hit_pages += 1
+        return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
-        pinned pages are not pinned any more.
+        """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -333,10 +334,9 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
-        pinned: `unpin_all` first.
+        """Drop all prefix entries, for example after new weights; the free queue keeps its order. O(num_pages).
 
-        The free queue keeps its order. O(num_pages).
+        Returns False, without a change, while a page is held or pinned: `unpin_all` first.
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
@@ -385,28 +385,6 @@ class PagePool:
         IntegrityError names the first wrong page or slot, with all its numbers.
         """
         check_store(self.store)
-
-    # Data-parallel shards.
-
-    def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
-        """Return the hinted shard, modulo the size, and that size; None if the pool is not divided.
-
-        The first allocation for a size builds the queues of its shards, in O(num_pages + pages of equal content x shards).
-        """
-        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
-        hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
-        if hint is None or pages_per_shard is None:
-            return None
-        num_shards = self.num_pages // pages_per_shard
-        return hint % num_shards, num_shards
-
-    def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-        """Return the half-open range of page ids that may hit with a hint."""
-        shard = self.find_shard(dp_shard_hint, data_parallel_size)
-        if shard is None:
-            return 0, None
-        shard_index, num_shards = shard
-        return dp_shard_page_bounds(shard_index, self.num_pages // num_shards)
 
 
 def _require_ids(page_ids: T) -> T:

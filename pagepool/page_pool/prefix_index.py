@@ -3,18 +3,17 @@
 The index of a `PageStore` has keys of 128 bits. If a hash differs from its key, ``PageStore.names`` maps one to the other.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, copy_records
-from pagepool.arguments import refuse_incomplete, require_group_ids, require_int, require_list, require_slice
+from pagepool.arguments import require_group_ids, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
+from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash, hash_next_pages
 
 __all__ = [
     "CachedPages",
-    "PageSpan",
-    "count_hits",
+    "check_span",
     "enter_pages",
     "find_page_id",
     "find_page_ids",
@@ -26,6 +25,9 @@ __all__ = [
 
 Bounds = tuple[int, int | None]
 """A half-open range of page ids."""
+
+PageSpan = tuple[int, int, int]
+"""The pages of a request to enter in the index: how many are cached already and how many are full, and their size in tokens."""
 
 
 def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
@@ -64,42 +66,17 @@ def find_page_ids(store: PageStore, page_hash: PageHash, group_ids: Sequence[int
     return page_ids
 
 
-def count_hits(store: PageStore, page_hashes: Iterable[PageHash], group_ids: Sequence[int]) -> tuple[int, int | None]:
-    """Return the number of leading pages that hit in every group, and the first group to miss (None: all hit)."""
-    num_hit_pages = 0
-    group_ids = require_group_ids(group_ids)
-    for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
-        for group_id in group_ids:
-            if find_page_id(store, page_hash, group_id) is None:
-                return num_hit_pages, group_id
-        num_hit_pages += 1
-    return num_hit_pages, None
-
-
-class PageSpan(NamedTuple):
-    """The pages of a request to enter in the prefix index, and their size in tokens."""
-
-    num_cached_pages: int
-    num_full_pages: int
-    page_size: int
-
-    @classmethod
-    def of(cls, num_cached_pages: int, num_full_pages: int, page_size: int) -> "PageSpan":
-        """Check the numbers."""
-        return cls(
-            require_int("num_cached_pages", num_cached_pages, 0),
-            require_int("num_full_pages", num_full_pages, 0),
-            require_int("page_size", page_size, 1),
-        )
+def check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> PageSpan:
+    """Return the numbers as ints."""
+    return (
+        require_int("num_cached_pages", num_cached_pages, 0),
+        require_int("num_full_pages", num_full_pages, 0),
+        require_int("page_size", page_size, 1),
+    )
 
 
 def enter_pages(
-    store: PageStore,
-    ids: PageIds,
-    request: Any,
-    page_hashes: list[PageHash],
-    span: PageSpan,
-    group_id: int,
+    store: PageStore, ids: PageIds, request: Any, page_hashes: list[PageHash], span: PageSpan, group_id: int
 ) -> None:
     """Enter pages of a request under its hashes; hashes that `page_hashes` lacks are computed and appended."""
     num_cached_pages, num_full_pages, page_size = span
@@ -111,7 +88,8 @@ def enter_pages(
         )
     if len(ids) != max(0, num_full_pages - num_cached_pages):
         raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
-    missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
+    is_complete = len(page_hashes) >= num_full_pages
+    missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
     new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
     num_parents = min(num_cached_pages, 1)
     parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
@@ -119,32 +97,9 @@ def enter_pages(
     for page_hash in list(map(checked_hash, [*parents, *new_hashes])):
         chain.append_key(store.names.key_of(page_hash))
     ids = PageIds.joined((PageIds([0] * num_parents), ids))
-    first_place = num_cached_pages - num_parents
-    store.enter_pages(ids, chain, num_parents, group_id, first_place=first_place)
+    store.enter_pages(ids, chain, num_parents, group_id, first_place=num_cached_pages - num_parents)
     page_hashes.extend(missing)
     forget_evicted_names(store)
-
-
-def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
-    """Return the hashes from ``len(page_hashes)`` to `num_full_pages`."""
-    if len(page_hashes) >= num_full_pages:
-        return []
-    extra_keys = RequestExtraKeys.of(request)
-    try:
-        all_token_ids = request.all_token_ids
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-    parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
-    missing = []
-    for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
-        token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
-        if len(token_ids) != page_size:
-            name = f"request {shown(getattr(request, 'request_id', None))}"
-            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
-        page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
-        missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
-        parent = missing[-1].hash_value
-    return missing
 
 
 def forget_evicted_names(store: PageStore) -> None:

@@ -6,23 +6,17 @@ A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` wr
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
-from pagepool.hashing import HashNames, PageHash
+from pagepool.hashing import PageHash
 from pagepool.page_pool.integrity import check_store, save_store
 
-__all__ = [
-    "Configuration",
-    "Snapshot",
-    "load",
-    "save",
-    "seal",
-]
+__all__ = ["Configuration", "Snapshot", "load", "save", "seal"]
 
 Snapshot = dict[str, npt.NDArray[Any]]
 
@@ -32,44 +26,37 @@ Configuration = dict[str, int | str | None]
 FORMAT = b"pagepool.PagePool"
 VERSION = 4
 
-
-class Field(NamedTuple):
-    """Type and shape of one array. None is any length."""
-
-    dtype: type[np.generic]
-    shape: tuple[int | None, ...]
-
-
-FIELDS = {
-    "format": Field(np.uint8, (None,)),
-    "version": Field(np.int64, (1,)),
-    "enable_caching": Field(np.bool_, (1,)),
-    "ref_counts": Field(np.int32, (None,)),
-    "free_page_ids": Field(np.int32, (None,)),
-    "cached_page_ids": Field(np.int32, (None,)),
-    "cached_group_ids": Field(np.int32, (None,)),
-    "cached_keys": Field(np.uint64, (None, 2)),
-    "cached_pins": Field(np.int32, (None,)),
-    "cached_token_ids": Field(np.int32, (None, None)),
-    "names": Field(np.uint8, (None,)),
-    "counters": Field(np.int64, (6,)),
-    "num_shards": Field(np.int64, (1,)),
-    "configuration": Field(np.uint8, (None,)),
-    "eviction": Field(np.uint8, (None,)),
-    "policy_marks": Field(np.uint32, (None,)),
-    "policy_ghosts": Field(np.uint32, (None, 2)),
-    "policy_counts": Field(np.int64, (None,)),
-    "policy_learned": Field(np.uint8, (None,)),
-    "checksum": Field(np.uint8, (32,)),
+FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...]]] = {
+    "format": (np.uint8, (None,)),
+    "version": (np.int64, (1,)),
+    "enable_caching": (np.bool_, (1,)),
+    "ref_counts": (np.int32, (None,)),
+    "free_page_ids": (np.int32, (None,)),
+    "cached_page_ids": (np.int32, (None,)),
+    "cached_group_ids": (np.int32, (None,)),
+    "cached_keys": (np.uint64, (None, 2)),
+    "cached_pins": (np.int32, (None,)),
+    "cached_token_ids": (np.int32, (None, None)),
+    "names": (np.uint8, (None,)),
+    "counters": (np.int64, (6,)),
+    "num_shards": (np.int64, (1,)),
+    "configuration": (np.uint8, (None,)),
+    "eviction": (np.uint8, (None,)),
+    "policy_marks": (np.uint32, (None,)),
+    "policy_ghosts": (np.uint32, (None, 2)),
+    "policy_counts": (np.int64, (None,)),
+    "policy_learned": (np.uint8, (None,)),
+    "checksum": (np.uint8, (32,)),
 }
+"""Type and shape of each array. None is any length."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     """Return the snapshot of a pool. O(pages)."""
     arrays = save_store(store)
     arrays["enable_caching"] = np.array([store.enable_caching])
-    arrays["names"] = encode_names(store.names)
-    arrays["configuration"] = encode_configuration(configuration)
+    arrays["names"] = _encode([[key, *map(_to_json, page_hash)] for key, page_hash in store.names.items()])
+    arrays["configuration"] = _encode(configuration)
     arrays["eviction"] = _as_bytes(store.eviction.encode())
     return seal(arrays)
 
@@ -154,13 +141,12 @@ def _as_bytes(data: bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, dtype=np.uint8).copy()
 
 
-def encode_names(names: HashNames) -> npt.NDArray[np.uint8]:
-    """Return names as JSON. ArgumentError unless hashes are made of ints, strings, bytes, None and tuples. O(names)."""
-    return _as_bytes(json.dumps([[key, *map(_to_json, page_hash)] for key, page_hash in names.items()]).encode())
+def _encode(value: Any) -> npt.NDArray[np.uint8]:
+    return _as_bytes(json.dumps(value).encode())
 
 
 def _to_json(value: Any) -> Any:
-    """Return tuples as lists, and bytes as an object."""
+    """Return tuples as lists, and bytes as an object. ArgumentError for other types than a page hash may have in a snapshot."""
     if type(value) is tuple:
         return [_to_json(item) for item in value]
     if type(value) is bytes:
@@ -181,7 +167,7 @@ def _from_json(value: Any) -> Any:
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
-    """Yield the keys and names in a result of `encode_names`. SnapshotError for other text."""
+    """Yield keys and their names from JSON. SnapshotError for other text."""
     try:
         for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
@@ -191,13 +177,8 @@ def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
         raise SnapshotError(f"snapshot: 'names' are not page hashes: {error}") from None
 
 
-def encode_configuration(configuration: Configuration | None) -> npt.NDArray[np.uint8]:
-    """Return a configuration as JSON. None means unknown."""
-    return _as_bytes(json.dumps(configuration).encode())
-
-
 def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
-    """Return the configuration in a result of `encode_configuration`. SnapshotError for other text."""
+    """Return a configuration from JSON; null means unknown. SnapshotError for other text."""
     try:
         configuration = json.loads(text.tobytes())
     except (ValueError, RecursionError) as error:

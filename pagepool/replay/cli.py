@@ -15,7 +15,7 @@ def main() -> None:
         print(f"pagepool, version {__version__}")
         return
     if sys.argv[1:2] == ["doctor"]:
-        from pagepool.doctor import main as run_doctor
+        from pagepool.doctor.command import main as run_doctor
 
         sys.exit(run_doctor(sys.argv[2:]))
     try:

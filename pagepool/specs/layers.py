@@ -1,7 +1,7 @@
-"""Cache specs: what a layer keeps for each token.
+"""Cache specs: what a layer keeps for each token, and which layers share page ids.
 
 Specs are frozen. They are checked at construction, and can be shared and compared. Sizes are in tokens unless the name
-ends in `_bytes`. A `dtype` (see `pagepool.specs.dtypes`) is kept as it was given.
+ends in `_bytes`. A `dtype` (see `pagepool.specs.sizes`) is kept as it was given.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Self
 
-from pagepool.arguments import MAX_SIZE, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs.dtypes import dtype_bits, num_bytes
-from pagepool.specs.page_counts import cdiv
+from pagepool.specs.sizes import cdiv, dtype_bits, num_bytes
 
 __all__ = [
     "AttentionSpec",
+    "CacheGroupSpec",
     "CacheSpec",
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "MambaSpec",
     "SlidingWindowSpec",
+    "check_groups",
 ]
 
 
@@ -274,3 +275,20 @@ class MambaSpec(CacheSpec):
     def max_memory_usage_bytes(self, **_: object) -> int:
         """Return the bytes of the one page."""
         return self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class CacheGroupSpec:
+    """Layers that share page ids. A page id of the group is one page in each of its layers."""
+
+    kv_cache_spec: CacheSpec
+    layer_names: list[str] | None = None
+
+
+def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:
+    """Return the groups as a list. ArgumentTypeError for other objects, such as a spec without its group."""
+    groups = as_list("kv_cache_groups", kv_cache_groups, "a list of CacheGroupSpec")
+    for i, group in enumerate(groups):
+        if not hasattr(group, "kv_cache_spec"):
+            raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
+    return groups

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple, cast
 
 from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs.groups import CacheGroupSpec
-from pagepool.specs.layers import CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from pagepool.specs.layers import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 __all__ = ["create_kv_cache_specs_from_config"]
 
@@ -90,12 +89,7 @@ def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> C
 
 
 def create_kv_cache_specs_from_config(
-    config: object,
-    page_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: object,
-    use_mla: bool = False,
+    config: object, page_size: int, num_kv_heads: int, head_size: int, dtype: object, use_mla: bool = False
 ) -> list[CacheGroupSpec]:
     """Return the groups of a model from its config: one for each kind of attention and geometry, in layer order.
 

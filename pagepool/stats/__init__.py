@@ -1,5 +1,133 @@
-"""Statistics of a cache. `pagepool.stats.prometheus` exports them to Prometheus."""
+"""Statistics of pools and managers. `pagepool.stats.prometheus` exports them to Prometheus."""
 
-from pagepool.stats.counts import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
+from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["CacheStats", "HostTierStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
+
+
+class TimeHistogram(NamedTuple):
+    """Times of sampled pages.
+
+    ``counts[i]`` is the number of times below ``bounds_seconds[i]`` and not below the preceding bound; the last count is of
+    longer times. Bounds are 1 ms, 2 ms, 4 ms and so on.
+
+    >>> histogram = TimeHistogram.of([2, 0, 1] + [0] * 21, 5_000_000)
+    >>> histogram.bounds_seconds[:3], histogram.num_times, histogram.sum_seconds
+    ((0.001, 0.002, 0.004), 3, 0.005)
+    """
+
+    bounds_seconds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_seconds: float
+
+    @classmethod
+    def of(cls, counts: list[int], sum_ns: int) -> "TimeHistogram":
+        """Make a histogram from the counts of the core."""
+        return cls(tuple(0.001 * 2**i for i in range(len(counts) - 1)), tuple(counts), sum_ns / 1e9)
+
+    @property
+    def num_times(self) -> int:
+        """The number of times."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PagePoolStats:
+    """Counters of a pool since its construction.
+
+    Pages are counted when they are handed out, freed, evicted (they lose their prefix entry to a new holder) and entered in the
+    prefix index. Tokens are those that `CacheManager.get_computed_pages` looked up, and those that hit.
+    """
+
+    num_allocated_pages: int
+    num_freed_pages: int
+    num_evicted_pages: int
+    num_cached_pages: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token; 0 before the first query."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueryCounts:
+    """Look-ups of prefixes: requests, their tokens, and the tokens that hit."""
+
+    num_requests: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token; 0 before the first query."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+class HostTierStats(NamedTuple):
+    """The state of a host tier, and its counters since it was made. Pages are pages of the tier.
+
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``), or held for transfers;
+    ``num_cached_pages``, free or held, can be loaded. ``num_in_flight`` counts saves and loads that have not ended.
+
+    Counters: pages saved and loaded, by transfers that completed, and transfers that failed. A loaded page was hit in the tier
+    and not in the pool. Evicted pages lost their entries to others; refused ones were not saved, because no page was free.
+    """
+
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int = 0
+    num_in_flight: int = 0
+    num_saved_pages: int = 0
+    num_loaded_pages: int = 0
+    num_failed_pages: int = 0
+    num_evicted_pages: int = 0
+    num_refused_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
+
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and pins
+    (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
+    ``num_pinned_pages`` are pinned, of at most ``max_num_pinned_pages``; ``num_unpinned_pages`` are left for everything else.
+
+    Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
+    Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
+    while they could be hit. With adaptive eviction also pages that were hit (``num_hit_pages``), once for each request that hit
+    them, and an estimate of how many LRU would have hit (``num_lru_hit_pages``); None with other policies.
+
+    ``host_tier`` are the same for the host tier, None without one. Hits count pages of both; those of the tier are the pages
+    that it loaded.
+
+    Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
+    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
+    """
+
+    num_pages: int
+    num_free_pages: int
+    num_held_pages: int
+    num_cached_pages: int
+    num_pinned_pages: int
+    max_num_pinned_pages: int
+    usage: float
+    queries: QueryCounts
+    preempted_queries: QueryCounts
+    num_allocated_pages: int
+    num_freed_pages: int
+    num_evicted_pages: int
+    lifetime: TimeHistogram
+    idle_before_eviction: TimeHistogram
+    reuse_gap: TimeHistogram
+    num_hit_pages: int | None = None
+    num_lru_hit_pages: int | None = None
+    host_tier: HostTierStats | None = None
+
+    @property
+    def num_unpinned_pages(self) -> int:
+        """The capacity besides pins: pages that requests can take."""
+        return self.num_pages - self.num_pinned_pages

@@ -11,8 +11,8 @@ if it imports pagepool, set ``PAGEPOOL_EASYDEL=1`` in the environment.
 in all modules of EasyDeL, including those imported or reloaded later. References held by code outside EasyDeL are not changed.
 The engine keeps its own requests and cache specs; pagepool accepts them.
 
-The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, and arithmetic
-of pages and shards. pagepool itself has the rest, such as `pagepool.FreeCachePageQueue`.
+The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, page
+budgets, and arithmetic of pages and shards. pagepool itself has the rest, such as `pagepool.FreeCachePageQueue`.
 """
 
 import logging
@@ -37,6 +37,12 @@ from pagepool.compat.easydel.coordinators import (
     get_kv_cache_coordinator,
     get_manager_for_kv_cache_spec,
 )
+from pagepool.compat.easydel.names import (
+    CacheGroupsConfig,
+    RuntimePageBudgetEstimate,
+    dp_shard_for_page_id,
+    estimate_runtime_page_budget,
+)
 from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch
@@ -44,14 +50,7 @@ from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
 from pagepool.page_pool import PagePool
 from pagepool.page_table import MultiGroupPageTable, PageTable
-from pagepool.specs import (
-    CacheGroupsConfig,
-    cdiv,
-    dp_shard_for_page_id,
-    dp_shard_page_bounds,
-    pages_per_dp_shard,
-    usable_pages_count,
-)
+from pagepool.specs import cdiv, dp_shard_page_bounds, pages_per_dp_shard, usable_pages_count
 
 __all__ = [
     "ENGINE",
@@ -69,12 +68,14 @@ __all__ = [
     "FullAttentionManager",
     "HybridCacheCoordinator",
     "MambaManager",
+    "RuntimePageBudgetEstimate",
     "SingleTypeCacheManager",
     "SlidingWindowManager",
     "UnitaryCacheCoordinator",
     "cdiv",
     "dp_shard_for_page_id",
     "dp_shard_page_bounds",
+    "estimate_runtime_page_budget",
     "get_kv_cache_coordinator",
     "get_manager_for_kv_cache_spec",
     "install",

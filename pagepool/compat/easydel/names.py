@@ -1,15 +1,34 @@
-"""Estimates of how many requests a pool can hold."""
+"""Names of the engine's allocator that pagepool itself does not use: page budgets, a pool's groups, the shard of a page."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError
-from pagepool.specs.groups import CacheGroupSpec, check_groups
-from pagepool.specs.layers import CacheSpec
-from pagepool.specs.page_counts import cdiv, pages_per_dp_shard, usable_pages_count
+from pagepool.specs import CacheGroupSpec, CacheSpec, cdiv, check_groups, pages_per_dp_shard, usable_pages_count
 
-__all__ = ["RuntimePageBudgetEstimate", "estimate_runtime_page_budget"]
+__all__ = ["CacheGroupsConfig", "RuntimePageBudgetEstimate", "dp_shard_for_page_id", "estimate_runtime_page_budget"]
+
+
+@dataclass(frozen=True)
+class CacheGroupsConfig:
+    """The size of a pool in pages, including the null page, and its groups."""
+
+    num_pages: int
+    kv_cache_groups: list[CacheGroupSpec]
+
+
+def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> int | None:
+    """Return the shard of a page; None for the null page, and for sizes that are not positive.
+
+    >>> dp_shard_for_page_id(256, 256, 4), dp_shard_for_page_id(0, 256, 4)
+    (1, None)
+    """
+    page_id, dp_size = require_int("page_id", page_id), require_int("dp_size", dp_size)
+    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
+    if page_id <= 0 or pages_per_shard <= 0 or dp_size <= 0:
+        return None
+    return min(page_id // pages_per_shard, dp_size - 1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ def estimate_runtime_page_budget(
     request stays in one shard. `max_num_seqs` is at least 1, even if no request fits; without groups it is the number of
     usable pages. Lengths below 1 count as 1. ArgumentError for a spec whose pages have no bytes. O(groups).
 
-    >>> from pagepool.specs import FullAttentionSpec
+    >>> from pagepool import CacheGroupSpec, FullAttentionSpec
     >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]
     >>> estimate = estimate_runtime_page_budget(
     ...     num_pages=1025, kv_cache_groups=groups, max_model_len=4096, max_num_batched_tokens=512
