@@ -58,8 +58,8 @@ def make_batch(store: PageStore, *tables: TableRows, hash_page_size: int = 4, st
     return RunningRows(store, tables, [(PageRules(4), 0, stride)] * len(tables), 32, hash_page_size, KEY, 0)
 
 
-def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = (), takes_hits: bool = False) -> int | None:
-    return RowRequest(batch, row, token_ids).admit(extra_keys, takes_hits)
+def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = ()) -> int | None:
+    return RowRequest(batch, row, token_ids).admit(extra_keys)
 
 
 # --- objects half made ------------------------------------------------------------------------------------------
