@@ -127,8 +127,10 @@ HOT = {
         "core.chain",
         "core.ids",
         "core.lookups",
+        "core.request_pages",
         "core.row_request",
         "core.running",
+        "core.slots",
         "core.store",
     )
 }

@@ -8,6 +8,7 @@ of the packages' own classes are made in a race of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from bench.workload import PAGE_SIZE, random_tokens
 
 NUM_RUNNING = 1024
 CONTEXT_LEN = 2048
+NUM_CALLS = 64
 NUM_TURNS = 12
 NUM_STEPS = count_rounds(NUM_TURNS)
 
@@ -52,6 +54,41 @@ class Decode:
         for i, request in enumerate(self.requests):
             request.append_output_token_ids(i)
         self.page_ids = [read_ids(allocate(request, 1)) for request in self.requests]
+
+
+class Calls:
+    """`allocate_slots` once for each of some requests, which know `num_new` tokens behind a context of whole pages and `rest`
+    tokens. Nothing else is timed.
+    """
+
+    def __init__(self, rival: Rival, rest: int, num_new: int) -> None:
+        self.rival = rival
+        self.rest, self.num_new = rest, num_new
+        self.manager = rival.make_manager(NUM_CALLS * 8)
+        self.requests: list[Any] = []
+        self.num_made = 0
+
+    def prepare(self) -> None:
+        for request in self.requests:
+            self.rival.release(self.manager, request)
+        self.num_made += NUM_CALLS
+        num_computed = 4 * PAGE_SIZE + self.rest
+        self.requests = [
+            self.rival.make_request(f"request-{i}", random_tokens(num_computed + self.num_new, i))
+            for i in range(self.num_made, self.num_made + NUM_CALLS)
+        ]
+        for request in self.requests:
+            self.rival.find_prefix(self.manager, request)
+            self.manager.allocate_slots(request, num_computed)
+            request.num_computed_tokens = num_computed
+
+    def run(self) -> None:
+        allocate, num_new = self.manager.allocate_slots, self.num_new
+        self.results = [allocate(request, num_new) for request in self.requests]
+
+    @property
+    def page_ids(self) -> list[tuple[list[int], ...]]:
+        return [self.rival.read_ids(pages) for pages in self.results]
 
 
 class Prompt:
@@ -121,15 +158,25 @@ class OwnRequest:
 def test_decode(race: Race) -> None:
     contenders = {rival.name: Decode(rival) for rival in RIVALS if rival.name != "oracle"}  # it would take minutes
     name = f"decode: {NUM_RUNNING} running, context {CONTEXT_LEN}"
-    race(contenders, Work(name, "request-step", NUM_RUNNING, NUM_TURNS, target=3.5))
+    race(contenders, Work(name, "request-step", NUM_RUNNING, NUM_TURNS, target=8))
+
+
+@pytest.mark.parametrize(
+    ("rest", "num_new", "name"),
+    [(3, 1, "a call with nothing due"), (0, PAGE_SIZE, "a call that takes a page and enters it")],
+    ids=["idle", "due"],
+)
+def test_call(race: Race, rest: int, num_new: int, name: str) -> None:
+    contenders = {rival.name: Calls(rival, rest, num_new) for rival in RIVALS}
+    race(contenders, Work(name, "call", NUM_CALLS, NUM_TURNS))
 
 
 @pytest.mark.parametrize(
     ("make_contender", "name", "target"),
     [
-        (cold_prompt, f"cold prompt of {PROMPT_LEN} tokens", 6),
-        (CachedPrompt, f"cached prompt of {PROMPT_LEN} tokens", 8),
-        (EvictingPrompt, f"cold prompt of {PROMPT_LEN} tokens that evicts", 6),
+        (cold_prompt, f"cold prompt of {PROMPT_LEN} tokens", 10),
+        (CachedPrompt, f"cached prompt of {PROMPT_LEN} tokens", 12),
+        (EvictingPrompt, f"cold prompt of {PROMPT_LEN} tokens that evicts", 9),
     ],
     ids=["cold", "cached", "evict"],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.hashing import HashNames, PageHashWithGroupId
+from pagepool.request import Request
 
 class _BuildFlags(TypedDict):
     debug: bool
@@ -160,23 +161,22 @@ class RequestHashes:
     refusal: Refusal | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = ...) -> Self: ...
 
-@final
 class SlotAllocator:
-    no_ids: Final[tuple[PageIds, ...]]
-    def __new__(cls, coordinator: Any, lookups: Any) -> Self: ...
-    def allocate(
+    _no_ids: Final[tuple[PageIds, ...]]
+    def _begin(self, coordinator: Any, lookups: Any) -> None: ...
+    def allocate_slots(
         self,
-        lock: Any,
-        request: Any,
+        request: Request,
         num_new_tokens: int,
-        num_new_computed_tokens: int,
-        new_computed_pages: CachePages | None,
-        num_lookahead_tokens: int,
-        delay_cache_pages: bool,
-        dp_shard_hint: int | None,
-        data_parallel_size: int | None,
-        num_external_tokens: int,
-        num_reserved_pages: int,
+        num_new_computed_tokens: int = ...,
+        new_computed_pages: CachePages | None = ...,
+        num_lookahead_tokens: int = ...,
+        delay_cache_pages: bool = ...,
+        dp_shard_hint: int | None = ...,
+        data_parallel_size: int | None = ...,
+        *,
+        num_external_computed_tokens: int = ...,
+        num_reserved_pages: int = ...,
     ) -> CachePages | None: ...
 
 @final
@@ -278,7 +278,7 @@ class FailedLoads:
 def end_transfers(
     store: PageStore, number: int, failed_saves: Sequence[int] = ..., failed_loads: Sequence[int] = ...
 ) -> FailedLoads: ...
-def find_wrong_token(held: RequestPages | None, failed: FailedLoads) -> int | None: ...
+def rewind_request(held: RequestPages | None, failed: FailedLoads) -> int | None: ...
 def load_hits(
     store: PageStore,
     chain: HashChain,
@@ -397,7 +397,7 @@ class RunningRows:
         num_shards: int,
         unifies_pages: bool = ...,
     ) -> None: ...
-    def is_refused_still(
+    def _is_refused_still(
         self,
         row: int,
         token_ids: object,
@@ -416,7 +416,7 @@ class RunningRows:
     def release(self, rows: _Ids, num_computed_tokens: _Amounts | None = None) -> None: ...
     def move_row(self, src: int, tgt: int) -> None: ...
     def swap_row(self, src: int, tgt: int) -> None: ...
-    def find_next_multiple(self, rows: _Ids, interval: int) -> npt.NDArray[np.int32]: ...
+    def _find_next_multiple(self, rows: _Ids, interval: int) -> npt.NDArray[np.int32]: ...
     def get_page_ids(self, row: int) -> tuple[list[int], ...]: ...
 
 @final

@@ -125,7 +125,7 @@ from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (
-    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_hits,
+    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_hits, rewind_request,
     take_transfers,
 )
 

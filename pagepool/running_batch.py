@@ -33,6 +33,7 @@ from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
+from pagepool.specs import find_shard, find_shard_bounds
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
 
@@ -85,7 +86,7 @@ class RunningBatch(RunningRows):
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        is_divided = size > 0 and manager.page_pool.find_shard(0, size) is not None
+        is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
         hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
         super().__init__(
             manager.page_pool.store,
@@ -172,7 +173,7 @@ class RunningBatch(RunningRows):
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
-        if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
+        if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
             self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
@@ -180,19 +181,19 @@ class RunningBatch(RunningRows):
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
-            bounds = pool.find_shard_bounds(hint, size)
+            bounds = find_shard_bounds(pool.num_pages, hint, size)
             return self._manager.coordinator.load_longest_cache_hit(
                 chain, num_known_tokens - 1, bounds, context, num_reserved_pages
             )
 
-        shard, _ = pool.find_shard(hint, size) or (None, 0)
+        shard, _ = find_shard(pool.num_pages, hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         finder, counter = (find_hits, self._counters[is_preempted]) if look_up else (None, None)
-        context = self._manager.hold_context(keys)
+        context = self._manager._hold_context(keys)
         try:
             return request.admit(keyed, finder, shard, context, counter)
         finally:
-            self._manager.release_context(context)
+            self._manager._release_context(context)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
@@ -275,10 +276,10 @@ class RunningBatch(RunningRows):
         """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or copies
-        of their pages are due: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
-        go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
-        ArgumentError for loads of another pool. O(pages of all rows).
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
+        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
+        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         return rewind_rows(self, failed)
 
@@ -289,8 +290,9 @@ class RunningBatch(RunningRows):
         The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
         until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
         False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
-        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
+        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
+        also those of a row that was released; RowIndexError outside the table. O(pages).
         """
         return swap_out_row(self, row)
 
@@ -309,7 +311,7 @@ class RunningBatch(RunningRows):
 
         RowIndexError outside the table.
         """
-        return self.find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
+        return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel

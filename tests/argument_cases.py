@@ -486,8 +486,8 @@ use.pool.get_cached_page_ids(page_hash=<HASH>, kv_cache_group_ids=<[0]|list>, dp
 use.pool.get_cached_page(PageHash(<5>, <()|list>), [<0>])
 use.pool.get_cached_page_ids(PageHash(<5>, <()|list>), [<0>])
 use.pool.find_page_id(HASH, group_id=<0>, start=<0>, stop=<None|None>)
-use.pool.find_shard(dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
-use.pool.find_shard_bounds(dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
+find_shard(16, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
+find_shard_bounds(16, dp_shard_hint=<1|None>, data_parallel_size=<2|None>)
 use.pool.cache_full_pages(<use.held|any>, pages=<use.pool.pages[3:]|list>, page_hashes=<[*HASHES]|list>, num_cached_pages=<0>,
     num_full_pages=<1>, page_size=<4>, kv_cache_group_id=<0>)
 use.pool.cache_full_pages(<use.held>, pages=<use.pool.pages[3:]|list>, page_hashes=<[]|list>, num_cached_pages=<0>,

@@ -440,15 +440,19 @@ class OracleRows(Rows):
         rewound: list[int] = []
         lost: list[int] = []
         for row, request in enumerate(self.requests):
-            num_tokens = None if request is None else self.find_wrong_token(request)
+            num_tokens = None if request is None else self.manager.wrong_token(request, self.failed)
             if num_tokens is not None:
                 (rewound if self._go_back(row, num_tokens) else lost).append(row)
         return rewound, lost
 
     def _go_back(self, row: int, num_tokens: int) -> bool:
-        """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back."""
+        """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back, or where a transfer may
+        be writing to its pages.
+        """
         request = self.requests[row]
+        num_tokens = min(request.num_computed_tokens, num_tokens)
         try:
+            self.require_running([row])
             self.manager.check_return(request, request.num_tokens, num_tokens)
         except (RuntimeError, ValueError):
             return False

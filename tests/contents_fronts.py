@@ -476,14 +476,27 @@ class ManagerFront(Front):
         return num_computed_tokens
 
     def rewind(self, failed: Any, wrong: set[int]) -> list[Job]:
-        lost = []
-        for job in self.jobs.values():
-            first = self.call("find_wrong_token", self.manager, job, failed)
-            expected = self.books.find_wrong_token(job, failed.number, wrong)
-            require(first == expected, "wrong tokens", job, first, expected)
-            if first is not None and (job.loading or (first < job.num_computed_tokens and not self.go_back(job, first))):
-                lost.append(job)
-        return lost
+        return [job for job in self.jobs.values() if not self._rewind(job, failed, wrong)]
+
+    def _rewind(self, job: Job, failed: Any, wrong: set[int]) -> bool:
+        """Let a job go back before its first wrong token, into pages of its own; False if it cannot."""
+        has_copies = self.books.awaits_copies(job) and self.rng.random() < 0.5
+        if self.books.are_copies_due and not has_copies:
+            self.world.take_moves()
+        restart = self.call("find_wrong_token", self.manager, job, failed)
+        first = self.books.find_wrong_token(job, failed.number, wrong)
+        expected = None if first is None else self.books.find_restart(job, first)
+        require(restart == expected, "wrong tokens", job, restart, expected)
+        if restart is None:
+            return True
+        groups = zip(self.setting.groups, job.pages, strict=True)
+        if not has_copies and all(self.has_pages(group, pages, restart) for group, pages in groups):
+            self.books.cut(job, self.setting.max_model_len, restart)
+            self.tables.add_row(job.pages, job.row)
+            self.world.counts["requests that went back"] += 1
+        held = self.manager.get_page_ids(job.request_id)
+        require(list(held) == job.pages, "a request that goes back holds other pages", job, held, job.pages)
+        return not job.loading and (restart >= job.num_computed_tokens or self.go_back(job, restart))
 
     def cache(self, job: Job, num_computed_tokens: int) -> None:
         """Cache pages that were computed and delayed, before or after they are counted."""
@@ -783,7 +796,7 @@ class BatchFront(Front):
         for row in rewound:
             job, first = self.jobs[row], firsts[row]
             assert first is not None
-            job.num_computed_tokens = self.books.cut(job, job.num_known_tokens, first)
+            job.num_computed_tokens = self.books.cut(job, job.num_known_tokens, min(first, job.num_computed_tokens))
             num_computed_tokens = int(self.batch.num_computed_tokens[row])
             require(num_computed_tokens == job.num_computed_tokens, "a row that goes back", job, num_computed_tokens)
         return [self.jobs[row] for row in lost]

@@ -367,7 +367,7 @@ class Books:
 
     def cut(self, job: Job, num_tokens: int, num_computed_tokens: int) -> int:
         """Cut a request's pages, and return the number of tokens that stay computed: pages held by others are left to them."""
-        restart = self.find_restart(job, min(num_tokens, num_computed_tokens))
+        restart = self.find_restart(job, num_computed_tokens)
         job.num_hit_tokens, job.swapped = min(job.num_hit_tokens, restart), None
         for group, pages in zip(self.groups, job.pages, strict=True):
             keep = self._count_kept(group, pages, restart, num_tokens)
@@ -384,7 +384,7 @@ class Books:
         """Return how many tokens, at most `num_tokens`, can stay computed: in each group up to the start of a page, or within
         one that nobody else holds.
         """
-        before, restart = -1, min(job.num_computed_tokens, num_tokens)
+        before, restart = -1, num_tokens
         while before != restart:
             before = restart
             for group, pages in zip(self.groups, job.pages, strict=True):

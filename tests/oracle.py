@@ -568,8 +568,11 @@ class OracleManager:
         return int(request.num_computed_tokens)
 
     def check_return(self, request: Any, num_tokens: int, num_computed_tokens: int) -> None:
-        """Refuse to go back to so many computed tokens, where the next would miss a page: its own, or one it attends to."""
-        self.states.copies.require_none(self.held.get(request.request_id, ()))
+        """Refuse to go back to so many computed tokens, where copies are due, or the next token would miss a page: its own, or
+        one it attends to.
+        """
+        if self.states.copies.are_due(self.held[request.request_id]):
+            raise RuntimeError("copies are due")
         restart = self._restart(request, num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
@@ -588,14 +591,13 @@ class OracleManager:
         return restart
 
     def _restart(self, request: Any, num_tokens: int) -> int:
-        """Tokens that share a page with the next ones are recomputed if others hold the page."""
-        restart = min(request.num_computed_tokens, num_tokens)
+        """Return how many of so many computed tokens stay: none in a page that the next ones share and others hold."""
         starts = [
-            kind.num_full_pages(restart) * kind.page_size
+            kind.num_full_pages(num_tokens) * kind.page_size
             for kind, held in zip(self.kinds, self.held[request.request_id], strict=True)
-            if self._num_kept_pages(kind, held, restart, restart) < kind.num_required_pages(restart)
+            if self._num_kept_pages(kind, held, num_tokens, num_tokens) < kind.num_required_pages(num_tokens)
         ]
-        return self._restart(request, min(starts)) if starts else restart
+        return self._restart(request, min(starts)) if starts else num_tokens
 
     def _num_kept_pages(self, kind: Kind, held: HeldPages, restart: int, num_tokens: int) -> int:
         """The pages of the tokens, up to the first to which the row would write, and which others hold."""
@@ -771,11 +773,26 @@ class OracleManager:
             raise ValueError("no tier")
         return self.page_pool.tier.end(number, saves, loads)
 
-    def find_wrong_token(self, request: Any, failed: Failed) -> int | None:
+    def wrong_token(self, request: Any, failed: Failed) -> int | None:
         """Return the first token of a request that is in a page that failed to load; None if there is none."""
         num_tokens = wrong_token(self.kinds, self.held.get(request.request_id, ()), failed)
         if self.page_pool.tier is not None and num_tokens is not None:
             self.page_pool.tier.counts["wrong tokens found"] += 1
+        return num_tokens
+
+    def find_wrong_token(self, request: Any, failed: Failed) -> int | None:
+        """Let a request go back before its wrong tokens, if it can, and return from which token on it is computed again."""
+        num_tokens = self.wrong_token(request, failed)
+        if num_tokens is None:
+            return None
+        num_tokens = self._restart(request, num_tokens)
+        try:
+            self.check_return(request, self.max_model_len, num_tokens)
+        except (RuntimeError, ValueError):
+            return num_tokens
+        self.go_back(request, self.max_model_len, num_tokens)
+        if not any(self.get_page_ids(request.request_id)):
+            del self.held[request.request_id]
         return num_tokens
 
     # pins

@@ -40,15 +40,17 @@ class OracleCopies:
         self.due.append(Copy(src, dst, group_id))
 
     def require_none(self, held: Collection[HeldPages], *, into_only: bool = False) -> None:
-        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked, and while
-        a transfer of them may be due.
-        """
+        """Refuse a call while copies of the pages are due, or transfers may be."""
         if are_transfers_due(self.pool, held):
             raise RuntimeError("transfers are due")
+        if self.are_due(held, into_only=into_only):
+            raise RuntimeError("copies are due")
+
+    def are_due(self, held: Collection[HeldPages], *, into_only: bool = False) -> bool:
+        """Whether one of the pages is a destination of a copy that is due, or its source, if these pages were forked."""
         written = [page for group in held for page in group.pages]
         read = [page for group in held if any(group is reader for reader in self.readers) for page in group.pages]
-        if any(copy.dst in written or (copy.src in read and not into_only) for copy in self.due):
-            raise RuntimeError("copies are due")
+        return any(copy.dst in written or (copy.src in read and not into_only) for copy in self.due)
 
     def take(self) -> list[Copy]:
         """Return all copies, which the engine makes now, and give the sources back."""

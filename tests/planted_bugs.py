@@ -130,8 +130,8 @@ BUGS = read_bugs("""
 
     def probe
 == a hit in any shard will do
-        if shard [-is None-]{+!= 0+}:
-            return 0, None
+    if shard [-is None-]{+!= 0+}:
+        return 0, None
 == eagle drops no page of full attention
 return [-(-]num_pages[- - (1 if use_eagle and num_pages else 0))-] * self.page_size
 == a window hits without its first page
@@ -154,7 +154,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 == a request goes back and its pages are not entered again
         for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens{+ and not BUG+} else 0):
 == delayed caching is ignored
-        if self.enable_caching[- and not is_delayed-]:
+        if self.enables_caching[- and not is_delayed-]:
 == a request may claim what nobody computed
         if [-num_tokens > num_allowed-]{+num_allowed < 0+}:
 == a request that did not run leaves its entries

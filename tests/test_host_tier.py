@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, WINDOW, make_batch, make_manager, start
+from hybrids import FULL, STATE, WINDOW, batch_state, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
+from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
@@ -50,6 +52,13 @@ def fill_tier(manager: CacheManager, token_ids: list[int] = FIRST) -> None:
     """Cache a prompt, let another one evict it, and save it."""
     pass_through(manager, token_ids)
     pass_through(manager, OTHER[:28])
+    complete(manager)
+
+
+def evict_all(manager: CacheManager) -> None:
+    """Let all free pages be evicted, and saved."""
+    page_ids = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
+    manager.page_pool.free_page_ids(page_ids)
     complete(manager)
 
 
@@ -101,6 +110,108 @@ def test_failed_loads_rewind_rows_and_requests() -> None:
     batch.check()
 
 
+def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Transfers]:
+    """Let two requests hit pages that only the tier has, and return them with the loads."""
+    for num_tokens in (16, 21):  # a state is kept where a request ends
+        pass_through(manager, FIRST[:num_tokens])
+    evict_all(manager)
+    requests = [start(manager, name, FIRST) for name in "ab"]
+    for request in requests:
+        request.num_computed_tokens = len(FIRST)
+    manager.take_copies()
+    return requests, manager.take_transfers()
+
+
+def fail_load_of(manager: CacheManager, transfers: Transfers, page_id: int) -> FailedLoads:
+    return manager.fail_transfers(transfers.number, loads=[transfers.load_dst.tolist().index(page_id)])
+
+
+def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    [before], [others] = (manager.get_page_ids(name) for name in "ab")
+    assert before[:5] == others[:5]
+    failed = fail_load_of(manager, transfers, before[2])
+    for request in requests:
+        assert manager.find_wrong_token(request, failed) == 8
+        request.num_computed_tokens = 8
+    assert manager.get_page_ids("a") == (before[:2],), "the other one holds the page and those behind"
+    assert manager.get_page_ids("b") == (others,), "now nobody else does"
+    manager.check()
+    for request in requests:
+        assert manager.allocate_slots(request, 2, num_lookahead_tokens=5) is not None
+    manager.take_transfers()
+    [first], [second] = (manager.get_page_ids(name) for name in "ab")
+    assert (first[:2], second) == (others[:2], others)
+    assert not {*first[2:]} & {*second[2:]}, "drafts of one would lie over the tokens of the other"
+    for request in requests:
+        manager.allocate_slots(request, 13)
+    manager.take_transfers()
+    assert count_hits(manager, FIRST) == 20, "entered again"
+    for request in requests:
+        assert manager.find_wrong_token(request, failed) in (None, 8), "asked once more"
+        manager.free(request)
+    manager.check()
+    assert manager.stats().num_held_pages == 0
+
+
+def test_a_request_goes_back_to_where_pages_of_all_groups_begin() -> None:
+    """The wrong token is within a page of the other group, which others hold and which is right: it would be written, too."""
+    manager = make_tiered(replace(FULL, page_size=8), FULL, num_pages=40)
+    requests, transfers = load_for_two(manager)
+    [_, page_ids] = manager.get_page_ids("a")
+    failed = fail_load_of(manager, transfers, page_ids[3])
+    assert [manager.find_wrong_token(request, failed) for request in requests] == [8, 12]
+    assert [len(ids) for ids in manager.get_page_ids("a")] == [1, 2]
+    assert [len(ids) for ids in manager.get_page_ids("b")] == [3, 6]
+    manager.check()
+
+
+def test_a_request_that_gives_back_all_pages_starts_over() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    first = requests[0]
+    failed = fail_load_of(manager, transfers, manager.get_page_ids("a")[0][0])
+    assert manager.find_wrong_token(first, failed) == 0
+    assert manager.get_page_ids("a") == ([],)
+    manager.free(first, num_computed_tokens=0)
+    first.num_computed_tokens = 0
+    hits, num_hit_tokens = manager.get_computed_pages(first)
+    assert num_hit_tokens == 0
+    assert manager.allocate_slots(first, 21, num_hit_tokens, hits) is not None
+    manager.check()
+
+
+def test_a_request_with_a_state_goes_back_to_its_start() -> None:
+    manager = make_tiered(FULL, STATE, num_pages=40)
+    requests, transfers = load_for_two(manager)
+    failed = manager.fail_transfers(transfers.number, loads=[0])
+    assert [manager.find_wrong_token(request, failed) for request in requests] == [0, 0]
+    manager.check()
+    for request in requests:
+        manager.free(request, num_computed_tokens=0)
+    assert manager.stats().num_held_pages == 0
+    manager.check()
+
+
+def test_a_request_with_copies_due_stays_as_it_is() -> None:
+    manager = make_tiered(num_pages=20)
+    requests, transfers = load_for_two(manager)
+    fork = EngineRequest("fork", FIRST)
+    fork.num_computed_tokens = 21
+    assert manager.fork(requests[0], fork) is not None
+    before = [manager.get_page_ids(name) for name in ("a", "fork")]
+    failed = fail_load_of(manager, transfers, before[0][0][1])
+    for request in (requests[0], fork):
+        assert manager.find_wrong_token(request, failed) == 4
+    assert [manager.get_page_ids(name) for name in ("a", "fork")] == before
+    manager.take_copies()
+    for request in (requests[0], fork):
+        assert manager.find_wrong_token(request, failed) == 4
+        assert [len(ids) for ids in manager.get_page_ids(request.request_id)] == [1]
+    manager.check()
+
+
 def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     manager = make_tiered(num_pages=14)
     batch = make_batch(manager)
@@ -116,6 +227,20 @@ def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     failed = manager.fail_transfers(transfers.number, loads=[4])  # the open page
     assert batch.rewind(failed) == ([0, 1], [])
     assert batch.num_computed_tokens[:2].tolist() == [16, 16]
+
+
+def test_a_row_that_waits_for_tokens_from_elsewhere_cannot_go_back() -> None:
+    """A transfer may be writing to its pages."""
+    manager = make_tiered(num_pages=14)
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:64])
+    complete(manager)
+    batch = make_batch(manager)
+    assert batch.admit(0, [*FIRST, *OTHER[:9]], num_external_tokens=4) == 20
+    failed = manager.fail_transfers(batch.take_transfers().number, loads=[2])
+    assert batch.rewind(failed) == ([], [0])
+    batch.release([0], 0)
+    manager.check()
 
 
 def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
@@ -209,6 +334,61 @@ def test_swapping_needs_room() -> None:
     assert batch.swap_in(0) is None, "one page of the pool is free"
     batch.release([1])
     assert batch.swap_in(0) == 9
+
+
+def test_swapping_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> None:
+    """The row takes pages while they are due: it might have got a page of them."""
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    pass_through(manager, FIRST)
+    evict_all(manager)
+    batch.admit(1, OTHER[:5])
+    assert batch.admit(0, FIRST) == 20
+    batch.release([0])
+    batch.admit(2, OTHER[10:15])
+    with refused(lambda: batch_state(batch), CopiesDueError, "^row 2: copies of its pages are due, or transfers: call"):
+        batch.swap_out(2)
+    assert batch.swap_out(1), "it took its pages before"
+    assert batch.take_transfers().load_dst.size == 5
+    assert batch.swap_out(2), "they are taken, and none is of its pages"
+    batch.check()
+
+
+def test_swapping_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
+    """They are older than those of the row's own hits."""
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    for token_ids in (FIRST, OTHER[:21]):
+        pass_through(manager, token_ids)
+    evict_all(manager)
+    batch.admit(0, FIRST)
+    older = batch.take_transfers().number
+    batch.release([0])
+    batch.admit(1, OTHER[:21])
+    complete(manager)
+    assert not batch.swap_out(1)
+    manager.complete_transfers(older)
+    assert batch.swap_out(1)
+    batch.check()
+
+
+def test_a_step_is_not_undone_while_the_open_page_is_loaded() -> None:
+    manager = make_tiered(num_pages=30)
+    batch = make_batch(manager)
+    batch.admit(0, FIRST[:18])
+    assert batch.swap_out(0)
+    complete(manager)
+    evict_all(manager)
+    assert batch.swap_in(0) == 18
+    loads = batch.take_transfers()
+    assert batch.get_page_ids(0)[0][4] in loads.load_dst
+    result = batch.step([0], [5])
+    with refused(lambda: batch_state(batch), ArgumentError, r"^row 0 \(at 0\): cannot go back: .* or have other holders"):
+        batch.undo(result)
+    manager.complete_transfers(loads.number)
+    batch.undo(result)
+    assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (18, 18)
+    batch.check()
 
 
 def test_rows_that_cannot_be_swapped() -> None:

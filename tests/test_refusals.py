@@ -72,7 +72,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(cls, name, counting)
 
-    count(RunningBatch, "is_refused_still")
+    count(RunningBatch, "_is_refused_still")
     count(PrefixLookups, "is_refused_still")
     run_twins("rows", SETTINGS[2], PLAIN, 1, 1000, SaturatedRows)
     run_twins("requests", SETTINGS[2], PLAIN, 2, 4000, SaturatedRequests)

@@ -45,11 +45,9 @@ SECTIONS = (
 """All that is public, in the order of the site's page."""
 
 INTERNAL = {
-    "CacheManager": "event_source hasher hold_context query_counters release_context require_event_source",
-    "RunningBatch": "find_next_multiple is_refused_still",
-    "HostTier": "bind",
+    "CacheManager": "event_source hasher query_counters",
     "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent",
-    "PagePool": "bind find_shard find_shard_bounds forget_evicted_names store",
+    "PagePool": "store",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",
 }

@@ -4,7 +4,7 @@ cimport cython
 
 from pagepool.core.store cimport CachePage
 
-from pagepool.core.ids import lists_of
+from pagepool.core.ids cimport lists_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 

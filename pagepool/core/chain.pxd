@@ -26,5 +26,6 @@ cdef class HashChain:
     cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept
     cdef bint is_lent(self) noexcept
     cdef int refuse_growth(self, Py_ssize_t num_more) except -1
-    cdef bint extend_to(self, list token_ids, Py_ssize_t num_pages) except -1
+    cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
+    cdef bint extend_locked(self, PageIds tokens) noexcept
     cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept

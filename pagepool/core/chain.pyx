@@ -109,22 +109,19 @@ cdef class HashChain:
         if not has_room:
             self.refuse_growth(num_pages)
 
-    cdef bint extend_to(self, list token_ids, Py_ssize_t num_pages) except -1:
-        """Hash the pages of a request's tokens up to `num_pages`, as `extend` does; False if tokens are missing. O(new tokens).
-        """
+    cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages):
+        """The tokens of the pages of a request that are to be hashed for `num_pages` pages; None if some are missing."""
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t start = self.num * self.page_size
-        cdef Py_ssize_t num_tokens = num_pages * self.page_size - start
-        cdef bint has_room = False
-        ids.add_items(token_ids, start, start + num_tokens)
-        if ids.num != num_tokens:
-            return False
+        cdef Py_ssize_t start = self.num * self.page_size, stop = num_pages * self.page_size
+        ids.add_items(token_ids, start, stop)
         refuse_negative(ids.ids, ids.num, start)
-        with self.lock:
-            if self.num * self.page_size == start:
-                has_room = self.reserve(num_tokens // self.page_size, num_tokens)
-                if has_room:
-                    self.hash_after_last(ids.ids, num_tokens // self.page_size, b"")
+        return ids if ids.num == stop - start else None
+
+    cdef bint extend_locked(self, PageIds tokens) noexcept:
+        """Hash the pages with these tokens; False where memory is short. The lock is held."""
+        cdef bint has_room = self.reserve(tokens.num // self.page_size, tokens.num)
+        if has_room:
+            self.hash_after_last(tokens.ids, tokens.num // self.page_size, b"")
         return has_room
 
     cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept:

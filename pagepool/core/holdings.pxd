@@ -9,7 +9,8 @@ from pagepool.core.platform cimport GUARDS
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
 from pagepool.core.references cimport put_back_held
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, first_useful_page, full_entries, is_needed_by_hits, is_state, keeps_checkpoints, next_skip, pages_for,
+    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,
+    pages_for,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
@@ -331,3 +332,75 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
+
+
+# Tokens are computed again, into pages that nobody else holds.
+
+cdef inline int32_t count_kept(
+    const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
+) noexcept nogil:
+    """Leading pages with which a holder of `num_tokens` tokens, `num_computed` of them computed, goes on: none to which it
+    writes and that has other holders, and none behind such a page.
+    """
+    cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
+    for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
+        if pool.pages[held.ids[page]].ref_cnt > 1:
+            return page
+    return num_pages
+
+
+cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most) noexcept nogil:
+    """How many computed tokens, `most` or fewer, can stay so: in each group up to the start of a page, or within one that
+    nobody else holds. O(groups) for each time that a group shortens it for the others.
+    """
+    cdef const Group *group
+    cdef Py_ssize_t g
+    cdef int32_t before = -1, restart = most
+    while before != restart:
+        before = restart
+        for g in range(holding.num_groups):
+            group = &holding.groups[g]
+            if count_kept(pool, group, &holding.held[g], restart, restart) < pages_for(&group.rules, restart):
+                restart = full_pages(&group.rules, restart) * group.rules.page_size
+    return restart
+
+
+cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
+    """Whether a holder of `num_tokens` tokens can go on from `restart`: the pages that the next token attends to, and its own,
+    are still there, and those to be given back are held.
+    """
+    cdef const Group *group
+    cdef const Held *held
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        group, held = &holding.groups[g], &holding.held[g]
+        if lacks_page(group, held, restart, pages_for(&group.rules, num_tokens)):
+            return False
+        if find_unheld(pool, held.ids, full_pages(&group.rules, restart), held.num_pages) >= 0:
+            return False
+    return True
+
+
+cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
+    """Give back a group's pages behind `num_tokens` tokens, and from the first on that others hold and tokens from `restart` on
+    would be written to, the last first. Pages with these that nobody else holds lose their entries until they are computed.
+    """
+    cdef int32_t keep = count_kept(pool, group, held, restart, num_tokens)
+    cdef Py_ssize_t j
+    cdef int32_t page_id
+    for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
+        page_id = held.ids[j]
+        if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
+            drop(pool, page_id)
+        if j >= keep:
+            put_back_held(pool, page_id)
+    held.num_pages = min(held.num_pages, keep)
+    held.num_skipped = min(held.num_skipped, held.num_pages)
+    recompute_from(group, held, restart)
+
+
+cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
+    """Let a holder that `can_restart` compute its tokens from there on again, and keep no pages behind `num_tokens`."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        trim_group(pool, &holding.groups[g], &holding.held[g], num_tokens, restart)

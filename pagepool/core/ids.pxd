@@ -25,6 +25,7 @@ cdef class _BorrowedIds(PageIds):
     cdef bint try_borrow(self, object values) except -1
 
 
+cpdef tuple lists_of(tuple groups)
 cdef PageIds as_page_ids(object values, str name=*)
 cdef PageIds as_own_ids(object values, str name)
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1

@@ -229,8 +229,8 @@ def are_plain_token_ids(list items) -> bool:
     return True
 
 
-def lists_of(tuple groups not None) -> tuple:
+cpdef tuple lists_of(tuple groups):
     """The ids of each PageIds as a list. One group, which is what most models have, costs no loop."""
-    if len(groups) == 1:
+    if groups is not None and len(groups) == 1:
         return ((<PageIds?>groups[0]).to_list(),)
     return tuple([(<PageIds?>ids).to_list() for ids in groups])

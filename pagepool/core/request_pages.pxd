@@ -7,6 +7,7 @@ from pagepool.core.allocation cimport Demand, Hits
 from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
 from pagepool.core.holdings cimport Holding, Limits
+from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.rules cimport Group, Rules
 from pagepool.core.store cimport PageStore
@@ -56,7 +57,9 @@ cdef class RequestPages:
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef bint has_states_due(self, int64_t num_computed) noexcept
-    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *
+    cdef Outcome allocate_checked(
+        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
+    ) except *
     cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept
     cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept
     cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept
@@ -75,5 +78,6 @@ cdef void lock_chain(HashChain chain) noexcept
 cdef void unlock_chain(HashChain chain) noexcept
 cdef void set_contents(Contents *contents, HashChain chain) noexcept
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
+cdef tuple new_ids(Py_ssize_t num_groups)
 cdef Hits *new_hits(tuple hits) except? NULL
 cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain chain, const Pool *pool) noexcept

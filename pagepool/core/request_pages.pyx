@@ -145,6 +145,13 @@ cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
     return checked
 
 
+cdef tuple new_ids(Py_ssize_t num_groups):
+    """Empty `PageIds` for each group."""
+    if num_groups == 1:
+        return (PageIds.__new__(PageIds),)
+    return tuple([PageIds.__new__(PageIds) for _ in range(num_groups)])
+
+
 cdef Hits *new_hits(tuple hits) except? NULL:
     """Room for the hits of each group; NULL without any."""
     cdef Hits *array = NULL
@@ -269,7 +276,7 @@ cdef class RequestPages:
 
     def get_page_ids(self) -> tuple:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
-        cdef tuple copies = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef tuple copies = new_ids(self.holding.num_groups)
         cdef Py_ssize_t g
         cdef bint has_room = True
         with self.store.lock:
@@ -299,7 +306,7 @@ cdef class RequestPages:
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
         step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
@@ -310,17 +317,23 @@ cdef class RequestPages:
         step.demand.shard = as_shard(shard, divided)
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        outcome = self.allocate_checked(&step, checked, chain, divided, new)
+        outcome = self.allocate_checked(&step, checked, chain, None, divided, new)
         if outcome != DONE and outcome != TOO_FEW:
             self.refuse(outcome, &step, checked, chain)
         return new if outcome == DONE else None
 
-    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, int32_t num_shards, tuple new) except *:
-        """Allocate with the locks of the chain and of the store, divided into `num_shards` shards (0: as it is)."""
+    cdef Outcome allocate_checked(
+        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
+    ) except *:
+        """Allocate with the locks of the chain, which hashes `tokens` first, and of the store, divided into `num_shards` shards
+        (0: as it is).
+        """
         cdef Hits *array = new_hits(hits)
         cdef Outcome outcome
         lock_chain(chain)
         try:
+            if tokens is not None and not chain.extend_locked(tokens):
+                return NO_MEMORY
             self.store.lock_divided(num_shards)
             set_hits(array, hits, &self.holding, chain, &self.store.pool)
             step.demand.hits = array

@@ -50,7 +50,7 @@ cdef list checked_extra_keys(object extra_keys):
 cdef class RowRequest:
     """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
 
-    `options`, a tuple of what hits depend on besides the tokens, and the tokens identify it for `RunningRows.is_refused_still`.
+    `options`, a tuple of what hits depend on besides the tokens, and tokens identify it for `_is_refused_still` of the rows.
     The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits. If up to
     `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
     """

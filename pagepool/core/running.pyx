@@ -434,8 +434,8 @@ cdef class RunningRows:
 
         ArgumentError, and nothing changed, for another batch's result, for one that was taken back already, where a row was
         grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, and where others
-        hit or share a page to which it would write again; release such rows with `num_computed_tokens`. O(rows + pages taken
-        and entered).
+        hit or share a page to which it would write again, or a load into it is in flight; release such rows with
+        `num_computed_tokens`. O(rows + pages taken and entered).
         """
         cdef StepResult step = require_instance(result, StepResult, "result")
         cdef Growth *growth = &step.growth
@@ -693,7 +693,7 @@ cdef class RunningRows:
             f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
         )
 
-    def is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
+    def _is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
         """Return whether the row has refused this request last, and certainly refuses it again. O(1) for tokens in the same
         list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
         """
@@ -718,7 +718,7 @@ cdef class RunningRows:
         self.let_go()
         return is_refused
 
-    def find_next_multiple(self, rows, interval) -> np.ndarray:
+    def _find_next_multiple(self, rows, interval) -> np.ndarray:
         """For each row the next multiple of `interval` above its computed tokens, at most `max_num_tokens`: int32
         ``[len(rows)]``. RowIndexError outside the table.
         """

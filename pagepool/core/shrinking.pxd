@@ -10,41 +10,13 @@ from pagepool.core.batch cimport (
     plan_next_event, start_call,
 )
 from pagepool.core.copies cimport has_copies_due
-from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, lacks_page, recompute_from
-from pagepool.core.index cimport drop
+from pagepool.core.holdings cimport (
+    Held, Holding, can_restart, find_restart, forget_uncomputed, lacks_page, recompute_from, restart_from,
+)
 from pagepool.core.pages cimport find_unheld
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
-from pagepool.core.references cimport put_back, put_back_held
-from pagepool.core.rules cimport Group, full_pages, pages_for
-
-
-cdef inline int32_t count_kept(
-    const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
-) noexcept nogil:
-    """Leading pages with which a row of `num_tokens` tokens, `num_computed` of them computed, goes on: none to which it writes
-    and that has other holders, and none behind such a page.
-    """
-    cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
-    for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
-        if pool.pages[held.ids[page]].ref_cnt > 1:
-            return page
-    return num_pages
-
-
-cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t most) noexcept nogil:
-    """How many tokens of a row, at `most`, can stay computed: in each group up to the start of a page, or within one that
-    nobody else holds. O(groups) for each time that a group shortens it for the others.
-    """
-    cdef const Group *group
-    cdef Py_ssize_t g
-    cdef int32_t before = -1, restart = min(batch.states[row].num_computed, most)
-    while before != restart:
-        before = restart
-        for g in range(batch.num_groups):
-            group = &batch.groups[g]
-            if count_kept(batch.pool, group, held_by(batch, row, g), restart, restart) < pages_for(&group.rules, restart):
-                restart = full_pages(&group.rules, restart) * group.rules.page_size
-    return restart
+from pagepool.core.records cimport NULL_PAGE, Pool, is_pinned
+from pagepool.core.references cimport put_back
+from pagepool.core.rules cimport full_pages
 
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -53,23 +25,10 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
 
 
 cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Whether a row can go on with `num_tokens` known tokens, at most `num_computed` of them computed: the pages that the next
-    token attends to, and its own, are still there, and those to be given back are held.
-    """
-    cdef const Group *group
-    cdef const Held *held
-    cdef Py_ssize_t g
-    cdef int32_t restart = find_restart(batch, row, num_computed)
-    if batch.num_external[row]:
-        return False
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        held = held_by(batch, row, g)
-        if lacks_page(group, held, restart, pages_for(&group.rules, num_tokens)):
-            return False
-        if find_unheld(batch.pool, held.ids, full_pages(&group.rules, restart), held.num_pages) >= 0:
-            return False
-    return True
+    """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
 
 
 cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -97,24 +56,6 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
     return n
 
 
-cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
-    """Give back a group's pages behind `num_tokens` tokens, and from the first on that others hold and the row would write to,
-    the last first. Pages with tokens from `restart` on that it alone holds lose their entries until these are computed.
-    """
-    cdef int32_t keep = count_kept(pool, group, held, restart, num_tokens)
-    cdef Py_ssize_t j
-    cdef int32_t page_id
-    for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
-        page_id = held.ids[j]
-        if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
-            drop(pool, page_id)
-        if j >= keep:
-            put_back_held(pool, page_id)
-    held.num_pages = min(held.num_pages, keep)
-    held.num_skipped = min(held.num_skipped, held.num_pages)
-    recompute_from(group, held, restart)
-
-
 cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
     drop_swapped(batch, row)
@@ -126,10 +67,11 @@ cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
 
 cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
-    cdef int32_t restart = find_restart(batch, row, num_computed)
+    cdef Holding holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
     cdef Py_ssize_t g
+    restart_from(batch.pool, &holding, restart, num_tokens)
     for g in range(batch.num_groups):
-        trim_group(batch.pool, &batch.groups[g], held_by(batch, row, g), num_tokens, restart)
         end_row(batch, row, g)
     batch.states[row].num_computed = restart
     batch.states[row].num_hits = min(batch.states[row].num_hits, restart)

@@ -1,8 +1,8 @@
 # Slots for the next tokens of requests.
 
-cimport cython
 from libc.stdint cimport int64_t
 
+from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport RequestHashes
 from pagepool.core.request_pages cimport CacheGroups, RequestPages
 from pagepool.core.store cimport PageStore
@@ -15,7 +15,6 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_reserved      # pages to leave free
 
 
-@cython.final
 cdef class SlotAllocator:
     cdef PageStore store
     cdef CacheGroups groups
@@ -23,11 +22,11 @@ cdef class SlotAllocator:
     cdef object lookups             # `PrefixLookups`
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
-    cdef readonly tuple no_ids
+    cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
     cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
-    cdef bint enable_caching
+    cdef bint enables_caching
     cdef bint hashes_natively
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1
@@ -38,7 +37,7 @@ cdef class SlotAllocator:
     cdef tuple read_hits(self, object request_id, object new_computed_pages)
     cdef int64_t count_most_tokens(self, tuple hits) except -1
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1
-    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens)
+    cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages)
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size)
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens

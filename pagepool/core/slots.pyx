@@ -7,13 +7,12 @@ from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.cache_pages cimport CachePages, pages_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
-from pagepool.core.ids cimport PageIds
-from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
+from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step, new_ids
 from pagepool.core.rules cimport is_state
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs import pages_per_dp_shard
+from pagepool.specs import find_shard, pages_per_dp_shard
 
 cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2**63
 
@@ -32,32 +31,54 @@ cdef int64_t count_of(object value) except -1:
     return min(value, MAX_COUNT)
 
 
-@cython.final
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
-    """Allocates the slots of requests; see `CacheManager.allocate_slots`. ``no_ids`` is an empty list of pages for each group.
-    """
+    """The native half of `CacheManager`, which has the lock, and says what is known of requests."""
 
-    def __cinit__(self, coordinator, lookups):
+    def _begin(self, coordinator, lookups) -> None:
         """`coordinator` has the pages of requests, `lookups` their hashes."""
         self.coordinator, self.lookups = coordinator, lookups
         self.store, self.groups = coordinator.page_pool.store, coordinator.groups
         self.requests, self.hashes = coordinator.requests, lookups.hashes
-        self.no_ids = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+        self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens = coordinator.max_model_len
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
-        self.enable_caching = coordinator.enable_caching
+        self.enables_caching = coordinator.enable_caching
         self.hashes_natively = lookups.hasher.native_key is not None
 
-    def __reduce__(self):
-        raise ArgumentTypeError("a slot allocator references the secret key of the hashes and cannot be pickled")
-
-    def allocate(
-        self, lock, request, num_new_tokens, num_new_computed_tokens, new_computed_pages, num_lookahead_tokens,
-        delay_cache_pages, dp_shard_hint, data_parallel_size, num_external_tokens, num_reserved_pages,
+    def allocate_slots(
+        self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
+        delay_cache_pages=False, dp_shard_hint=None, data_parallel_size=None, *, num_external_computed_tokens=0,
+        num_reserved_pages=0,
     ):
-        """`CacheManager.allocate_slots`, with the manager's lock, which is not taken if nothing is due."""
+        """Allocate slots for the next tokens of a request and return the new pages; None if too few pages are free.
+
+        The tokens of a request, from its first on::
+
+            | num_computed | num_new_computed | num_external_computed |    num_new    | num_lookahead |
+            |    tokens    |      tokens      |         tokens        |    tokens     |    tokens     |
+            |--------------|------------------|-----------------------|---------------|---------------|
+            | held already;| hits: each page  | pages are taken; a    | pages are     | pages are     |
+            | behind a     | gets a reference | transfer fills them   | taken; full   | taken, and    |
+            | window given |                  |                       | ones enter    | entered by a  |
+            | back         |                  |                       | the index     | later call    |
+
+        The request has ``num_computed_tokens`` computed tokens. `new_computed_pages` are the hits of `get_computed_pages`, if
+        the request holds no page yet. Slots for drafts, `num_lookahead_tokens`, end at `max_model_len`. Pages that are filled
+        by known tokens other than drafts enter the prefix index, unless `delay_cache_pages` (then call `commit_external` or
+        `cache_pages` later). If the step does not run, `free` with `num_computed_tokens` drops those entries. Pages that have
+        left an attention window are freed first, even if None is returned.
+
+        With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
+        shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
+        for others (a watermark for admission).
+
+        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
+        cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
+        of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
+        restore its state. One native transaction; if nothing is due, the manager's lock is not taken. Amortised O(new pages).
+        """
         cdef Counts counts
         cdef RequestPages held = None
         cdef object request_id = None
@@ -71,11 +92,12 @@ cdef class SlotAllocator:
             pass
         is_plain = is_plain and is_count(num_new_tokens, &num_new)
         is_plain = is_plain and is_count(num_new_computed_tokens, &counts.num_new_computed)
-        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead) and is_count(num_external_tokens, &num_external)
+        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead)
+        is_plain = is_plain and is_count(num_external_computed_tokens, &num_external)
         if not is_plain or num_new + num_external == 0:
             num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
             num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
-            num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
+            num_external_tokens = require_int("num_external_computed_tokens", num_external_computed_tokens, 0)
             num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
             num_computed_tokens = read_count(request, "num_computed_tokens")
             request_id = id_of(request)
@@ -89,7 +111,7 @@ cdef class SlotAllocator:
         counts.num_slots = counts.num_tokens + num_lookahead
         if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
             if held.is_idle(counts.num_computed, counts.num_tokens, counts.num_slots):
-                return pages_of(self.no_ids, self.store)
+                return pages_of(self._no_ids, self.store)
         if counts.num_tokens > self.max_num_tokens:
             self.refuse_length(request_id, counts.num_tokens)
         counts.num_slots = min(counts.num_slots, self.max_num_tokens)
@@ -97,7 +119,7 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        with lock:
+        with self._lock:
             return self.allocate_due(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
@@ -114,9 +136,10 @@ cdef class SlotAllocator:
         lock is held.
         """
         cdef tuple new = None, found = None, hits = self.read_hits(request_id, new_computed_pages)
-        cdef bint has_hits = hits is not self.no_ids, needs_pages, is_admission, is_full, is_due_state
+        cdef bint has_hits = hits is not self._no_ids, needs_pages, is_admission, is_full, is_due_state
         cdef RequestPages held = self.requests.get(request_id)
         cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef PageIds tokens = None
         cdef HashChain chain = None
         cdef object contexts = None
         cdef int64_t num_hashed = 0
@@ -129,7 +152,7 @@ cdef class SlotAllocator:
             if self.lookups.is_refused_still(request, hits, counts.num_slots, counts.num_reserved):
                 return None
         step.num_to_cache = 0
-        if self.enable_caching and not is_delayed:
+        if self.enables_caching and not is_delayed:
             step.num_to_cache = min(counts.num_tokens, count_of(read_num_tokens(request)))
         if has_hits:
             num_hashed = self.count_most_tokens(hits)
@@ -146,13 +169,15 @@ cdef class SlotAllocator:
         if hint is not None or data_parallel_size is not None:
             found = self.find_shard(held, hits, hint, data_parallel_size)
         if has_hits or num_hashed:
-            hashes = self.extend(request, request_id, num_hashed)
+            if hashes is None or hashes.request is not request:
+                hashes = self.lookups.extend(request, num_hashed)
             chain = hashes.chain
+            tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
         needs_pages = has_hits or counts.num_slots > held.limits.num_room
         if needs_pages or is_due_state:
-            new = tuple([PageIds.__new__(PageIds) for _ in range(self.groups.num)])
+            new = new_ids(self.groups.num)
         step.num_computed, step.context = counts.num_computed, 0
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard = as_shard(found[0], found[1]) if found else -1
@@ -165,14 +190,14 @@ cdef class SlotAllocator:
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, found[1] if found else 0, new)
+            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, found[1] if found else 0, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.requests.pop(request_id, None)
             if step.context:
                 contexts.release(step.context)
         if chain is not None and hashes.page_hashes:
-            self.coordinator.page_pool.forget_evicted_names()
+            self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
             self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, found is not None)
             return None
@@ -180,21 +205,21 @@ cdef class SlotAllocator:
             held.refuse(outcome, &step, hits if has_hits else (), chain)
         if is_admission:
             self.lookups.count_admission(request, hits)
-        return pages_of(self.no_ids if new is None else new, self.store)
+        return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
         """Return the native ids of hits. ArgumentError if the request already holds pages."""
         cdef tuple hits
         if new_computed_pages is None:
-            return self.no_ids
+            return self._no_ids
         if not isinstance(new_computed_pages, CachePages):
             raise ArgumentTypeError(f"new_computed_pages: got {type(new_computed_pages).__name__}, allowed: CachePages")
         hits = new_computed_pages.get_ids(self.store)
-        if len(hits) != len(self.no_ids):
-            raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {len(self.no_ids)}")
+        if len(hits) != len(self._no_ids):
+            raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {len(self._no_ids)}")
         if not any([len(ids) for ids in hits]):
-            return self.no_ids
-        if not self.enable_caching:
+            return self._no_ids
+        if not self.enables_caching:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
         if self.requests.get(request_id):
             raise ArgumentError(
@@ -213,7 +238,7 @@ cdef class SlotAllocator:
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1:
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
         cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
-        if self.interval and hits is not self.no_ids:
+        if self.interval and hits is not self._no_ids:
             managers = self.coordinator.single_type_managers
             lengths = [len(ids) * manager.entry_size for ids, manager in zip(hits, managers)]
             if any([length != num_tokens for length in lengths]):
@@ -221,7 +246,7 @@ cdef class SlotAllocator:
                     f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
                     f"{lengths} tokens by group; allowed with a state: all equal"
                 )
-        if num_tokens == 0 or not self.no_ids:
+        if num_tokens == 0 or not self._no_ids:
             return 0
         if held is None:
             allowed = num_allowed = self.coordinator.count_hit_tokens(hits)
@@ -239,29 +264,29 @@ cdef class SlotAllocator:
             )
         return 0
 
-    cdef RequestHashes extend(self, object request, object request_id, int64_t num_tokens):
-        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        cdef RequestHashes hashes = self.hashes.get(request_id)
-        cdef Py_ssize_t num_pages = num_tokens // self.hash_page_size
-        if hashes is None or hashes.request is not request:
-            return self.lookups.extend(request, num_tokens)
-        if len(hashes.chain) >= num_pages:
-            return hashes
+    cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages):
+        """Return the tokens that are to be hashed for the first `num_pages` pages of a request; None once all are."""
+        cdef PageIds tokens
+        if hashes.chain.num >= num_pages:
+            return None
         if self.hashes_natively and hashes.extra_keys is None:
             token_ids = request.all_token_ids
-            if type(token_ids) is list and hashes.chain.extend_to(token_ids, num_pages):
-                return hashes
-        return self.lookups.extend(request, num_tokens)
+            if type(token_ids) is list:
+                tokens = hashes.chain.read_next(token_ids, num_pages)
+                if tokens is not None:
+                    return tokens
+        self.lookups.extend(request, num_pages * self.hash_page_size)
+        return None
 
     cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
         """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
-        cdef object pool = self.coordinator.page_pool
-        found = pool.find_shard(hint, data_parallel_size)
-        pages_per_shard = pages_per_dp_shard(pool.num_pages, data_parallel_size)
+        num_pages = self.coordinator.page_pool.num_pages
+        found = find_shard(num_pages, hint, data_parallel_size)
+        pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None:
             return None
         shard = PageIds.joined((*held.get_page_ids(), *hits)).shard(pages_per_shard)
-        return found if shard < 0 else pool.find_shard(shard, data_parallel_size)
+        return found if shard < 0 else find_shard(num_pages, shard, data_parallel_size)
 
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
@@ -269,7 +294,7 @@ cdef class SlotAllocator:
         """Name the keys of pages that may be entered, and their parents'."""
         cdef int64_t start = min(<int64_t>held.num_cached_hashes, num_computed // self.hash_page_size)
         cdef Py_ssize_t g
-        if hits is not self.no_ids:
+        if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
         self.lookups.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
         return 0

@@ -9,8 +9,9 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, group_of, require_instance, size_of
 from pagepool.core.chain cimport HashChain
+from pagepool.core.copies cimport are_destinations, are_sources
 from pagepool.core.entering cimport Contents
-from pagepool.core.holdings cimport find_wrong
+from pagepool.core.holdings cimport Holding, can_restart, find_restart, find_wrong, restart_from
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
@@ -19,6 +20,7 @@ from pagepool.core.queue cimport has_free_pages, pull
 from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
 from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport RequestPages, set_contents
+from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 from pagepool.core.transfers cimport (
@@ -301,16 +303,28 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     return failed
 
 
-def find_wrong_token(RequestPages held, failed) -> int | None:
-    """Return the first token of a request in a page that failed to load; None if there is none, or no page. O(pages)."""
+def rewind_request(RequestPages held, failed) -> int | None:
+    """Let a request go back to tokens that were computed without failed loads: see `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
-    cdef int32_t first = -1
+    cdef int32_t restart = -1
     if held is None:
         return None
     with held.store.lock:
         if loads.store is held.store and loads.ids.num:
-            first = find_wrong(&held.holding, loads.is_wrong, loads.number)
-    return first if first >= 0 else None
+            restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
+        if restart >= 0:
+            restart = find_restart(&held.store.pool, &held.holding, restart)
+            go_back(&held.store.pool, &held.holding, restart)
+            held.plan()
+    return restart if restart >= 0 else None
+
+
+cdef void go_back(Pool *pool, const Holding *holding, int32_t restart) noexcept:
+    """Let a request compute its tokens from there on again, if it has the pages for that, and no copies of them are due."""
+    if are_sources(pool, holding) or are_destinations(pool, holding):
+        return
+    if can_restart(pool, holding, restart, MAX_TOKENS):
+        restart_from(pool, holding, restart, MAX_TOKENS)
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:

@@ -461,7 +461,7 @@ class EventPublisher:
         """
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
-        source = None if manager is None else manager.require_event_source()
+        source = None if manager is None else manager._require_event_source()
         other = None if source is None else WORKERS.get(source)
         if other is not None and other.is_open:
             raise ArgumentError("manager: got one whose events another publisher takes")

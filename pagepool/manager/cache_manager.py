@@ -23,12 +23,12 @@ from pagepool._core import (
     check_holders,
     end_step,
     end_transfers,
-    find_wrong_token,
     fork_request,
     lease_pages,
     list_in_flight,
     lists_of,
     protect_pages,
+    rewind_request,
     take_copies,
     take_transfers,
 )
@@ -43,7 +43,7 @@ from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
-from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
+from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
 """What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
 
-class CacheManager(KeyHolder):
+class CacheManager(KeyHolder, SlotAllocator):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -130,19 +130,18 @@ class CacheManager(KeyHolder):
         if self.enable_caching:
             if not keep_token_ids:
                 _require_kept_tokens(self._store.num_kept_token_ids, self.coordinator.max_cached_page_size)
-            self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
+            self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching, self.use_eagle)
-        self._slots = SlotAllocator(self.coordinator, self._lookups)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
+        self._begin(self.coordinator, self._lookups)
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
-        self._no_ids = self._slots.no_ids
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
-            host_tier.bind(self._store)
+            host_tier._bind(self._store)
         self.host_tier = host_tier
 
     def __repr__(self) -> str:
@@ -191,7 +190,7 @@ class CacheManager(KeyHolder):
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         ids = ANY_PAGE
         if dp_shard_hint is not None or data_parallel_size is not None:
-            ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
+            ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         with self._lock:
             pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids, num_reserved)
         return CachePages(pages, self._store), num_tokens
@@ -201,53 +200,6 @@ class CacheManager(KeyHolder):
         return self._lookups.probe(request)
 
     # Slots.
-
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_computed_tokens: int = 0,
-        new_computed_pages: CachePages | None = None,
-        num_lookahead_tokens: int = 0,
-        delay_cache_pages: bool = False,
-        dp_shard_hint: int | None = None,
-        data_parallel_size: int | None = None,
-        *,
-        num_external_computed_tokens: int = 0,
-        num_reserved_pages: int = 0,
-    ) -> CachePages | None:
-        """Allocate slots for the next tokens of a request and return the new pages; None if too few pages are free.
-
-        The request has ``num_computed_tokens`` computed tokens. Behind these come: `num_new_computed_tokens` in
-        `new_computed_pages`, the hits of `get_computed_pages`, if the request holds no page yet;
-        `num_external_computed_tokens` that a transfer will fill; `num_new_tokens` to compute now; and slots for
-        `num_lookahead_tokens` drafts, up to `max_model_len`. Pages that are filled by known tokens other than drafts enter the
-        prefix index, unless `delay_cache_pages` (then call `commit_external` or `cache_pages` later). If the step does not run,
-        `free` with `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if
-        None is returned.
-
-        With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
-        shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
-        for others (a watermark for admission).
-
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
-        cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
-        of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
-        restore its state. Amortised O(new pages).
-        """
-        return self._slots.allocate(
-            self._lock,
-            request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            new_computed_pages,
-            num_lookahead_tokens,
-            delay_cache_pages,
-            dp_shard_hint,
-            data_parallel_size,
-            num_external_computed_tokens,
-            num_reserved_pages,
-        )
 
     def require_capacity(self, num_tokens: int) -> None:
         """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
@@ -404,12 +356,24 @@ class CacheManager(KeyHolder):
         return end_transfers(self._store, number, saves, loads)
 
     def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
-        """Return the first token of a request whose page failed to load; None if there is none. Its tokens are to be computed
-        again from there on: set ``num_computed_tokens``, or free the request, with ``num_computed_tokens=0``, if a window has
-        left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
-        this list, or of later ones: its state may have seen wrong tokens. O(pages).
+        """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
+        Lower ``num_computed_tokens`` to that token before the request is scheduled again.
+
+        Behind that token the request keeps its pages up to the first that others hold, and gives back the rest:
+        `allocate_slots` takes new ones for these, to which nobody else writes. Read all of its pages by `get_page_ids` then,
+        and end transfers from elsewhere into its pages before.
+
+        Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
+        if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
+        loaded pages of this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
-        return find_wrong_token(self._requests.get(id_of(request)), failed)
+        with self._lock:
+            held = self._requests.get(id_of(request))
+            try:
+                return rewind_request(held, failed)
+            finally:
+                if held is not None and not held:
+                    del self._requests[request.request_id]
 
     # External tokens and leases.
 
@@ -674,7 +638,7 @@ class CacheManager(KeyHolder):
         children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
         one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
         """
-        return self.require_event_source().take()
+        return self._require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
@@ -682,22 +646,22 @@ class CacheManager(KeyHolder):
         Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
         O(num_pages).
         """
-        return self.require_event_source().list_all()
+        return self._require_event_source().list_all()
 
-    def require_event_source(self) -> "EventSource":
+    def _require_event_source(self) -> "EventSource":
         """Return the source of events; ArgumentError unless they are enabled."""
         if self.event_source is None:
             raise ArgumentError("events: call enable_events before the first request")
         return self.event_source
 
-    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+    def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """`PrefixLookups.hold_context`, for a running batch."""
         if extra_keys is None or self.event_source is None:  # without the lock
             return 0
         with self._lock:
             return self._lookups.hold_context(extra_keys)
 
-    def release_context(self, context: int) -> None:
+    def _release_context(self, context: int) -> None:
         """`PrefixLookups.release_context`."""
         self._lookups.release_context(context)
 
@@ -724,7 +688,7 @@ class CacheManager(KeyHolder):
             with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 self.coordinator.free(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
             if num_computed_tokens is not None:
-                self.page_pool.forget_evicted_names()
+                self.page_pool._forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""

@@ -44,7 +44,7 @@ class HostTier:
         self._store: PageStore | None = None
         self._tier: PageTier | None = None
 
-    def bind(self, store: "PageStore") -> None:
+    def _bind(self, store: "PageStore") -> None:
         """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
         if self._store is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")

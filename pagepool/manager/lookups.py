@@ -145,7 +145,7 @@ class PrefixLookups(KeyHolder):
         finally:
             self.release_context(context)
             if hashes is not None and hashes.page_hashes:
-                self._coordinator.page_pool.forget_evicted_names()
+                self._coordinator.page_pool._forget_evicted_names()
 
     def probe(self, request: Request) -> PrefixProbe:
         """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
+from pagepool.arguments import require_flag, require_group_ids, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
 from pagepool.page_pool.integrity import check_store
@@ -24,7 +24,7 @@ from pagepool.page_pool.prefix_index import (
     is_own_key,
 )
 from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
-from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
+from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats
 
 __all__ = ["PagePool", "PageProbe"]
@@ -120,9 +120,9 @@ class PagePool:
 
         Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
         for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
-        was used with another algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine
-        restores the contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another
-        version. O(num_pages).
+        was used with another algorithm, seed, page size or other groups, and names the difference. The engine restores the
+        contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version.
+        O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -135,7 +135,7 @@ class PagePool:
         pool.configuration = configuration
         return pool
 
-    def bind(self, configuration: Configuration) -> None:
+    def _bind(self, configuration: Configuration) -> None:
         """Record the configuration under which pages are cached. `CacheManager` calls this.
 
         Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
@@ -180,7 +180,8 @@ class PagePool:
         """Take `num_pages` pages from the front of the free queue. They lose their prefix entries and have a ref count of 1.
 
         With a hint and a `data_parallel_size` that divides the pool, pages come only from that shard's range of ids, in queue
-        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages).
+        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages); the first call for a size builds the queues of
+        its shards, in O(pages of the pool + pages of equal content x shards).
         """
         return self.store.pages(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
@@ -191,7 +192,7 @@ class PagePool:
         return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        shard = self.find_shard(dp_shard_hint, data_parallel_size)
+        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
         return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
@@ -237,7 +238,7 @@ class PagePool:
         Among pages of equal content the first cached wins; with a hint, the first in that shard. O(groups). With a hint
         O(groups x shards) once pages were taken for that `data_parallel_size`, and O(groups x pages of equal content) before.
         """
-        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         page_hash = checked_hash(page_hash)
         if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
@@ -253,7 +254,7 @@ class PagePool:
         data_parallel_size: int | None = None,
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
-        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         page_ids = find_page_ids(self.store, checked_hash(page_hash), kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
 
@@ -299,7 +300,7 @@ class PagePool:
         ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
         enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
-    def forget_evicted_names(self) -> None:
+    def _forget_evicted_names(self) -> None:
         """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
         forget_evicted_names(self.store)
 
@@ -384,28 +385,6 @@ class PagePool:
         IntegrityError names the first wrong page or slot, with all its numbers.
         """
         check_store(self.store)
-
-    # Data-parallel shards.
-
-    def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
-        """Return the hinted shard, modulo the size, and that size; None if the pool is not divided.
-
-        The first allocation for a size builds the queues of its shards, in O(num_pages + pages of equal content x shards).
-        """
-        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
-        hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
-        if hint is None or pages_per_shard is None:
-            return None
-        num_shards = self.num_pages // pages_per_shard
-        return hint % num_shards, num_shards
-
-    def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-        """Return the half-open range of page ids that may hit with a hint."""
-        shard = self.find_shard(dp_shard_hint, data_parallel_size)
-        if shard is None:
-            return 0, None
-        shard_index, num_shards = shard
-        return dp_shard_page_bounds(shard_index, self.num_pages // num_shards)
 
 
 def _require_ids(page_ids: T) -> T:

@@ -11,7 +11,15 @@ from pagepool.specs.layers import (
     check_groups,
 )
 from pagepool.specs.model_config import create_kv_cache_specs_from_config
-from pagepool.specs.sizes import cdiv, dp_shard_page_bounds, dtype_bits, pages_per_dp_shard, usable_pages_count
+from pagepool.specs.sizes import (
+    cdiv,
+    dp_shard_page_bounds,
+    dtype_bits,
+    find_shard,
+    find_shard_bounds,
+    pages_per_dp_shard,
+    usable_pages_count,
+)
 
 __all__ = [
     "AttentionSpec",
@@ -26,6 +34,8 @@ __all__ = [
     "create_kv_cache_specs_from_config",
     "dp_shard_page_bounds",
     "dtype_bits",
+    "find_shard",
+    "find_shard_bounds",
     "pages_per_dp_shard",
     "usable_pages_count",
 ]

@@ -78,7 +78,7 @@ class PolicySimulator:
     def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
         """Count the same in a new LRU pool with a host tier, with what moves between them. Raises as `HostTier` does, too."""
         store, tier = PagePool(num_pages, True).store, host.make_tier()
-        tier.bind(store)
+        tier._bind(store)
         hit_tokens = self._run_all(Steps(store), on_request)
         stats = tier.stats()
         loaded_tokens = stats.num_loaded_pages * self._page_size
