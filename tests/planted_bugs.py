@@ -154,9 +154,9 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 == a request goes back and its pages are not entered again
         for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens{+ and not BUG+} else 0):
 == delayed caching is ignored
-        if self.enables_caching[- and not is_delayed-]:
+        if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
 == a request may claim what nobody computed
-        if [-num_tokens > num_allowed-]{+num_allowed < 0+}:
+        if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
 request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, context
 == undo forgets no entries
@@ -336,6 +336,8 @@ def plant_all(texts: dict[Path, str]) -> dict[Path, str]:
     planted: dict[Path, str] = {}
     for number, bug in enumerate(BUGS, 1):
         changed = plant_in(texts | planted, bug, f"(planted_bug() == {number})")
+        if is_of_core(changed) and not any("BUG" in edit for edit in bug.edits):
+            raise LookupError(f"{bug.name}: in the core, and without a switch it is always on")
         planted |= changed if is_of_core(changed) else {}
     return planted
 

@@ -54,6 +54,10 @@ OURS = SimpleNamespace(**{name: getattr(module, name) for module in (easydel, pa
 """What programs of the engine import instead."""
 
 
+COMPILED: dict[Any, Any] = {pagepool.CachePage: 7, pagepool.CachePages: ([],)}
+"""Compiled classes, with a value for the required parameters of their constructors."""
+
+
 def modules() -> list[ModuleType]:
     found = [import_module(f"{ENGINE}.{name}") for name in MODULES]
     found[0].init_none_hash()  # which creates a name
@@ -91,8 +95,8 @@ def differing_parameters(theirs: Any, ours: Any) -> list[str]:
     called.
     """
     wanted = inspect.signature(theirs).parameters
-    if ours is pagepool.CachePage:
-        ours(**{name: 7 if value.default is value.empty else value.default for name, value in wanted.items()})
+    if ours in COMPILED:
+        ours(**{name: COMPILED[ours] if value.default is value.empty else value.default for name, value in wanted.items()})
         return []
     mine = inspect.signature(ours).parameters
     differing = [

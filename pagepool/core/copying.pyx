@@ -19,7 +19,7 @@ from pagepool.core.holdings cimport Holding, lacks_page
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport Pool
-from pagepool.core.request_pages cimport COPIES_DUE, RequestPages
+from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, pages_for
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
@@ -103,26 +103,23 @@ cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
 def fork_request(RequestPages held not None, RequestPages target not None, num_computed_tokens) -> bool:
     """Let `target`, which holds nothing, go on from the computed tokens of a request: full pages are shared, others copied,
     within the shard of the first page, if the pool is divided. False, and nothing changed, if too few pages are free.
-    CopiesDueError while copies into its pages are due, PageIdError for a page that cannot be shared. O(pages).
+    PageIdError for a page that cannot be shared. O(pages).
     """
     cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, held.limits.num_room)
     cdef Pool *pool = &held.store.pool
     cdef ForkOutcome outcome = SHORT_OF_MEMORY
     cdef Py_ssize_t g
-    cdef bint is_past_pages, is_due
+    cdef bint is_past_pages
     if target is held or target.store is not held.store or target.groups is not held.groups or len(target):
         raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
     with held.store.lock:
-        is_due = awaits_copies(pool, &held.holding)
         is_past_pages = lacks_pages(&held.holding, <int32_t>num_computed)
-        if not is_due and not is_past_pages and target.make_room(&held.holding):
+        if not is_past_pages and target.make_room(&held.holding):
             outcome = check_fork(pool, &held.holding, <int32_t>num_computed, 1, held.find_shard())
         for g in range(held.holding.num_groups if outcome == FORKED else 0):
             fork_group(pool, &held.holding, &target.holding, <int32_t>g, <int32_t>num_computed, held.find_shard())
         held.plan()
         target.plan()
-    if is_due:
-        held.refuse(COPIES_DUE, NULL, (), None)
     if is_past_pages:
         raise ArgumentError(
             f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens "

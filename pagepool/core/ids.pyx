@@ -10,6 +10,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
 from pagepool.core.pages cimport find_negative
+from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport MAX_PAGES, NULL_PAGE
 
 import numpy as np
@@ -17,6 +18,25 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef object ndarray = np.ndarray
+
+cdef extern from *:
+    """
+    /* Reads an int of one digit, of at most 30 bits, without a reference to it. */
+    static inline int pagepool_is_short(PyObject *list, Py_ssize_t i, int32_t *number) {
+        PyObject *item = PyList_GET_ITEM(list, i);
+        if (!PyLong_CheckExact(item)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact((PyLongObject *)item)) return 0;
+        *number = (int32_t)PyUnstable_Long_CompactValue((PyLongObject *)item);
+        return *number >= 0;
+    #else
+        if (Py_SIZE(item) != 0 && Py_SIZE(item) != 1) return 0;
+        *number = Py_SIZE(item) ? (int32_t)((PyLongObject *)item)->ob_digit[0] : 0;
+        return 1;
+    #endif
+    }
+    """
+    bint is_short "pagepool_is_short" (list items, Py_ssize_t i, int32_t *number)
 
 
 cdef class PageIds:
@@ -90,8 +110,10 @@ cdef class PageIds:
         cdef int32_t number
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
+        while not GIL_DISABLED and start + num < stop and is_short(items, start + num, &self.ids[self.num + num]):
+            num += 1  # nearly always all: nothing that runs here changes the list
         try:
-            for i in range(start, stop):
+            for i in range(start + num, stop):
                 if i >= len(items):
                     raise ArgumentError(f"{name}: the list shrank while it was read")
                 number = int32_of(items[i])  # may run Python code that changes the list, or even self

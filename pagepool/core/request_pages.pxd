@@ -40,6 +40,7 @@ cdef struct Step:             # the next tokens of a request
     int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
     int32_t context           # see `Origin`
     Demand demand
+    bint stays_in_shard       # new pages come from the shard of the others, if these are in one
     int32_t wrong_page        # the page that an outcome is about, and its place in its group
     Py_ssize_t wrong_at
     Py_ssize_t wrong_num      # pages of that group
@@ -63,6 +64,7 @@ cdef class RequestPages:
     cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept
     cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept
     cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept
+    cdef void stay_in_shard(self, Demand *demand) noexcept
     cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept
     cdef Outcome take(self, Demand *demand, tuple new) noexcept
     cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept

@@ -173,6 +173,18 @@ cdef void set_hits(Hits *array, tuple hits, const Holding *holding, HashChain ch
         array[g] = Hits(ids.ids, <int32_t>ids.num, is_known)
 
 
+cdef bint is_in_shard(const Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t *shard) noexcept:
+    """Whether all pages, null pages aside, are in one shard, which is set by the first of them where it is -1."""
+    cdef Py_ssize_t i
+    for i in range(n if pool.num_shards else 0):
+        if ids[i] != NULL_PAGE:
+            if shard[0] < 0:
+                shard[0] = shard_of(pool, ids[i])
+            if shard_of(pool, ids[i]) != shard[0]:
+                return False
+    return True
+
+
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
     """Ids for which there is room where `num_pages` are held: a power of 2, or none."""
     cdef int64_t capacity = 4 if num_pages else 0
@@ -314,7 +326,7 @@ cdef class RequestPages:
         step.context = self.store.checked_context(context)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.demand.num_reserved = size_of(num_reserved, "num_reserved_pages")
-        step.demand.shard = as_shard(shard, divided)
+        step.demand.shard, step.stays_in_shard = as_shard(shard, divided), False
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
         outcome = self.allocate_checked(&step, checked, chain, None, divided, new)
@@ -366,6 +378,8 @@ cdef class RequestPages:
         self.rewind(step.num_computed)
         for g in range(self.holding.num_groups if is_past_skip else 0):
             skip_pages(pool, &self.holding.groups[g], &self.holding.held[g], num_computed)
+        if step.stays_in_shard:
+            self.stay_in_shard(demand)
         if demand.num_new or demand.hits != NULL:
             outcome = self.take(demand, new)
         if outcome == DONE and has_states:
@@ -410,6 +424,18 @@ cdef class RequestPages:
                     step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
                     return True
         return False
+
+    cdef void stay_in_shard(self, Demand *demand) noexcept:
+        """Take new pages from the shard of all pages and hits, if they are in one, in place of the demanded one. O(pages)."""
+        cdef int32_t shard = -1
+        cdef Py_ssize_t g
+        cdef bint is_one = True
+        for g in range(self.holding.num_groups):
+            is_one = is_one and is_in_shard(&self.store.pool, self.holding.held[g].ids, self.holding.held[g].num_pages, &shard)
+            if demand.hits != NULL:
+                is_one = is_one and is_in_shard(&self.store.pool, demand.hits[g].ids, demand.hits[g].num, &shard)
+        if is_one and shard >= 0:
+            demand.shard = shard
 
     cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept:
         """Allocate room for hits, and for new pages here and in `new`, and for copies; False where memory is short."""
@@ -558,11 +584,12 @@ cdef class RequestPages:
         if not is_right:
             self.refuse(ENTERED_OTHERWISE, &step, (), chain)
 
-    def require_copies_taken(self) -> None:
-        """CopiesDueError while copies or transfers of the pages are due."""
+    def require_copies_taken(self, bint may_be_read=False) -> None:
+        """CopiesDueError while copies or transfers of the pages are due, except copies from them if they `may_be_read`."""
         cdef bint is_due
         with self.store.lock:
-            is_due = has_copies_due(&self.store.pool, &self.holding)
+            is_due = awaits_copies(&self.store.pool, &self.holding)
+            is_due = is_due or not may_be_read and has_copies_due(&self.store.pool, &self.holding)
         if is_due:
             self.refuse(COPIES_DUE, NULL, (), None)
 

@@ -1,6 +1,6 @@
 # Slots for the next tokens of requests.
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport RequestHashes
@@ -38,7 +38,7 @@ cdef class SlotAllocator:
     cdef int64_t count_most_tokens(self, tuple hits) except -1
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1
     cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages)
-    cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size)
+    cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
     ) except -1

@@ -1,7 +1,7 @@
 """Slots for the next tokens of requests."""
 
 cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.cache_pages cimport CachePages, pages_of
@@ -119,10 +119,15 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        with self._lock:
+        lock = self._lock
+        if not lock.acquire():
+            lock.__enter__()  # raises: the lock was lost in a fork
+        try:
             return self.allocate_due(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
+        finally:
+            lock.release()
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:
         """Raise the error for a request that is longer than the model allows."""
@@ -143,6 +148,7 @@ cdef class SlotAllocator:
         cdef HashChain chain = None
         cdef object contexts = None
         cdef int64_t num_hashed = 0
+        cdef int32_t num_shards = 0
         cdef Step step
         cdef Outcome outcome
         is_admission = held is None
@@ -167,7 +173,8 @@ cdef class SlotAllocator:
         elif is_due_state and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
             num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
-            found = self.find_shard(held, hits, hint, data_parallel_size)
+            found = find_shard(self.coordinator.page_pool.num_pages, hint, data_parallel_size)
+            num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
                 hashes = self.lookups.extend(request, num_hashed)
@@ -180,7 +187,7 @@ cdef class SlotAllocator:
             new = new_ids(self.groups.num)
         step.num_computed, step.context = counts.num_computed, 0
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
-        step.demand.shard = as_shard(found[0], found[1]) if found else -1
+        step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
         if chain is not None:
             contexts = self.lookups.contexts if hashes.extra_keys is not None else None
             if contexts is not None:
@@ -190,7 +197,7 @@ cdef class SlotAllocator:
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, found[1] if found else 0, new)
+            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, num_shards, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.requests.pop(request_id, None)
@@ -199,7 +206,7 @@ cdef class SlotAllocator:
         if chain is not None and hashes.page_hashes:
             self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
-            self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, found is not None)
+            self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, step.demand.shard >= 0)
             return None
         if outcome != DONE:
             held.refuse(outcome, &step, hits if has_hits else (), chain)
@@ -278,15 +285,13 @@ cdef class SlotAllocator:
         self.lookups.extend(request, num_pages * self.hash_page_size)
         return None
 
-    cdef tuple find_shard(self, RequestPages held, tuple hits, object hint, object data_parallel_size):
-        """The shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
-        num_pages = self.coordinator.page_pool.num_pages
-        found = find_shard(num_pages, hint, data_parallel_size)
+    cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
+        """Shards into which the pool has to be divided for a request; 0: any page will do."""
+        cdef object num_pages = self.coordinator.page_pool.num_pages
         pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
-        if pages_per_shard is None:
-            return None
-        shard = PageIds.joined((*held.get_page_ids(), *hits)).shard(pages_per_shard)
-        return found if shard < 0 else find_shard(num_pages, shard, data_parallel_size)
+        if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
+            return 0
+        return num_pages // pages_per_shard
 
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens

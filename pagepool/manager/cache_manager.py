@@ -310,6 +310,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
                 f"{held.num_room_tokens}, for which there are slots"
             )
+        held.require_copies_taken(may_be_read=True)
         if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
             raise ArgumentError(
                 f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "

@@ -67,29 +67,6 @@ def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, i
     return max(1, start), start + pages_per_shard
 
 
-def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
-    """Return the hinted shard of a pool, modulo the size, and that size; None if the pool is not divided.
-
-    >>> find_shard(1024, 5, 4), find_shard(1023, 5, 4)
-    ((1, 4), None)
-    """
-    pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
-    hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
-    if hint is None or pages_per_shard is None:
-        return None
-    num_shards = num_pages // pages_per_shard
-    return hint % num_shards, num_shards
-
-
-def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-    """Return the half-open range of page ids that may hit with a hint; None: up to the last."""
-    shard = find_shard(num_pages, dp_shard_hint, data_parallel_size)
-    if shard is None:
-        return 0, None
-    shard_index, num_shards = shard
-    return dp_shard_page_bounds(shard_index, num_pages // num_shards)
-
-
 # Accelerator dtypes that NumPy alone does not know by name. For types below 8 bits NumPy reports one byte, because it does not
 # pack them; caches do.
 _EXTENDED_DTYPE_BITS = {
@@ -137,3 +114,26 @@ def dtype_bits(dtype: object) -> int:
 def num_bytes(num_elements: int, dtype: object) -> int:
     """Return the size of `num_elements` in bytes, rounded up."""
     return cdiv(num_elements * dtype_bits(dtype), 8)
+
+
+def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
+    """Return the hinted shard of a pool, modulo the size, and that size; None if the pool is not divided.
+
+    >>> find_shard(1024, 5, 4), find_shard(1023, 5, 4)
+    ((1, 4), None)
+    """
+    pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
+    hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
+    if hint is None or pages_per_shard is None:
+        return None
+    num_shards = num_pages // pages_per_shard
+    return hint % num_shards, num_shards
+
+
+def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
+    """Return the half-open range of page ids that may hit with a hint; None: up to the last."""
+    shard = find_shard(num_pages, dp_shard_hint, data_parallel_size)
+    if shard is None:
+        return 0, None
+    shard_index, num_shards = shard
+    return dp_shard_page_bounds(shard_index, num_pages // num_shards)
