@@ -70,6 +70,8 @@ def require_flag(name: str, value: object) -> bool:
     >>> require_flag("enable_caching", 1)
     True
     """
+    if type(value) is bool:
+        return value
     try:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError

@@ -173,15 +173,17 @@ class RunningBatch(RunningRows):
         request = RowRequest(
             self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
         )
-        hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
-        shard, _ = find_shard(self._manager.num_pages, hint, size) or (None, 0)
+        shard = None
+        if dp_shard is not None:
+            shard, _ = find_shard(self._manager.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
         context = self._manager._hold_context(keys)
         try:
             return request.admit(keyed, look_up, shard, context, counter)
         finally:
-            self._manager._release_context(context)
+            if context:
+                self._manager._release_context(context)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None

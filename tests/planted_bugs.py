@@ -58,9 +58,9 @@ def read_bugs(text: str) -> list[Bug]:
 BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
-            pool.tier.note_eviction(pool, page_id)
-        {+if not BUG: +}drop(pool, page_id)
-        pool.num_ev
+        pool.tier.note_eviction(pool, page_id)
+    {+if not BUG: +}drop(pool, page_id)
+    pool.num_ev
 == a free page that hits stays in the free queue
             if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
                 pull(pool, ids[i])
@@ -105,7 +105,7 @@ BUGS = read_bugs("""
 == an emptied slot cuts off those behind it
         if{+ not BUG and+} ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
 == equal pages are lost with the first of them
-    if page.group & TWIN{+ and not BUG+}:
+    if rare(page.group & TWIN{+ and not BUG+}):
         leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
             {+if not BUG: +}drop(pool, page_id)
@@ -257,7 +257,7 @@ tier.items[i].key.hi == key.hi:
 == a page is loaded into another shard
     take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
 == what is computed with a page that is being loaded is entered
-    if waits_for_loads(waiting.pool, held){+ and not BUG+}:
+    if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
         return
 == a page that failed to load keeps its entry
     if{+ not BUG and+} not is_done and has_key(&pool.pages[transfer.page_id]

@@ -5,7 +5,8 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, Waiting
 from pagepool.core.holdings cimport Held, Holding, Limits, empty, limits_of
-from pagepool.core.platform cimport GUARDS, raw_free
+from pagepool.core.notes cimport is_journaled
+from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.records cimport NO_GROUP, Pool
 from pagepool.core.references cimport put_back_all
 from pagepool.core.rows cimport Rows, clear_from, write_ids
@@ -20,7 +21,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
 cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
-    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row, 1: a pending one
+    int32_t next_event        # computed tokens up to which only counting is due; 0: free, 1: pending, or copies may be due
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages; in a free row those of its last tokens
@@ -77,8 +78,7 @@ cdef struct Amounts:          # a number for each row; stride 0: the same for al
     const int32_t *values
     Py_ssize_t stride
 
-cdef struct Grown:            # a row after a call that grew it
-    int32_t row
+cdef struct Grown:            # the counts of a row after a call that grew it
     int32_t num_tokens
     int32_t num_computed
 
@@ -89,6 +89,7 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
     Grown *grown              # [num_rows]
+    int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     int64_t num_admissions    # of the batch by then
     Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
@@ -115,7 +116,8 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 
 
 cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
-    return Contents(digests_of(batch, row), tokens_of(batch, row), num_tokens, batch.contexts[row])
+    cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
+    return Contents(digests_of(batch, row), tokens_of(batch, row), num_tokens, context)
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -144,7 +146,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
-    if batch.unifies_pages:
+    if rare(batch.unifies_pages):
         event = min(event, next_comparison(&holding) + 1)
     if has_copies_due(batch.pool, &holding):
         event = 1

@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t
 
 from pagepool.core.holdings cimport Held, Holding, has_transfers_due
+from pagepool.core.platform cimport rare
 from pagepool.core.records cimport Copies, PageCopy, Pool, resize
 from pagepool.core.references cimport put_back_held
 
@@ -67,7 +68,7 @@ cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept 
 
 cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
-    return are_sources(pool, holding) or awaits_copies(pool, holding)
+    return rare(pool.copies.num or pool.tier != NULL) and (are_sources(pool, holding) or awaits_copies(pool, holding))
 
 
 cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:

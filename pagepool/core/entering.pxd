@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from pagepool.core.holdings cimport Held, waits_for_loads
 from pagepool.core.index cimport enter, home_of, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
-from pagepool.core.platform cimport fetch
+from pagepool.core.platform cimport fetch, rare
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Origin, Pool
 from pagepool.core.rules cimport Group, is_state
 from pagepool.core.siphash cimport Digest, hash_two_after
@@ -77,7 +77,7 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     for i in range(waiting.num_to_enter):
         page = &waiting.to_enter[i]
         if pool.pages[page.page_id].group == NO_GROUP:
-            if enter(pool, page.page_id, page.digest[0], page.group) and pool.num_parts:
+            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
                 rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
             if is_journaled(pool):
                 note_entry(
@@ -100,9 +100,9 @@ cdef inline void enter_full_pages(
     """Have the pages of a group entered that `num_tokens` tokens fill. Their records, likely far away, are fetched."""
     cdef PageToEnter *page
     cdef int32_t place, size = group.rules.page_size
-    if waits_for_loads(waiting.pool, held):
+    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
         return
-    while has_full_page(group, held, num_tokens):
+    while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached
         held.num_cached += 1
         if held.ids[place] == NULL_PAGE:

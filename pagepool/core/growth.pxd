@@ -15,7 +15,7 @@ from pagepool.core.holdings cimport (
 )
 from pagepool.core.index cimport drop, find_within
 from pagepool.core.pages cimport touch_all
-from pagepool.core.platform cimport GUARDS
+from pagepool.core.platform cimport GUARDS, rare
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, digest_of, ids_in_shard, is_pinned
 from pagepool.core.references cimport put_back_held
@@ -123,16 +123,17 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     cdef int32_t num_tokens = batch.states[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef Holding holding = holding_of(batch, row)
-    if batch.unifies_pages:
+    if rare(batch.unifies_pages):
         unify_pages(batch, row, num_before)
-    if batch.skips_pages:
+    if rare(batch.skips_pages):
         skip_row(batch, row, num_before)
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
-        drop_swapped(batch, row)
+        if rare(batch.pool.tier != NULL):
+            drop_swapped(batch, row)
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
-    if batch.keeps_states and are_checkpoints_due(&holding, num_before):
+    if rare(batch.keeps_states) and are_checkpoints_due(&holding, num_before):
         keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
@@ -142,17 +143,15 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    cdef int32_t num_computed = batch.states[row].num_computed
+    cdef const RowState *state = &batch.states[row]
     cdef Holding holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
-    if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
+    if GUARDS and not (state.is_admitted and state.num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if batch.states[row].next_event == 1 and batch.num_external[row]:
+    if rare(state.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
         return False
-    if has_copies_due(batch.pool, &holding):
-        return False
-    if GUARDS and (batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, num_computed))):
-        if find_lost_page(batch.pool, &holding, num_computed) != NULL_PAGE:
+    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, state.num_computed))):
+        if find_lost_page(batch.pool, &holding, state.num_computed) != NULL_PAGE:
             return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
@@ -195,25 +194,44 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     return n
 
 
-# How many copied rows there are before the first that is wrong. Those are counted as if all grew, and those noted for which
-# more is due; for a row that is not admitted that is always so.
+# A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
-cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Let each row know a token more, and count it as computed."""
+cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
+    """Count one token more as known and computed."""
+    grown[0] = Grown(state.num_tokens + 1, state.num_computed + 1)
+    state.num_tokens, state.num_computed = grown.num_tokens, grown.num_computed
+
+
+cdef inline Py_ssize_t step_plain_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row from `start` on, up to the first for which more is due; return where that stands."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef const int32_t *new_ids = growth.token_ids
+    cdef int32_t *token_ids = batch.token_ids
+    cdef RowState *states = batch.states
     cdef RowState *state
     cdef Grown *grown = growth.grown
-    cdef Py_ssize_t i
-    for i in range(n):
-        grown[i].row = batch.checked_rows[i]
-        state = &batch.states[grown[i].row]
-        grown[i].num_computed = state.num_computed + 1
-        if grown[i].num_computed >= state.next_event and not check_due(batch, growth, i, grown[i].num_computed):
+    cdef Py_ssize_t i, stride = batch.tokens_stride
+    for i in range(start, n):
+        state = &states[rows[i]]
+        if state.num_computed + 1 >= state.next_event:
             return i
-        tokens_of(batch, grown[i].row)[state.num_tokens] = growth.token_ids[i]
-        state.num_tokens += 1
-        state.num_computed += 1
-        grown[i].num_tokens = state.num_tokens
+        token_ids[rows[i] * stride + state.num_tokens] = new_ids[i]
+        count_token(state, &grown[i])
     return n
+
+
+cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row, and return how many there are before the first that is wrong."""
+    cdef RowState *state
+    cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
+    while i < n:
+        state = &batch.states[batch.checked_rows[i]]
+        if not check_due(batch, growth, i, state.num_computed + 1):
+            break
+        tokens_of(batch, batch.checked_rows[i])[state.num_tokens] = growth.token_ids[i]
+        count_token(state, &growth.grown[i])
+        i = step_plain_rows(batch, growth, i + 1, n)
+    return i
 
 
 cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
@@ -232,7 +250,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) 
             if not check_due(batch, growth, i, num_room_tokens):
                 return i
         state.num_computed = num_computed
-        growth.grown[i] = Grown(batch.checked_rows[i], state.num_tokens, num_computed)
+        growth.grown[i] = Grown(state.num_tokens, num_computed)
     return n
 
 
@@ -250,6 +268,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     rows there are. Those from there on are as they were.
     """
     cdef Py_ssize_t k, num_grown = growth.num_rows
+    memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
     for k in range(growth.num_due):
         if not grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at

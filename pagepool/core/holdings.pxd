@@ -5,7 +5,7 @@ from libc.string cimport memcpy, memset
 
 from pagepool.core.index cimport drop, find
 from pagepool.core.pages cimport find_unheld, take_from, touch_all
-from pagepool.core.platform cimport GUARDS
+from pagepool.core.platform cimport GUARDS, rare
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
 from pagepool.core.references cimport put_back_held
 from pagepool.core.rules cimport (
@@ -146,7 +146,7 @@ cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const i
 
 cdef inline void note_taken(const Pool *pool, Held *held) noexcept nogil:
     """Note that pages were taken, of which some may have to be saved in the tier before they are written."""
-    if pool.tier != NULL and pool.tier.num_due:
+    if rare(pool.tier != NULL) and pool.tier.num_due:
         held.transfer_number = pool.tier.last_number + 1
 
 
@@ -199,7 +199,7 @@ cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, 
 
 cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
     """Whether hits, or what was computed with them, may still turn out to be wrong: then nothing more is entered."""
-    return pool.tier != NULL and held.load_number >= pool.tier.oldest_load
+    return rare(pool.tier != NULL) and held.load_number >= pool.tier.oldest_load
 
 
 cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:

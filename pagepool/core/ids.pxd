@@ -8,6 +8,7 @@ cdef class PageIds:
     cdef int32_t *ids
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
+    cdef Py_buffer view             # of the array that the ids are in, if they are not the object's own
 
     cdef int reserve(self, Py_ssize_t num_more) except -1
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept
@@ -15,12 +16,6 @@ cdef class PageIds:
     cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1
     cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name=*) except -1
     cdef int fill(self, object values) except -1
-
-
-@cython.final
-cdef class _BorrowedIds(PageIds):
-    cdef Py_buffer view
-
     cdef int borrow(self, object values, str name) except -1
     cdef bint try_borrow(self, object values) except -1
 

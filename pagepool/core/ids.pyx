@@ -39,6 +39,12 @@ cdef extern from *:
     bint is_short "pagepool_is_short" (list items, Py_ssize_t i, int32_t *number)
 
 
+cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
+    """Whether a buffer holds C ints, or longs, in the byte order of the machine."""
+    return (buffer_format[0] == c"i" or buffer_format[0] == c"l") and buffer_format[1] == 0
+
+
+@cython.freelist(8)
 cdef class PageIds:
     """A run of int32 page ids in native memory: what the manager passes around instead of page objects. It does not change.
 
@@ -51,7 +57,9 @@ cdef class PageIds:
             self.fill(values)
 
     def __dealloc__(self):
-        free(self.ids)
+        if self.ids != self.view.buf:
+            free(self.ids)
+        PyBuffer_Release(&self.view)
 
     def __reduce__(self):
         return PageIds, (self.to_list(),)
@@ -151,6 +159,25 @@ cdef class PageIds:
             self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
         return 0
 
+    cdef int borrow(self, object values, str name) except -1:
+        """Let a fresh object have the ids in an array, without a copy: they change with it. None is to be added."""
+        if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):
+            raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
+        return 0
+
+    cdef bint try_borrow(self, object values) except -1:
+        """False for an array of another type or layout. The buffer itself, for a memoryview of Cython's costs more."""
+        try:
+            PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+        except (BufferError, ValueError):
+            return False
+        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed(self.view.format):
+            PyBuffer_Release(&self.view)
+            return False
+        self.ids = <int32_t *>self.view.buf
+        self.num = self.view.shape[0]
+        return True
+
     def to_list(self) -> list:
         """The ids as a new list."""
         cdef Py_ssize_t i
@@ -172,11 +199,6 @@ cdef class PageIds:
         return shard
 
 
-cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
-    """Whether a buffer holds C ints, or longs, in the byte order of the machine."""
-    return (buffer_format[0] == c"i" or buffer_format[0] == c"l") and buffer_format[1] == 0
-
-
 cdef tuple new_ids(Py_ssize_t num_groups):
     """Empty `PageIds` for each group."""
     if num_groups == 1:
@@ -184,44 +206,15 @@ cdef tuple new_ids(Py_ssize_t num_groups):
     return tuple([PageIds.__new__(PageIds) for _ in range(num_groups)])
 
 
-@cython.final
-@cython.auto_pickle(False)
-cdef class _BorrowedIds(PageIds):
-    """The ids in an int32 array, not copied: they change with it. It is not to be extended."""
-
-    cdef int borrow(self, object values, str name) except -1:
-        if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):
-            raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
-        return 0
-
-    cdef bint try_borrow(self, object values) except -1:
-        """False for an array of another type or layout. The buffer itself, for a memoryview of Cython's costs more."""
-        try:
-            PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-        except (BufferError, ValueError):
-            return False
-        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed(self.view.format):
-            PyBuffer_Release(&self.view)
-            return False
-        self.ids = <int32_t *>self.view.buf
-        self.num = self.view.shape[0]
-        return True
-
-    def __dealloc__(self):
-        self.ids = NULL
-        PyBuffer_Release(&self.view)
-
-
 cdef PageIds as_page_ids(object values, str name="ids"):
     """`values` as int32 to read during a call; no copy is made of an int32 array."""
     cdef PageIds ids
-    cdef _BorrowedIds borrowed
     if isinstance(values, PageIds):
         return values
     if isinstance(values, ndarray):
-        borrowed = _BorrowedIds.__new__(_BorrowedIds)
-        borrowed.borrow(values, name)
-        return borrowed
+        ids = PageIds.__new__(PageIds)
+        ids.borrow(values, name)
+        return ids
     ids = PageIds.__new__(PageIds)
     ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
     return ids
@@ -230,7 +223,7 @@ cdef PageIds as_page_ids(object values, str name="ids"):
 cdef PageIds as_own_ids(object values, str name):
     """`as_page_ids`, always copied, so that the caller cannot change them during the call."""
     cdef PageIds ids = as_page_ids(values, name)
-    return PageIds(ids) if isinstance(ids, _BorrowedIds) else ids
+    return PageIds(ids) if ids.num and ids.ids == ids.view.buf else ids
 
 
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:

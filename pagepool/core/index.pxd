@@ -6,6 +6,7 @@ from libc.string cimport memcpy
 from pagepool.core.ghost cimport hash_key, is_sampled
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
 from pagepool.core.levels cimport lose_level
+from pagepool.core.platform cimport rare
 from pagepool.core.queue cimport pull, push, requeue
 from pagepool.core.records cimport (
     BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
@@ -73,11 +74,11 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.group = group
     pool.num_cached += 1
     pool.num_entries += 1
-    if pool.tier != NULL:
+    if rare(pool.tier != NULL):
         pool.tier.note_entry(pool, page_id)
-    if pool.num_parts and pool.policy.marks[page_id] != pool.policy.new_part:
+    if rare(pool.num_parts != 0) and pool.policy.marks[page_id] != pool.policy.new_part:
         note_entered(pool, page_id)
-    if slot.page_id != NULL_PAGE:
+    if rare(slot.page_id != NULL_PAGE):
         join_twins(pool, slot.page_id, page_id)
         return False
     slot[0] = Slot(tag, page_id)
@@ -168,13 +169,23 @@ cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, i
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
     """Keep the tokens of a page if the pool keeps tokens, and has room for `n`."""
-    cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    cdef int32_t *kept
+    if pool.page_tokens == NULL:
+        return
     if n >= pool.tokens_width:
         n = 0
-    if pool.page_tokens != NULL:
-        kept[0] = <int32_t>n
-        if n:
-            memcpy(kept + 1, tokens, n * sizeof(int32_t))
+    kept = pool.page_tokens + page_id * pool.tokens_width
+    kept[0] = <int32_t>n
+    if n:
+        memcpy(kept + 1, tokens, n * sizeof(int32_t))
+
+
+cdef inline Slot *slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
+    """The slot that names a page, or, for a twin that no slot names, the empty slot that ends the search."""
+    cdef uint32_t i = home_at(pool, tag)
+    while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
+        i = (i + 1) & pool.mask
+    return &pool.slots[i]
 
 
 cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
@@ -193,22 +204,21 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the prefix entry of a page that has one, and its pins: if nothing else holds it, it goes to the back of the queue.
     """
     cdef Page *page = &pool.pages[page_id]
-    cdef int32_t group = page.group & ~FLAGS
-    cdef Slot *slot = slot_for(pool, digest_of(page), group, tag_of(pool, page.key_lo, group))
+    cdef Slot *slot = slot_of(pool, page_id, tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
         note_drop(pool, page_id)
     pool.num_unwatched += (page.group & WATCHED) != 0
-    if page.group & TWIN:
+    if rare(page.group & TWIN):
         leave_twins(pool, page_id, slot)
     else:
         empty_slot(pool, <uint32_t>(slot - pool.slots))
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1
-    if pool.num_parts:
+    if rare(pool.num_parts != 0):
         leave_part(pool, page_id)
-    if is_pinned(pool, page_id):
+    if rare(is_pinned(pool, page_id)):
         lose_pins(pool, page_id)
 
 

@@ -2,13 +2,14 @@
 
 from libc.stdint cimport int32_t
 
+from pagepool.core.platform cimport rare
 from pagepool.core.records cimport (
     FLAGS, NOT_NEW, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Removal, digest_of, resize,
 )
 
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
-    return pool.journal.notes != NULL
+    return rare(pool.journal.notes != NULL)
 
 
 cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:

@@ -4,7 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.levels cimport end_retention
-from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
+from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
     end_of_queue, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
 )
@@ -28,13 +28,18 @@ cdef inline void count_time(Histogram *histogram, int64_t duration) noexcept nog
     histogram.sum += duration
 
 
-cdef inline void note_claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a sampled page is handed out, and evicted if it has an entry."""
+cdef inline void begin_stay(Pool *pool, int32_t page_id) noexcept nogil:
+    """Record that a sampled page without an entry is handed out."""
+    cdef int64_t now = monotonic_ns()
+    stay_of(pool, page_id)[0] = Stay(now, now)
+
+
+cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
+    """Record that a sampled page is evicted and handed out."""
     cdef Stay *stay = stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
-    if pool.pages[page_id].group != NO_GROUP:
-        count_time(&pool.residency.lifetimes, now - stay.start)
-        count_time(&pool.residency.idle_times, now - stay.last_use)
+    count_time(&pool.residency.lifetimes, now - stay.start)
+    count_time(&pool.residency.idle_times, now - stay.last_use)
     stay[0] = Stay(now, now)
 
 
@@ -46,17 +51,27 @@ cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
     stay.last_use = now
 
 
-cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page that was just taken out of the queue its holder's own: no entry, one reference."""
-    if not page_id & pool.sample_mask:
-        note_claim(pool, page_id)
-    if pool.pages[page_id].group != NO_GROUP:
-        if pool.tier != NULL:
-            pool.tier.note_eviction(pool, page_id)
-        drop(pool, page_id)
-        pool.num_evicted += 1
+cdef inline void hand_out(Pool *pool, int32_t page_id) noexcept nogil:
     pool.pages[page_id].ref_cnt = 1
     pool.num_allocated += 1
+
+
+cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page without an entry, that was just taken out of the queue, its holder's own."""
+    if rare(not page_id & pool.sample_mask):
+        begin_stay(pool, page_id)
+    hand_out(pool, page_id)
+
+
+cdef inline void evict(Pool *pool, int32_t page_id) noexcept nogil:
+    """`claim` for a page with an entry, which it loses. It stands apart, so that pages without one cost less."""
+    if rare(not page_id & pool.sample_mask):
+        renew_stay(pool, page_id)
+    if rare(pool.tier != NULL):
+        pool.tier.note_eviction(pool, page_id)
+    drop(pool, page_id)
+    pool.num_evicted += 1
+    hand_out(pool, page_id)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -64,7 +79,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
         fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
-        if pool.tier != NULL:
+        if rare(pool.tier != NULL):
             fetch(home_of(pool.tier.pool, digest_of(page), page.group & ~FLAGS))
 
 
@@ -75,7 +90,7 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     cdef int32_t page_id = record_behind(pool, end_of_queue(pool, shard), shard)
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if pool.num_parts:
+    if rare(pool.num_parts != 0):
         take_picked(pool, out, n, shard)
         return
     for i in range(n):
@@ -84,7 +99,10 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
         page_id = record_behind(pool, page_id, shard)
     for i in range(n):
         pull(pool, out[i])
-        claim(pool, out[i])
+        if pool.pages[out[i]].group == NO_GROUP:
+            claim(pool, out[i])
+        else:
+            evict(pool, out[i])
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
@@ -110,7 +128,7 @@ cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexce
 
 cdef inline void note_request(Pool *pool) noexcept nogil:
     """Tell the policy, if there is one, that a request begins to take pages."""
-    if pool.num_parts:
+    if rare(pool.num_parts != 0):
         pool.policy.num_requests += 1
 
 
@@ -143,9 +161,12 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
-        if pool.pages[out[i]].group != NO_GROUP and learns(pool):
-            pool.policy.note_eviction(pool, out[i])
-        claim(pool, out[i])
+        if pool.pages[out[i]].group == NO_GROUP:
+            claim(pool, out[i])
+        else:
+            if learns(pool):
+                pool.policy.note_eviction(pool, out[i])
+            evict(pool, out[i])
         pool.policy.marks[out[i]] = pool.policy.new_part
 
 
@@ -153,10 +174,13 @@ cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
-    if pool.num_parts and learns(pool) and pool.pages[page_id].group != NO_GROUP:
-        pool.policy.note_eviction(pool, page_id)
-    claim(pool, page_id)
-    if pool.num_parts:
+    if pool.pages[page_id].group == NO_GROUP:
+        claim(pool, page_id)
+    else:
+        if pool.num_parts and learns(pool):
+            pool.policy.note_eviction(pool, page_id)
+        evict(pool, page_id)
+    if rare(pool.num_parts != 0):
         pool.policy.marks[page_id] = pool.policy.new_part
 
 
@@ -173,13 +197,19 @@ cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssi
     return -1
 
 
-cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
-    """Index of a value below 0, or -1."""
+cdef inline int32_t signs_of(const int32_t *values, Py_ssize_t n) noexcept nogil:
+    """A value below 0 if any of the values is."""
     cdef Py_ssize_t i
     cdef int32_t signs = 0
     for i in range(n):  # several at once, for there is no way out
         signs |= values[i]
-    if signs < 0:
+    return signs
+
+
+cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
+    """Index of a value below 0, or -1."""
+    cdef Py_ssize_t i
+    if signs_of(values, n) < 0:
         for i in range(n):
             if values[i] < 0:
                 return i
@@ -208,7 +238,7 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
-    if pool.num_parts:
+    if rare(pool.num_parts != 0):
         return give_back_to_parts(pool, ids, n, tail_first)
     for i in range(n):
         at = n - 1 - i if tail_first else i
@@ -311,9 +341,9 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference more for a page that was hit, and is not in the queue any more."""
     share(pool, page_id)
-    if pool.tier != NULL and pool.tier.uses != NULL:
+    if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
-    if not page_id & pool.sample_mask:
+    if rare(not page_id & pool.sample_mask):
         note_use(pool, page_id)
 
 
@@ -321,7 +351,7 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
     """One reference more for each page, null pages passed over; a free page leaves the queue."""
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if pool.num_parts:
+    if rare(pool.num_parts != 0):
         touch_in_parts(pool, ids, n)
         return
     for i in range(n):

@@ -76,3 +76,11 @@ cdef extern from *:
 
 cdef enum:
     CACHE_LINE = 64           # bytes
+
+
+cdef extern from *:
+    """
+    /* The condition, which seldom holds: what depends on it lies apart from the rest, so that this needs less of the caches. */
+    #define pagepool_rare(condition) __builtin_expect(!!(condition), 0)
+    """
+    bint rare "pagepool_rare" (bint condition) noexcept nogil

@@ -4,6 +4,7 @@
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t
 
+from pagepool.core.platform cimport rare
 from pagepool.core.records cimport (
     BLANK, NO_GROUP, NO_PART, NORMAL, NOT_FREE, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PART, PROTECTED, Links, Page, Pool,
     count_policy_parts, has_level, is_free, link_after, shard_of, unlink,
@@ -86,7 +87,7 @@ cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept no
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page outside the queue to its back, which is evicted last; with a policy to that of its part."""
-    if pool.is_divided:
+    if rare(pool.is_divided):
         push_to_divisions(pool, page_id)
     else:
         link_page(pool, page_id, NULL_PAGE)
@@ -147,7 +148,7 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     page.prev_free = NOT_FREE
     page.next_free = NOT_FREE
     pool.num_free -= 1
-    if pool.is_divided:
+    if rare(pool.is_divided):
         leave_divisions(pool, page_id)
 
 

@@ -6,6 +6,8 @@ from libc.string cimport memcmp
 from pagepool.core.batch cimport Batch, ExtraKey, contents_of, digests_of, held_by, tokens_of
 from pagepool.core.entering cimport NUM_WAITING, Contents, PageToHash, enter_full_pages, has_full_page
 from pagepool.core.holdings cimport Held
+from pagepool.core.pages cimport signs_of
+from pagepool.core.platform cimport rare
 from pagepool.core.siphash cimport Digest, hash_after
 
 
@@ -27,17 +29,23 @@ cdef inline Digest hash_page_of(
     )
 
 
-cdef inline void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, as far as they are not yet."""
+cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Hash the pages that `num_tokens` tokens fill, as far as they are not yet. Returns a value below 0 if one of these tokens
+    is: while a page is hashed its tokens are at hand.
+    """
+    cdef const int32_t *tokens = tokens_of(batch, row)
+    cdef int32_t signs = 0
     cdef Digest *digests = digests_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
     cdef Py_ssize_t i = batch.states[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
+        signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
         parent = hash_page_of(batch, row, i, parent, &key)
         digests[i] = parent
         i += 1
     batch.states[row].num_hashed = <int32_t>i
+    return signs
 
 
 cdef inline Py_ssize_t count_hashed_before(
@@ -58,7 +66,8 @@ cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
     cdef Py_ssize_t i = batch.states[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
-    if batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING or num_tokens // batch.hash_page_size != i + 1:
+    cdef bint is_alone = batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING
+    if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
         page.parent = digests[i - 1] if i else Digest(0, 0)

@@ -18,6 +18,7 @@ from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
+from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
@@ -135,10 +136,11 @@ cdef class RowRequest:
         """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
+        cdef const int32_t *copied = tokens_of(batch, self.row)
         cdef Py_ssize_t start, num_kept = 0
+        cdef int32_t signs = 0
         cdef void *thread
         cdef bint has_same_keys = extra_keys == (rows.extra_key_bytes[self.row] or [])
-        refuse_negative(tokens.ids, tokens.num, 0)
         if not has_same_keys:
             rows.forget_extra_keys(self.row)
         if batch.hash_page_size:
@@ -146,13 +148,16 @@ cdef class RowRequest:
         batch.states[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
         memcpy(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
-        if not batch.hash_page_size:
-            return 0
-        if extra_keys and not has_same_keys:
-            self.set_extra_keys(extra_keys)
-        thread = let_others_run((tokens.num - start) // batch.hash_page_size)
-        hash_row(batch, self.row, <int32_t>tokens.num)
-        go_on(thread)
+        if batch.hash_page_size:
+            if extra_keys and not has_same_keys:
+                self.set_extra_keys(extra_keys)
+            thread = let_others_run((tokens.num - start) // batch.hash_page_size)
+            signs = hash_row(batch, self.row, <int32_t>tokens.num)
+            go_on(thread)
+            start = batch.states[self.row].num_hashed * batch.hash_page_size
+        if (signs | signs_of(copied + start, tokens.num - start)) < 0:
+            batch.states[self.row].num_hashed = <int32_t>num_kept
+            refuse_negative(copied, tokens.num, 0)
         return 0
 
     cdef int set_extra_keys(self, list extra_keys) except -1:

@@ -103,9 +103,10 @@ cdef class StepResult:
         if tokens is not None:
             self.growth.token_ids = tokens.ids
         if rows.num:
-            self.growth.grown = <Grown *>malloc(rows.num * sizeof(Grown))
+            self.growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
             if self.growth.grown == NULL:
                 raise MemoryError(f"{rows.num} rows")
+            self.growth.grown_rows = <int32_t *>(self.growth.grown + rows.num)
         return 0
 
     cdef bint reserve(self, Py_ssize_t n) noexcept:
@@ -450,13 +451,13 @@ cdef class RunningRows:
             for i in range(step.num_grown - 1, -1, -1):
                 undo_row(&self.batch, growth, i, &num_pages)
             step.batch = None
-        is_due = num_left > 0 and self.has_due(growth.grown[num_left - 1].row)
+        is_due = num_left > 0 and self.has_due(growth.grown_rows[num_left - 1])
         self.let_go()
         if num_left:
             self.refuse_undo(growth, num_left - 1, is_due)
 
     cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
-        cdef int32_t row = growth.grown[at].row
+        cdef int32_t row = growth.grown_rows[at]
         refuse_copies(row, at, is_due)
         if not is_as_grown(&self.batch, growth, at):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")

@@ -95,8 +95,9 @@ cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
     cdef const Grown *grown = &growth.grown[i]
-    cdef const RowState *state = &batch.states[grown.row]
-    if not state.is_admitted or batch.admissions[grown.row] > growth.num_admissions:
+    cdef int32_t row = growth.grown_rows[i]
+    cdef const RowState *state = &batch.states[row]
+    if not state.is_admitted or batch.admissions[row] > growth.num_admissions:
         return False
     return state.num_computed == grown.num_computed and (growth.token_ids == NULL or state.num_tokens == grown.num_tokens)
 
@@ -128,7 +129,7 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
-    cdef int32_t row = growth.grown[i].row
+    cdef int32_t row = growth.grown_rows[i]
     cdef Holding holding = holding_of(batch, row)
     if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, &holding):
         return False
@@ -153,7 +154,7 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     """Let a row that `can_undo` go back."""
     cdef Held *held
     cdef Py_ssize_t g, start
-    cdef int32_t row = growth.grown[i].row
+    cdef int32_t row = growth.grown_rows[i]
     cdef int32_t num_computed = computed_before(growth, i)
     cdef RowState *state = &batch.states[row]
     forget_row(batch, row, num_computed)
