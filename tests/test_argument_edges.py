@@ -14,7 +14,6 @@ from refusing import refused
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
-    EngineRequest,
     EngineRequestStatus,
     FullAttentionSpec,
     MambaSpec,
@@ -269,13 +268,6 @@ def test_shards_of_a_pool_are_not_counted_one_by_one() -> None:
         data_parallel_size=2**58,
     )
     assert estimate.max_num_seqs == 2**59 - 1  # shards of 4 pages hold two requests of 2, the first, with the null page, one
-
-
-def test_tokens_of_a_request_are_pythons() -> None:
-    request = EngineRequest("a", [np.uint8(200), np.int64(3)])
-    request.append_output_token_ids(np.uint8(7))
-    assert request.all_token_ids == [200, 3, 7]
-    assert {type(token_id) for token_id in request.all_token_ids} == {int}
 
 
 # Times.

@@ -293,19 +293,6 @@ def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
         batch.check()
 
 
-def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
-    batch = RunningBatch(make_manager(FULL, num_pages=4, max_model_len=21), PageTable(2, 6, 21))
-    batch.admit(0, [1] * 20, num_tokens=4)
-    batch.grow([0], 0, 4)
-    batch.admit(1, [2] * 4)
-    assert batch.grow([0], 16).num_grown == 0
-    batch.check()
-    batch.step([0], [1])
-    with pytest.raises(RowOverflowError, match="row 0: got 22 tokens, allowed: 21"):
-        batch.step([0], [1])
-    batch.check()
-
-
 BAD_BATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: RunningBatch(CacheManager(24, [], 32), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
     (

@@ -46,20 +46,6 @@ def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
     assert count_hits(manager) == 0
 
 
-def test_a_failed_load_lets_a_state_be_kept_again() -> None:
-    """The engine lowers num_computed_tokens, and the state is computed again."""
-    manager = make_manager()
-    request = fill(manager, 16)
-    assert (manager.get_page_ids("first")[1], count_hits(manager)) == ([6], 8)
-    request.num_computed_tokens = 4
-    assert run(manager, request, 4) == ([], [])
-    manager.reset_prefix_cache()
-    manager.page_pool.evict_pages([3])
-    assert run(manager, request, 8) == ([], [7])
-    assert (take(manager), count_hits(manager)) == ([(6, 7, 1)], 8)
-    manager.check()
-
-
 # --- how long intervals are -------------------------------------------------------------------------------------
 
 
@@ -170,16 +156,6 @@ def test_a_pinned_checkpoint_is_not_adopted() -> None:
     assert run(manager, request, 4) == ([4], [3])
 
 
-def test_checkpoints_are_restored() -> None:
-    manager = make_manager()
-    manager.free(fill(manager, 16))
-    restored = make_manager(page_pool=PagePool.restore(manager.page_pool.snapshot()))
-    assert count_hits(restored) == 16
-    assert run(restored, make_request("b", 20), 4) == ([7], [8])
-    assert take(restored) == [(6, 8, 1)]
-    restored.check()
-
-
 def test_a_snapshot_has_the_sources_of_copies_as_held_pages() -> None:
     manager = make_manager()
     manager.free(fill(manager, 8))
@@ -209,22 +185,6 @@ def test_events_of_states() -> None:
         0: attention.block_hashes.tolist()[::-1],
         1: list(state.block_hashes),
     }
-
-
-def test_stats_count_checkpoints() -> None:
-    manager = make_manager()
-    request = fill(manager, 16)
-    stats = manager.stats()
-    assert (stats.num_held_pages, stats.num_cached_pages) == (5, 5)  # a checkpoint is free, a working page is not cached
-    other = make_request("b", 12)
-    run(manager, other, 4)
-    stats = manager.stats()
-    assert (stats.num_held_pages, stats.queries.num_hit_tokens) == (8, 8)  # the source of the copy is held
-    manager.take_copies()
-    assert manager.stats().num_held_pages == 7
-    for each in (request, other):
-        manager.free(each)
-    assert (manager.stats().num_held_pages, manager.stats().num_cached_pages) == (0, 7)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------
@@ -329,19 +289,6 @@ def test_while_copies_are_due(name: str) -> None:
     assert isinstance(caught.value, RuntimeError)
     assert take(due.batch) != []
     due.batch.step([0, 1, 2, 3], [1] * 4)
-
-
-def test_a_step_with_a_checkpoint_is_taken_back_when_its_copies_are_taken() -> None:
-    batch = make_batch(make_manager())
-    batch.admit(0, PROMPT[:12], num_tokens=8)
-    before = batch.num_computed_tokens.tolist()
-    result = batch.grow([0], 2)
-    with pytest.raises(CopiesDueError, match=r"^row 0.*copies of its pages are due"):
-        batch.undo(result)
-    assert take(batch) == [(3, 5, 1)]
-    batch.undo(result)
-    assert batch.num_computed_tokens.tolist() == before
-    batch.check()
 
 
 def test_copies_taken_by_another_thread() -> None:

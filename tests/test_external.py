@@ -69,16 +69,6 @@ def state_of(batch: RunningBatch) -> tuple[Any, ...]:
 # Rows.
 
 
-def test_pages_behind_the_valid_tokens_go_back() -> None:
-    batch = make_pending()
-    assert batch.num_external_tokens.tolist() == [22, 0, 0, 0]  # one is left to compute
-    assert batch.fail_external(0, 9) == 9
-    assert not batch.num_external_tokens.any()
-    assert batch.get_page_ids(0) == ([1, 2, 3],)
-    assert (batch.num_computed_tokens[0], count_hits(batch._manager)) == (9, 8)
-    batch.check()
-
-
 def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
     batch = make_pending(num_pages=9)
     token_ids = [token_id + 1 for token_id in PROMPT]
@@ -213,20 +203,6 @@ def start_loaded(manager: CacheManager) -> EngineRequest:
     return request
 
 
-@pytest.mark.parametrize("hash_algo", ["siphash128", hash], ids=["siphash128", "hash"])
-def test_pages_that_are_computed_again_hit_again(hash_algo: Any) -> None:
-    manager = make_manager(FULL, hash_algo=hash_algo)
-    request = start_loaded(manager)
-    [page_ids] = manager.get_page_ids("loaded")
-    assert manager.page_pool.evict_pages(page_ids[2:5:2]) == 2
-    assert (count_hits(manager), manager.stats().num_cached_pages) == (8, 4)
-    request.num_computed_tokens = 8
-    assert manager.allocate_slots(request, 17) is not None
-    assert (count_hits(manager), manager.stats().num_cached_pages) == (24, 6)
-    assert manager.get_computed_pages(make_request("other"))[0].get_page_ids() == (page_ids[:6],)
-    manager.check()
-
-
 def test_a_page_that_got_another_entry_is_refused() -> None:
     manager = make_manager(FULL)
     request = start_loaded(manager)
@@ -238,33 +214,6 @@ def test_a_page_that_got_another_entry_is_refused() -> None:
         manager.allocate_slots(request, 25)
     assert count_hits(manager) == 8
     manager.page_pool.check()
-
-
-def test_events_tell_of_pages_that_are_computed_again() -> None:
-    pytest.importorskip("msgspec")
-    manager = make_manager(FULL)
-    manager.enable_events()
-    request = start_loaded(manager)
-    manager.take_events()
-    manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0][2:4])
-    request.num_computed_tokens = 8
-    assert manager.allocate_slots(request, 17) is not None
-    removed, stored = manager.take_events()
-    assert list(removed.block_hashes) == list(stored.block_hashes)
-    assert stored.token_ids.tolist() == PROMPT[8:16]
-
-
-def test_hits_that_are_computed_again_and_whose_step_fails_are_forgotten() -> None:
-    """The pages belong to the request by then, although it hit them at first."""
-    manager = make_manager(FULL)
-    loaded, other = start_loaded(manager), make_request("other", 25)
-    hits, num_hit_tokens = manager.get_computed_pages(other)
-    assert manager.allocate_slots(other, 1, num_hit_tokens, hits) is not None
-    manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0])
-    manager.free(loaded, num_computed_tokens=0)
-    assert manager.allocate_slots(other, 25) is not None  # again from its first token on
-    manager.free(other, num_computed_tokens=0)
-    assert count_hits(manager) == manager.stats().num_cached_pages == 0
 
 
 # Leases.

@@ -34,24 +34,6 @@ from pagepool.errors import (
     RowIndexError,
 )
 
-# --- rows -------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_that_moves_takes_its_copies_along() -> None:
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    batch.move_row(1, 3)
-    with pytest.raises(CopiesDueError, match=r"^row 3 "):
-        batch.step([3], [1])
-    batch.swap_row(0, 3)
-    with pytest.raises(CopiesDueError, match=r"^row 0 "):
-        batch.step([0], [1])
-    batch.release([0])
-    assert take(batch) == []
-    batch.check()
-
-
 # --- requests ---------------------------------------------------------------------------------------------------
 
 

@@ -152,13 +152,13 @@ def test_a_hopeless_request_is_told_of_pins(caplog: pytest.LogCaptureFixture) ->
 # --- which pages ------------------------------------------------------------------------------------------------
 
 
-def test_pins_are_no_look_ups() -> None:
+def test_pins_and_protection_are_no_look_ups() -> None:
     manager = make_manager()
     request = start(manager, "a")
     manager.free(request)
     before = manager.stats().queries, dict(manager.req_to_page_hashes)
     other = EngineRequest("other", [*THREE_PAGES, 99])
-    assert (manager.pin(other), manager.unpin(other)) == (3, 3)
+    assert (manager.pin(other), manager.unpin(other), manager.protect([other])) == (3, 3, 3)
     assert (manager.stats().queries, dict(manager.req_to_page_hashes)) == before
 
 
@@ -260,23 +260,6 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
-
-
-def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
-    """As if another row held it: the tokens before the cut are computed again."""
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, THREE_PAGES)
-    batch.pin(0)
-    batch.trim([0], 6)
-    assert batch.num_computed_tokens[0] == 4
-    assert pins_of(manager.page_pool) == {1: 1, 2: 1, 3: 1}
-    assert count_hits(manager, [*THREE_PAGES, 99]) == 12
-    batch.append([0, 0], [90, 91])
-    batch.grow([0], 4)
-    batch.check()
-    assert batch.get_page_ids(0)[0][0] == 1
-    assert batch.get_page_ids(0)[0][1] not in (2, 3)
 
 
 def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> None:

@@ -48,10 +48,11 @@ def test_ints_of_any_size_are_tokens(tokens: list[int]) -> None:
 )
 def test_other_tokens_are_refused(token: Any, error: type[Exception]) -> None:
     """And named by their place."""
-    with pytest.raises(error, match=r"^prompt_token_ids\[1\] must be "):
+    allowed = "an integer" if error is ArgumentTypeError else "at least 0"
+    with pytest.raises(error, match=rf"^prompt_token_ids\[1\] must be {allowed}, got "):
         EngineRequest("a", [7, token])
     request = EngineRequest("a", [7])
-    with pytest.raises(error, match=r"^token_ids\[2\] must be "):
+    with pytest.raises(error, match=rf"^token_ids\[2\] must be {allowed}, got "):
         request.append_output_token_ids([1, 2, token])
     assert request.all_token_ids == [7]
 
@@ -61,7 +62,8 @@ def test_ints_of_other_types_become_plain_ones() -> None:
         pass
 
     request = EngineRequest("a", [np.int64(3), Token(4), np.uint8(5)])
-    assert (request.all_token_ids, {*map(type, request.all_token_ids)}) == ([3, 4, 5], {int})
+    request.append_output_token_ids(np.uint8(7))
+    assert (request.all_token_ids, {*map(type, request.all_token_ids)}) == ([3, 4, 5, 7], {int})
 
 
 def test_options_are_named_and_unknown_attributes_refused() -> None:

@@ -96,14 +96,6 @@ def test_protection_moves_only_what_changes() -> None:
     assert manager.protect(iter([EngineRequest("nothing", [7] * 20)])) == 0
 
 
-def test_protecting_counts_no_look_up() -> None:
-    manager = make_manager()
-    start_many(manager, "a")
-    before = manager.stats().queries, dict(manager.req_to_page_hashes)
-    assert manager.protect([EngineRequest("waits", [ord("a")] * 9)]) == 2
-    assert (manager.stats().queries, dict(manager.req_to_page_hashes)) == before
-
-
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_the_normal_priority_alone_divides_nothing(eviction: str) -> None:
     manager = make_manager(eviction=eviction)

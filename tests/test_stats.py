@@ -19,8 +19,6 @@ from pagepool import (
     CacheStats,
     EngineRequest,
     EngineRequestStatus,
-    HostTier,
-    HostTierStats,
     PageTable,
     RunningBatch,
 )
@@ -66,22 +64,6 @@ def test_agrees_with_the_records(seed: int) -> None:
     assert stats.queries.num_hit_tokens == manager.page_pool.stats.num_hit_tokens > 0
     assert stats.queries.hit_rate == stats.queries.num_hit_tokens / num_queried_tokens
     manager.check()
-
-
-def test_a_host_tier_is_counted_apart() -> None:
-    manager = make_manager(num_pages=6, host_tier=HostTier(10))
-    assert manager.stats().host_tier == HostTierStats(num_pages=9, num_free_pages=9)
-    request = start(manager, "a", list(range(16)))
-    manager.free(request)
-    ids = manager.page_pool.get_new_page_ids(5)
-    assert manager.stats().host_tier == HostTierStats(9, 5, num_in_flight=4)
-    manager.complete_transfers(manager.take_transfers().number)
-    manager.page_pool.free_page_ids(ids)
-    start(manager, "b", list(range(16)))
-    manager.complete_transfers(manager.take_transfers().number)
-    stats = manager.stats()
-    assert stats.host_tier == HostTierStats(9, 9, num_cached_pages=4, num_saved_pages=4, num_loaded_pages=3)
-    assert stats.queries.num_hit_tokens == 12
 
 
 def test_look_ups_after_a_preemption_are_counted_apart() -> None:

@@ -163,34 +163,24 @@ def test_free_of_nothing(enable_caching: bool) -> None:
 
 
 @pytest.mark.parametrize("specs", [(STATE,), (FULL, STATE)])
-def test_a_state_cannot_be_cut_back(specs: tuple[Any, ...]) -> None:
-    """The state includes the tokens; it can only be recomputed from the first one on."""
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_state_cannot_be_cut_back(specs: tuple[Any, ...], is_shared: bool) -> None:
+    """The state includes the tokens; it can only be recomputed from the first one on. That is not what a caller asks for who
+    cuts later, even where others hold the pages, so that all tokens would be computed again.
+    """
     batch = make_batch(*specs)
     batch.admit(0, PROMPT)
     batch.append([0, 0], [1, 2])
     batch.trim([0], 21)  # tokens that it does not include
-    for num_tokens in (19, 8, 1):
-        with refused(lambda: batch_state(batch), ArgumentError, "a state that saw later tokens: 0, or from 20 on"):
+    lease = batch._manager.lease(batch.get_page_ids(0)[0] if is_shared else [])
+    for num_tokens in (19, 8, 4, 3, 1):
+        message = f"num_tokens: got {num_tokens} .*allowed for row 0, which has a state that saw later tokens: 0, or from 20 on"
+        with refused(lambda: batch_state(batch), ArgumentError, message):
             batch.trim([0], num_tokens)
+    lease.release()
     batch.trim([0], 0)
     batch.append([0], [5])
     assert batch.grow([0]).num_grown == 1
-    batch.check()
-
-
-SEEN = "allowed for row 0, which has a state that saw later tokens: 0, or from 20 on"
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 19])
-def test_a_state_cannot_be_cut_back_where_the_first_page_is_shared(num_tokens: int) -> None:
-    """All tokens would be computed again then, but the caller did not ask for that."""
-    manager = make_manager(FULL, STATE)
-    batch = make_rows(manager)
-    batch.admit(0, PROMPT)
-    lease = manager.lease(batch.get_page_ids(0)[0])
-    with refused(lambda: batch_state(batch), ArgumentError, f"num_tokens: got {num_tokens} .*{SEEN}"):
-        batch.trim([0], num_tokens)
-    lease.release()
     batch.check()
 
 
