@@ -693,7 +693,7 @@ def test_hits_are_whole_while_pages_are_dropped(seed: int) -> None:
                 manager.page_pool.evict_pages([rng.choice(cached)])
                 manager.cache_pages(first, len(prompt))
             elif number == 1:
-                num_hit_tokens = batch.admit(0, [*prompt, 1])
+                num_hit_tokens = batch.admit(0, [*prompt, 1], max_num_new_tokens=1)  # which enters no page of its own
                 assert num_hit_tokens is not None
                 num_hits = num_hit_tokens // PAGE_SIZE
                 assert batch.get_page_ids(0)[0][:num_hits] == cached[:num_hits]
