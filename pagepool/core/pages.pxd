@@ -97,6 +97,7 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
         out[i] = page_id
         fetch_entry(pool, page_id)
         page_id = record_behind(pool, page_id, shard)
+    fetch(&pool.pages[record_behind(pool, page_id, shard)])  # to pull the page before it writes there, and seldom waits then
     for i in range(n):
         pull(pool, out[i])
         if pool.pages[out[i]].group == NO_GROUP:
