@@ -38,6 +38,7 @@ cdef Digest digest_of_int(object value) except *:
 
 
 cdef object ndarray = np.ndarray
+cdef object empty = np.empty
 
 
 cdef object INT32 = np.dtype(np.int32)
@@ -116,7 +117,7 @@ cdef object as_int32_array(object values, str name):
 cdef object array_of(const int32_t *values, Py_ssize_t n):
     """A new int32 array."""
     cdef Py_buffer view
-    array = np.empty(n, dtype=INT32)
+    array = empty(n, INT32)
     if n:
         PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         memcpy(view.buf, values, n * sizeof(int32_t))

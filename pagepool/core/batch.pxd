@@ -88,6 +88,7 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_new_tokens
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
+    int32_t signs             # below 0 if one of these is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     int64_t num_admissions    # of the batch by then

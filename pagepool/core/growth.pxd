@@ -194,6 +194,15 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     return n
 
 
+cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Undo what `check_step` or `check_growth` counted for copied rows."""
+    cdef Py_ssize_t i, row
+    for i in range(start, stop):
+        row = batch.checked_rows[i]
+        batch.states[row].num_tokens -= growth.token_ids != NULL
+        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
+
+
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
 cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
@@ -202,7 +211,7 @@ cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
     state.num_tokens, state.num_computed = grown.num_tokens, grown.num_computed
 
 
-cdef inline Py_ssize_t step_plain_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
     """Append a token to each copied row from `start` on, up to the first for which more is due; return where that stands."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
@@ -210,27 +219,37 @@ cdef inline Py_ssize_t step_plain_rows(Batch *batch, const Growth *growth, Py_ss
     cdef RowState *states = batch.states
     cdef RowState *state
     cdef Grown *grown = growth.grown
-    cdef Py_ssize_t i, stride = batch.tokens_stride
-    for i in range(start, n):
+    cdef Py_ssize_t i = start, stride = batch.tokens_stride
+    cdef int32_t signs = 0
+    while i < n:
         state = &states[rows[i]]
         if state.num_computed + 1 >= state.next_event:
-            return i
+            break
+        signs |= new_ids[i]
         token_ids[rows[i] * stride + state.num_tokens] = new_ids[i]
         count_token(state, &grown[i])
-    return n
+        i += 1
+    growth.signs |= signs
+    return i
 
 
 cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row, and return how many there are before the first that is wrong."""
+    """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
+    if a token is negative.
+    """
     cdef RowState *state
     cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
     while i < n:
         state = &batch.states[batch.checked_rows[i]]
         if not check_due(batch, growth, i, state.num_computed + 1):
             break
+        growth.signs |= growth.token_ids[i]
         tokens_of(batch, batch.checked_rows[i])[state.num_tokens] = growth.token_ids[i]
         count_token(state, &growth.grown[i])
         i = step_plain_rows(batch, growth, i + 1, n)
+    if growth.signs < 0:
+        uncount(batch, growth, 0, i)
+        return 0
     return i
 
 
@@ -252,15 +271,6 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) 
         state.num_computed = num_computed
         growth.grown[i] = Grown(state.num_tokens, num_computed)
     return n
-
-
-cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Undo what `check_step` or `check_growth` counted for copied rows."""
-    cdef Py_ssize_t i, row
-    for i in range(start, stop):
-        row = batch.checked_rows[i]
-        batch.states[row].num_tokens -= growth.token_ids != NULL
-        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
 
 
 cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:

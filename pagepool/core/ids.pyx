@@ -209,9 +209,10 @@ cdef tuple new_ids(Py_ssize_t num_groups):
 cdef PageIds as_page_ids(object values, str name="ids"):
     """`values` as int32 to read during a call; no copy is made of an int32 array."""
     cdef PageIds ids
-    if isinstance(values, PageIds):
+    cdef bint is_array = type(values) is ndarray  # mostly so, and cheaper to ask than the others
+    if not is_array and isinstance(values, PageIds):
         return values
-    if isinstance(values, ndarray):
+    if is_array or isinstance(values, ndarray):
         ids = PageIds.__new__(PageIds)
         ids.borrow(values, name)
         return ids

@@ -83,35 +83,11 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
             fetch(home_of(pool.tier.pool, digest_of(page), page.group & ~FLAGS))
 
 
-cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
-    There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
-    """
-    cdef int32_t page_id = record_behind(pool, end_of_queue(pool, shard), shard)
-    cdef Py_ssize_t i
-    pool.is_restored &= n == 0
-    if rare(pool.num_parts != 0):
-        take_picked(pool, out, n, shard)
-        return
-    for i in range(n):
-        out[i] = page_id
-        fetch_entry(pool, page_id)
-        page_id = record_behind(pool, page_id, shard)
-    for i in range(n):
-        pull(pool, out[i])
-        if pool.pages[out[i]].group == NO_GROUP:
-            claim(pool, out[i])
-        else:
-            evict(pool, out[i])
-
-
-cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool without shards, all at once, unless others come first. Returns how many."""
+cdef inline Py_ssize_t pull_behind(Pool *pool, int32_t record, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Pull up to `n` pages behind a record of the queue of a pool without shards, all at once. Returns how many there are."""
     cdef Page *pages = pool.pages
-    cdef int32_t following, start = start_of_part(pool, BLANK, -1), page_id = pages[start].next_free
+    cdef int32_t following, page_id = pages[record].next_free
     cdef Py_ssize_t count = 0
-    if pool.num_low_free and not learns(pool):
-        return 0
     while count < n and is_page(pool, page_id):
         fetch_entry(pool, page_id)
         out[count] = page_id
@@ -119,9 +95,46 @@ cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexce
         following = pages[page_id].next_free
         pages[page_id].prev_free = pages[page_id].next_free = NOT_FREE
         page_id = following
-    pages[start].next_free = page_id
-    pages[page_id].prev_free = start
+    pages[record].next_free = page_id
+    pages[page_id].prev_free = record
     pool.num_free -= <int32_t>count
+    fetch(&pages[pages[page_id].next_free])  # to pull the page before it writes there, and seldom waits then
+    return count
+
+
+cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
+    There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
+    """
+    cdef int32_t page_id
+    cdef Py_ssize_t i
+    pool.is_restored &= n == 0
+    if rare(pool.num_parts != 0):
+        take_picked(pool, out, n, shard)
+        return
+    if rare(pool.num_shards != 0):
+        page_id = end_of_queue(pool, shard)
+        for i in range(n):
+            page_id = record_behind(pool, page_id, shard)
+            fetch_entry(pool, page_id)
+            out[i] = page_id
+        for i in range(n):
+            pull(pool, out[i])
+    else:
+        pull_behind(pool, NULL_PAGE, out, n)
+    for i in range(n):
+        if pool.pages[out[i]].group == NO_GROUP:
+            claim(pool, out[i])
+        else:
+            evict(pool, out[i])
+
+
+cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Pull up to `n` blank pages of a pool without shards, unless others come first. Returns how many."""
+    cdef Py_ssize_t count
+    if pool.num_low_free and not learns(pool):
+        return 0
+    count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
     pool.policy.num_in_part[BLANK] -= count
     return count
 

@@ -373,7 +373,7 @@ cdef class RunningRows:
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
-        check_tokens(tokens, row_ids)
+        check_lengths(tokens, row_ids)
         return self.run(row_ids, ONE, Amounts(&ZERO, 0), tokens)
 
     cdef StepResult run(self, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
@@ -399,6 +399,8 @@ cdef class RunningRows:
         is_due = num_right < growth.num_rows and self.has_due(growth.rows[num_right])
         self.let_go()
         if num_right < growth.num_rows:
+            if tokens is not None:
+                refuse_negative(tokens.ids, tokens.num, 0)
             self.refuse_growth(growth, num_right, is_due)
         if not has_room:
             raise MemoryError(f"{growth.max_num_new} new pages")
@@ -516,7 +518,8 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         cdef Py_ssize_t num_done
-        check_tokens(tokens, row_ids)
+        check_lengths(tokens, row_ids)
+        refuse_negative(tokens.ids, tokens.num, 0)
         with self.lock:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
@@ -766,8 +769,8 @@ cdef int refuse_copies(int32_t row, Py_ssize_t at, bint is_due) except -1:
     return 0
 
 
-cdef int check_tokens(PageIds tokens, PageIds rows) except -1:
-    """One token id for each row, none below 0."""
+cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
+    """One token id for each row."""
     if tokens.num != rows.num:
         raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
-    return refuse_negative(tokens.ids, tokens.num, 0)
+    return 0
