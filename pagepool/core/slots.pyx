@@ -195,11 +195,11 @@ cdef class SlotAllocator:
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
         if chain is not None:
-            contexts = self.lookups.contexts if hashes.extra_keys is not None else None
-            if contexts is not None:
-                step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
             if hashes.page_hashes:
                 self.name_pages(hashes, held, hits, counts.num_computed, num_hashed)
+            contexts = self.lookups.contexts if hashes.extra_keys is not None else None
+            if contexts is not None:  # held last, so that no error in between keeps it
+                step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
