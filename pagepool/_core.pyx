@@ -83,11 +83,9 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`            `TableRows`, `GroupedRows`
-`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
-`copying.pyx`          `PageCopies` that are due; `fork_request`, `fork_row`, which need them
+`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`, `fork`, `swap_out`
+`copies.pyx`           `PageCopies` that are due
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`: rows whose pages are transferred
-`external.pyx`         `end_external`: rows that wait for tokens from elsewhere
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
@@ -97,8 +95,7 @@ from pagepool.core.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.cache_pages import CachePages
-from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
-from pagepool.core.external import end_external
+from pagepool.core.copies import PageCopies, take_copies
 from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
@@ -106,7 +103,6 @@ from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
-from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.slots import SlotAllocator

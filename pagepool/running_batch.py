@@ -19,11 +19,6 @@ from pagepool._core import (
     StepResult,
     Transfers,
     check_rows,
-    end_external,
-    fork_row,
-    rewind_rows,
-    swap_in_row,
-    swap_out_row,
 )
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -214,41 +209,6 @@ class RunningBatch(RunningRows):
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
 
-    def commit_external(self, row: int, num_tokens: int) -> None:
-        """Let a pending row run: the first `num_tokens` of the tokens for which it waits came, so they are computed. Their full
-        pages are entered in the prefix index; `grow` computes the tokens behind, for which slots stay.
-
-        Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
-        for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        once the copies and transfers that are due are done. It need not fill pages that lie behind a window for all later
-        tokens: those are given back. With a state all tokens have to come.
-
-        ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
-
-        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
-        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-        >>> table = PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64)
-        >>> batch = RunningBatch(manager, table)
-        >>> batch.admit(0, list(range(11)), num_external_tokens=99), batch.num_external_tokens.tolist()
-        (0, [10, 0])
-        >>> batch.commit_external(0, 9)
-        >>> batch.num_computed_tokens.tolist(), batch.admit(1, list(range(11)))
-        ([9, 0], 8)
-        """
-        end_external(self, row, num_tokens, False)
-
-    def fail_external(self, row: int, num_valid_tokens: int) -> int:
-        """`commit_external` for the first `num_valid_tokens` of the tokens for which a pending row waits. The pages wholly
-        behind them are given back: nothing may write there any more, and what still reads there needs a lease. Returns the
-        number of tokens of the row that are computed; `grow` computes the others.
-
-        With a state nothing stands, since it is of tokens that did not come: all pages are given back, cached ones too, and 0
-        is returned. Errors as in `commit_external`. O(pages given back and entered).
-        """
-        return end_external(self, row, num_valid_tokens, True)
-
     def take_copies(self) -> PageCopies:
         """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`,
         `grow`, `trim` and `undo` raise CopiesDueError for rows whose pages they read or write. A row that is released drops the
@@ -262,71 +222,12 @@ class RunningBatch(RunningRows):
         """
         return self._manager.take_transfers()
 
-    def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
-        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
-        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
-
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
-        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
-        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
-        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
-        """
-        return rewind_rows(self, failed)
-
-    def swap_out(self, row: int) -> bool:
-        """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
-        back: the row is preempted, and `swap_in` lets it go on without computing them again.
-
-        The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
-        until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
-        False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
-        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
-        also those of a row that was released; RowIndexError outside the table. O(pages).
-        """
-        return swap_out_row(self, row)
-
-    def swap_in(self, row: int) -> int | None:
-        """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
-        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
-
-        Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
-        `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are
-        in flight. ArgumentError for a row that has no pages in the tier, RowIndexError outside the table. O(pages).
-        """
-        return swap_in_row(self, row)
-
     def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.
 
         RowIndexError outside the table.
         """
         return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
-
-    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
-        samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
-        `take_copies`.
-
-        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted,
-        for targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into
-        the row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a
-        row) for each target, native.
-
-        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
-        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-        >>> table = PageTable(max_num_reqs=3, max_num_pages_per_req=16, max_num_batched_tokens=64)
-        >>> batch = RunningBatch(manager, table)
-        >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
-        >>> batch.fork(0, [1, 2])
-        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
-        ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
-        >>> batch.release([0, 1, 2])
-        """
-        fork_row(self, row, targets)
-        for target in targets:
-            self._last_features[target] = self._last_features[row]
 
     def pin(self, row: int, start: int = 0, stop: int | None = None) -> int:
         """Pin the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``: see `CacheManager.pin`.

@@ -120,7 +120,7 @@ class World:
             options = {"num_external_tokens": source.pick((0, 0, 1))}
             _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options).admit(context=context)
         if store.has_tier and batch.num_computed_tokens[0] and source.below(2):
-            _core.swap_out_row(batch, 0)
+            batch.swap_out(0)
             transfers = _core.take_transfers(store)
             if transfers.number and source.below(2):
                 self.keep(_core.end_transfers(store, transfers.number))

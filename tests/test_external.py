@@ -96,7 +96,7 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.commit_external(0, 22)
     batch.release([0])
     assert batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]], num_external_tokens=22) == 0
-    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: copies or transfers"):
+    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: copies of its pages are due, or transfers"):
         batch.commit_external(0, 22)
     assert len(batch.take_transfers().save_src) == 4
     batch.commit_external(0, 22)
@@ -108,7 +108,7 @@ WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] =
     (lambda batch: batch.grow([1, 0], 0), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
     (lambda batch: batch.step([1, 0], [1, 2]), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
     (lambda batch: batch.trim([0], 3), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.fork(0, [2]), ArgumentError, "^row 0 waits for tokens from elsewhere"),
+    (lambda batch: batch.fork(0, [2]), ArgumentError, "^row 0 waits for 22 tokens from elsewhere"),
     (lambda batch: batch.admit(0, PROMPT), ArgumentError, "^row 0 is admitted already"),
     (lambda batch: batch.commit_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
     (lambda batch: batch.commit_external(0, -1), ArgumentError, "^num_tokens: got -1"),

@@ -532,8 +532,6 @@ INTERRUPTED_CALLS: dict[str, Callable[[Interrupted], object]] = {
     "a row": lambda state: state.batch.admit(2, FIRST),
     "transfers": lambda state: complete(state.manager),
     "failures": fail_loads,
-    "swapping out": lambda state: state.batch.swap_out(1),
-    "swapping in": lambda state: state.batch.swap_in(0),
     "a reset": lambda state: state.manager.reset_prefix_cache(),
 }
 

@@ -9,22 +9,22 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.holdings cimport (
-    FITS, SHORT_IN_SHARD, STALE, UNTOUCHABLE, Contents, Demand, Fit, Held, Hits, Source, Waiting, are_checkpoints_due, attach,
-    awaits_copies, copy_states, count_attached, count_demanded, count_free_hits, count_moves, count_needed, count_places,
-    count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting, find_lost_page, fit,
-    forget_uncomputed, has_copies_due, keep_state, limits_of, list_last_first, price, put_back_behind, recompute_from,
-    reserve_copies, skip_pages, skip_unread, take_missing,
+    FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Source, Waiting,
+    are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_demanded, count_free_hits,
+    count_moves, count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states,
+    enter_waiting, find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of,
+    list_last_first, price, put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.ids cimport PageIds, new_ids
+from pagepool.core.ids cimport new_ids
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, shard_of
-from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state
+from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state, pages_for
 from pagepool.core.siphash cimport Digest
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError
 
 
 cdef Py_ssize_t find_late_null(const int32_t *ids, Py_ssize_t n) noexcept:
@@ -101,6 +101,17 @@ cdef bint is_in_shard(const Pool *pool, const int32_t *ids, Py_ssize_t n, int32_
             if shard_of(pool, ids[i]) != shard[0]:
                 return False
     return True
+
+
+cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
+    """Whether pages were given back that tokens from `num_computed` on need: of a request that went back behind a window."""
+    cdef const Group *group
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if lacks_page(group, &holding.held[g], num_computed, pages_for(&group.rules, num_computed)):
+            return True
+    return False
 
 
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
@@ -449,6 +460,39 @@ cdef class RequestPages:
                 if self.holding.held[g].ids[i] != NULL_PAGE:
                     return shard_of(&self.store.pool, self.holding.held[g].ids[i])
         return -1
+
+    def fork(self, RequestPages target not None, num_computed_tokens) -> bool:
+        """Let `target`, which holds nothing, go on from the computed tokens of the request: full pages are shared, others
+        copied, within the shard of the first page, if the pool is divided. False, and nothing changed, if too few pages are
+        free. PageIdError for a page that cannot be shared. O(pages).
+        """
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
+        cdef Pool *pool = &self.store.pool
+        cdef ForkOutcome outcome = SHORT_OF_MEMORY
+        cdef Py_ssize_t g
+        cdef bint is_past_pages
+        if target is self or target.store is not self.store or target.groups is not self.groups or len(target):
+            raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
+        with self.store.lock:
+            is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
+            if not is_past_pages and target.make_room(&self.holding):
+                outcome = check_fork(pool, &self.holding, <int32_t>num_computed, 1, self.find_shard())
+            for g in range(self.holding.num_groups if outcome == FORKED else 0):
+                fork_group(pool, &self.holding, &target.holding, <int32_t>g, <int32_t>num_computed, self.find_shard())
+            self.plan()
+            target.plan()
+        if is_past_pages:
+            raise ArgumentError(
+                f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further "
+                "tokens attend to were given back behind a window"
+            )
+        if outcome == SHORT_OF_MEMORY:
+            raise MemoryError("the page ids of a request")
+        if outcome == UNSHAREABLE:
+            raise PageIdError(
+                "a page of the request cannot have a further reference, or was given back, or a free page has one"
+            )
+        return outcome == FORKED
 
     def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
         """Enter the pages that `num_tokens` tokens fill in the prefix index, those with tokens from `num_computed_tokens` on

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.batch cimport Amounts, Batch, Growth
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held
+from pagepool.core.holdings cimport ForkOutcome, Held
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
 from pagepool.core.rows cimport Rows
@@ -76,4 +76,8 @@ cdef class RunningRows:
     cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept
     cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1
     cdef int refuse_exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1
+    cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept
+    cdef int refuse_fork(self, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1
+    cdef int32_t end_external(self, object row, object num_tokens, str name, bint is_failed) except -1
+    cdef int check_tier(self) except -1
     cdef PageIds copy_ids(self, const Held *held)

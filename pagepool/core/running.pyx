@@ -6,32 +6,44 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
+from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowState, Swapped, amount, append_tokens, can_undo, check_growth, check_step, check_trim,
-    claim_row, copy_rows, empty_row, exchange_rows, forget_row, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
-    is_row, keep_last_states, set_context, start_call, tokens_of, trim_row, uncount, undo_row,
+    DueRow, ExtraKey, Grown, RowState, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back, can_undo,
+    check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row, enter_row,
+    exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
+    keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
-    Holding, awaits_copies, count_new_pages, count_places, drop_copies, find_lost_page, has_copies_due, list_last_first,
-    reserve_copies,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Holding, are_destinations, are_sources, awaits_copies,
+    check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number,
+    find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, note_loads, note_taken, put_back_behind,
+    reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
+from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.pages cimport share, take_from, touch_all
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
-from pagepool.core.queue cimport find_held_free, has_free_pages
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE
-from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
+from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
+from pagepool.core.records cimport (
+    FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
+)
+from pagepool.core.rows cimport blank
+from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
+from pagepool.core.tier cimport FailedLoads
+from pagepool.core.transfers cimport find_oldest_load, note_save, note_transfer, reserve_transfers
 
 import numpy as np
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, RowIndexError, RowOverflowError,
+    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, PageIdError, RowIndexError,
+    RowOverflowError,
 )
 
 cdef object ndarray = np.ndarray
@@ -459,7 +471,7 @@ cdef class RunningRows:
 
     cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
         cdef int32_t row = growth.grown_rows[at]
-        refuse_copies(row, at, is_due)
+        refuse_unready(&self.batch, row, is_due, True, at)
         if not is_as_grown(&self.batch, growth, at):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
         raise ArgumentError(
@@ -471,8 +483,7 @@ cdef class RunningRows:
         """Raise if a row of a call is not in the table or not admitted, or return it."""
         if not 0 <= row < self.batch.num_rows:
             raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {self.batch.num_rows - 1}")
-        if not self.batch.states[row].is_admitted:
-            raise ArgumentError(f"row {row} (at {at}) is not admitted")
+        refuse_unready(&self.batch, row, False, True, at)
         return row
 
     cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
@@ -489,8 +500,7 @@ cdef class RunningRows:
         if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
             self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
         cdef Holding holding = holding_of(&self.batch, row)
-        refuse_pending(&self.batch, row, at)
-        refuse_copies(row, at, is_due)
+        refuse_unready(&self.batch, row, is_due, False, at)
         if find_lost_page(&self.store.pool, &holding, self.batch.states[row].num_computed) != NULL_PAGE:
             raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
         raise ArgumentError(
@@ -564,8 +574,7 @@ cdef class RunningRows:
         cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
-        refuse_pending(&self.batch, row, at)
-        refuse_copies(row, at, is_due)
+        refuse_unready(&self.batch, row, is_due, False, at)
         if has_state_behind(&self.batch, row, num_tokens):
             raise ArgumentError(
                 f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
@@ -694,6 +703,278 @@ cdef class RunningRows:
             f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
         )
 
+    # Forks.
+
+    def fork(self, row, targets) -> None:
+        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
+        samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
+        `take_copies`.
+
+        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted,
+        for targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into
+        the row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a
+        row) for each target, native.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> table = PageTable(max_num_reqs=3, max_num_pages_per_req=16, max_num_batched_tokens=64)
+        >>> batch = RunningBatch(manager, table)
+        >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
+        >>> batch.fork(0, [1, 2])
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
+        >>> batch.release([0, 1, 2])
+        """
+        cdef Py_ssize_t source = self.checked_row(row)
+        cdef PageIds target_rows = as_own_ids(targets, "targets")
+        cdef list forgotten = [None] * (2 * target_rows.num)  # what goes with them may wait for a fork of the process
+        cdef Batch *batch = &self.batch
+        cdef Holding holding = holding_of(batch, source)
+        cdef Py_ssize_t num_right, i
+        cdef bint is_due, is_ready
+        cdef ForkOutcome outcome = SHORT_OF_MEMORY
+        if target_rows.num == 0:
+            raise ArgumentError("targets: got none, allowed: at least 1")
+        self.enter_call()
+        is_due = awaits_copies(batch.pool, &holding)
+        is_ready = batch.states[source].is_admitted and not batch.num_external[source] and not is_due
+        num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
+        if num_right == target_rows.num:
+            outcome = check_fork(
+                batch.pool, &holding, batch.states[source].num_computed, num_right, batch.states[source].shard
+            )
+        if outcome == FORKED and not self.copy_extra_keys(source, target_rows, forgotten):
+            outcome = SHORT_OF_MEMORY
+        if outcome == FORKED:
+            for i in range(num_right):
+                fill_target(batch, source, target_rows.ids[i])
+            begin_admission(batch, source)  # what it shares now cannot be taken back
+            plan_next_event(batch, source)
+        self.let_go()
+        if outcome != FORKED:
+            refuse_unready(batch, source, is_due)
+            self.refuse_fork(source, target_rows, num_right, outcome)
+
+    cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
+        """Give free rows the extra keys of another, and add what they had to `forgotten`. False where memory is short: rows
+        that have the keys by then have no digests.
+        """
+        cdef Batch *batch = &self.batch
+        cdef ExtraKey *keys = batch.extra_keys[source]
+        cdef Py_ssize_t i, row, num_keys = 1
+        while keys != NULL and keys[num_keys - 1].data != NULL:
+            num_keys += 1
+        for i in range(targets.num):
+            row = targets.ids[i]
+            forgotten[2 * i], forgotten[2 * i + 1] = self.refusals[row], self.extra_key_bytes[row]
+            self.refusals[row] = None
+            self.forget_extra_keys(row)
+            if keys != NULL:
+                batch.extra_keys[row] = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
+                if batch.extra_keys[row] == NULL:
+                    return False
+                memcpy(batch.extra_keys[row], keys, num_keys * sizeof(ExtraKey))
+                self.extra_key_bytes[row] = self.extra_key_bytes[source]
+        return True
+
+    cdef int refuse_fork(self, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
+        cdef Batch *batch = &self.batch
+        cdef Holding holding = holding_of(batch, source)
+        if at < targets.num:
+            if not 0 <= targets.ids[at] < batch.num_rows:
+                raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
+            raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
+        if outcome == SHORT_OF_PAGES:
+            num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
+            num_free = count_free_in(batch.pool, batch.states[source].shard)
+            raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
+        if outcome == UNSHAREABLE:
+            raise PageIdError(
+                f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
+            )
+        raise MemoryError(f"forks of row {source}")
+
+    # Tokens from elsewhere.
+
+    def commit_external(self, row, num_tokens) -> None:
+        """Let a pending row run: the first `num_tokens` of the tokens for which it waits came, so they are computed. Their full
+        pages are entered in the prefix index; `grow` computes the tokens behind, for which slots stay.
+
+        Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
+        for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
+        once the copies and transfers that are due are done. It need not fill pages that lie behind a window for all later
+        tokens: those are given back. With a state all tokens have to come.
+
+        ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
+        CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> table = PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64)
+        >>> batch = RunningBatch(manager, table)
+        >>> batch.admit(0, list(range(11)), num_external_tokens=99), batch.num_external_tokens.tolist()
+        (0, [10, 0])
+        >>> batch.commit_external(0, 9)
+        >>> batch.num_computed_tokens.tolist(), batch.admit(1, list(range(11)))
+        ([9, 0], 8)
+        """
+        self.end_external(row, num_tokens, "num_tokens", False)
+
+    def fail_external(self, row, num_valid_tokens) -> int:
+        """`commit_external` for the first `num_valid_tokens` of the tokens for which a pending row waits. The pages wholly
+        behind them are given back: nothing may write there any more, and what still reads there needs a lease. Returns the
+        number of tokens of the row that are computed; `grow` computes the others.
+
+        With a state nothing stands, since it is of tokens that did not come: all pages are given back, cached ones too, and 0
+        is returned. Errors as in `commit_external`. O(pages given back and entered).
+        """
+        return self.end_external(row, num_valid_tokens, "num_valid_tokens", True)
+
+    cdef int32_t end_external(self, object row, object num_tokens, str name, bint is_failed) except -1:
+        """Let a pending row run. Returns how many of its tokens are computed."""
+        cdef Batch *batch = &self.batch
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
+        cdef int32_t num_external, num_computed
+        cdef bint is_due, is_right
+        self.enter_call()
+        num_external = batch.num_external[checked]
+        is_due = num_external and self.has_due(<int32_t>checked)
+        is_right = 0 < num_external and num <= num_external and not is_due
+        is_right = is_right and (is_failed or num == num_external or not batch.has_state)
+        if is_right and is_failed:
+            fail_row(batch, checked, num)
+        elif is_right:
+            commit_row(batch, checked, num)
+        num_computed = batch.states[checked].num_computed
+        self.let_go()
+        if not is_right:
+            refuse_end(batch, checked, num, num_external, is_due)
+        return num_computed
+
+    # Rows whose pages are transferred.
+
+    cdef int check_tier(self) except -1:
+        if self.store.pool.tier == NULL:
+            raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
+        return 0
+
+    def swap_out(self, row) -> bool:
+        """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
+        back: the row is preempted, and `swap_in` lets it go on without computing them again.
+
+        The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
+        until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
+        False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
+        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
+        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
+        also those of a row that was released; RowIndexError outside the table. O(pages).
+        """
+        cdef Py_ssize_t source = self.checked_row(row)
+        cdef Batch *batch = &self.batch
+        cdef Holding holding = holding_of(batch, source)
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Swapped *swapped = NULL
+        cdef Py_ssize_t bad = -1
+        cdef bint is_running, is_due = False, is_saved = False, has_memory = True
+        self.check_tier()
+        self.enter_call()
+        is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0
+        is_running = is_running and not batch.num_external[source]
+        if is_running:
+            is_due = has_copies_due(batch.pool, &holding)
+            has_memory = ids.try_reserve(count_places(&holding))
+        if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
+            ids.num = list_last_first(&holding, ids.ids)
+            swapped = new_swapped(batch, source)
+            has_memory = swapped != NULL
+            is_saved = has_memory and save_row(batch, source, swapped)
+        if is_saved:
+            bad = self.store.give_back_ids(ids.ids, ids.num, False)
+            batch.swapped[source] = swapped
+            batch.pool.tier.num_swapped += 1
+            if bad < 0:
+                leave_row(batch, source)
+            else:
+                drop_swapped(batch, source)
+        else:
+            free(swapped)
+        self.let_go()
+        if not is_running or is_due:
+            refuse_unready(batch, source, is_due)
+            raise ArgumentError(f"row {source} holds no computed tokens: there is nothing to swap out")
+        if not has_memory:
+            raise MemoryError(f"the pages of row {source}")
+        if bad >= 0:
+            raise DoubleFreeError(f"row {source}: page {ids.ids[bad]}, which it holds, was given back by somebody else")
+        return is_saved
+
+    def swap_in(self, row) -> int | None:
+        """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
+        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
+
+        Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
+        `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are
+        in flight. ArgumentError for a row that has no pages in the tier, RowIndexError outside the table. O(pages).
+        """
+        cdef Py_ssize_t target = self.checked_row(row)
+        cdef Batch *batch = &self.batch
+        cdef int32_t held_free = NULL_PAGE
+        cdef bint is_swapped, is_back = False
+        cdef int32_t num_computed = 0
+        cdef int fill = FILLED
+        self.check_tier()
+        self.enter_call()
+        is_swapped = batch.swapped[target] != NULL
+        if is_swapped:
+            fill = find_worst_fill(batch, batch.swapped[target])
+        if is_swapped and fill == FILLED:
+            is_back = load_row(batch, target, &held_free)
+            num_computed = batch.states[target].num_computed
+        elif is_swapped and fill != FILLING:
+            drop_swapped(batch, target)
+        self.let_go()
+        if not is_swapped:
+            raise ArgumentError(f"row {target} has no pages in the host tier")
+        self.store.check_untaken(held_free)
+        return num_computed if is_back or fill != FILLED and fill != FILLING else None
+
+    def rewind(self, failed) -> tuple[list, list]:
+        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
+        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
+
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
+        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
+        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
+        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
+        """
+        cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
+        cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
+        cdef Holding holding
+        cdef int32_t row, first
+        self.check_made()
+        if loads.store is not self.store:
+            raise ArgumentError("failed: got loads of another pool")
+        rewound.reserve(self.batch.num_rows)
+        lost.reserve(self.batch.num_rows)
+        self.enter_call()
+        for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
+            holding = holding_of(&self.batch, row)
+            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.states[row].is_admitted else -1
+            if first < 0:
+                continue
+            if can_rewind(&self.batch, row, first):
+                go_back(&self.batch, row, self.batch.states[row].num_tokens, first)
+                rewound.put(&row, 1)
+            else:
+                lost.put(&row, 1)
+        self.let_go()
+        return rewound.to_list(), lost.to_list()
+
+    # Reads.
+
     def _is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
         """Return whether the row has refused this request last, and certainly refuses it again. O(1) for tokens in the same
         list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
@@ -748,22 +1029,21 @@ cdef class RunningRows:
         return ids
 
 
-cdef int refuse_pending(const Batch *batch, int32_t row, Py_ssize_t at) except -1:
-    """Raise if a row waits for tokens from elsewhere."""
-    if batch.num_external[row]:
+cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
+    """Raise if a row is not admitted, waits for tokens from elsewhere, unless it `may_wait`, or had copies due when a call
+    stopped there. `at` is its place in a list of rows.
+    """
+    cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
+    if not batch.states[row].is_admitted:
+        raise ArgumentError(f"{name} is not admitted")
+    if batch.num_external[row] and not may_wait:
         raise ArgumentError(
-            f"row {row} (at {at}) waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or "
-            "fail_external before"
+            f"{name} waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or fail_external before"
         )
-    return 0
-
-
-cdef int refuse_copies(int32_t row, Py_ssize_t at, bint is_due) except -1:
-    """Raise if copies of the pages of a row were due when a call stopped there."""
     if is_due:
         raise CopiesDueError(
-            f"row {row} (at {at}): copies of its pages are due, or transfers: call take_copies, and with a host tier "
-            "take_transfers, and do them, before"
+            f"{name}: copies of its pages are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
+            "them, before"
         )
     return 0
 
@@ -773,3 +1053,261 @@ cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
     if tokens.num != rows.num:
         raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
     return 0
+
+
+cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
+    """How many targets there are before the first that is not a free row, or stands there twice."""
+    cdef Py_ssize_t i
+    cdef RowState *state
+    start_call(batch)
+    for i in range(targets.num):
+        if not 0 <= targets.ids[i] < batch.num_rows:
+            return i
+        state = &batch.states[targets.ids[i]]
+        if state.is_claimed or state.stamp == batch.stamp:
+            return i
+        state.stamp = batch.stamp
+    return targets.num
+
+
+cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
+    """Let a free row be what another is."""
+    cdef RowState *state = &batch.states[row]
+    cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
+    cdef Py_ssize_t g
+    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.states[source].num_tokens * sizeof(int32_t))
+    memcpy(digests_of(batch, row), digests_of(batch, source), batch.states[source].num_hashed * sizeof(Digest))
+    state[0] = batch.states[source]
+    state.stamp = batch.stamp
+    set_context(batch, row, batch.contexts[source])
+    begin_admission(batch, row)
+    for g in range(batch.num_groups):
+        fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
+        show_row(batch, row, g)
+    plan_next_event(batch, row)
+
+
+cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Count tokens that a pending row waited for as computed, and let it run."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    batch.states[row].num_computed += num_tokens
+    batch.num_external[row] = 0
+    skip_unread(batch.pool, &holding, batch.states[row].num_computed)
+    for g in range(batch.num_groups):
+        if held_by(batch, row, g).num_skipped:
+            blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
+    enter_row(batch, row, batch.states[row].num_computed)
+    enter_waiting(&batch.waiting)
+    plan_next_event(batch, row)
+
+
+cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Do it with the first of the tokens, and give back the pages behind. A state is wrong then, so nothing stands with one."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    if batch.has_state:
+        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+    commit_row(batch, row, num_tokens)
+    put_back_behind(batch.pool, &holding, batch.states[row].num_computed)
+    for g in range(batch.num_groups):
+        end_row(batch, row, g)
+    plan_next_event(batch, row)
+
+
+cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
+    if num_external == 0:
+        raise ArgumentError(f"row {row} waits for no tokens from elsewhere")
+    refuse_unready(batch, row, is_due, True)
+    if num_tokens > num_external:
+        raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
+    raise ArgumentError(
+        f"row {row}: got {num_tokens} tokens, allowed with a state: all {num_external}; call fail_external for fewer"
+    )
+
+
+cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
+    """Room for the pages of the computed tokens of a row; NULL where memory is short."""
+    cdef int32_t num_pages, num_computed = batch.states[row].num_computed
+    cdef const Held *held
+    cdef Swapped *swapped
+    cdef int32_t *ids
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g, size = sizeof(Swapped) + batch.num_groups * sizeof(SwappedGroup)
+    swapped = <Swapped *>malloc(size + count_places(&holding) * sizeof(int32_t))
+    if swapped == NULL:
+        return NULL
+    swapped.groups = <SwappedGroup *>(swapped + 1)
+    swapped.num_computed = num_computed
+    ids = <int32_t *>(swapped.groups + batch.num_groups)
+    for g in range(batch.num_groups):
+        held = &holding.held[g]
+        num_pages = <int32_t>min(<int64_t>held.num_pages, pages_for(&batch.groups[g].rules, num_computed))
+        swapped.groups[g] = SwappedGroup(ids, num_pages, held.num_skipped, held.num_cached)
+        ids += num_pages
+    return swapped
+
+
+cdef bint save_row(Batch *batch, Py_ssize_t row, Swapped *swapped) noexcept:
+    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and note what is to be saved.
+    False, and nothing changed, if too few are free.
+    """
+    cdef Tier *tier = batch.pool.tier
+    cdef Py_ssize_t g, num_missing = 0
+    for g in range(batch.num_groups):
+        num_missing += hold_saved(batch.pool, held_by(batch, row, g), &swapped.groups[g])
+    if tier.pool.num_free < num_missing or not reserve_transfers(tier, num_missing):
+        for g in range(batch.num_groups):
+            put_back_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
+        return False
+    for g in range(batch.num_groups):
+        save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
+    return True
+
+
+cdef Py_ssize_t hold_saved(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
+    """Take a reference to the pages of the tier that have the content of a row's. Returns how many others there are."""
+    cdef const Page *page
+    cdef Py_ssize_t num_missing = 0
+    cdef int32_t i
+    for i in range(group.num_pages):
+        group.tier_ids[i] = NULL_PAGE
+        if held.ids[i] == NULL_PAGE:
+            continue
+        page = &pool.pages[held.ids[i]]
+        if page.group != NO_GROUP:
+            group.tier_ids[i] = find(pool.tier.pool, digest_of(page), page.group & ~FLAGS)
+        num_missing += group.tier_ids[i] == NULL_PAGE
+        touch_all(pool.tier.pool, &group.tier_ids[i], 1)
+    return num_missing
+
+
+cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
+    """Have the pages saved that the tier has not. The row has a reference to each, beside that of the transfer."""
+    cdef const Page *page
+    cdef Digest key
+    cdef int32_t i
+    for i in range(group.num_pages):
+        if held.ids[i] == NULL_PAGE or group.tier_ids[i] != NULL_PAGE:
+            continue
+        page = &pool.pages[held.ids[i]]
+        key = digest_of(page) if page.group != NO_GROUP else Digest(0, 0)
+        group.tier_ids[i] = note_save(pool.tier, key, g, held.ids[i], page.group == NO_GROUP)
+        share(pool.tier.pool, group.tier_ids[i])
+
+
+cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
+    """Let a row whose pages were given back have no computed token."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    empty(&holding)
+    for g in range(batch.num_groups):
+        end_row(batch, row, g)
+    batch.states[row].num_computed = batch.states[row].num_hits = 0
+    begin_admission(batch, row)
+    plan_next_event(batch, row)
+
+
+cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
+    """FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
+    cdef const SwappedGroup *group
+    cdef Py_ssize_t g, i
+    cdef int fill, worst = FILLED
+    for g in range(batch.num_groups):
+        group = &swapped.groups[g]
+        for i in range(group.num_pages):
+            fill = batch.pool.tier.fills[group.tier_ids[i]]
+            if fill == FILLING:
+                return FILLING
+            worst = max(worst, fill)
+    return worst
+
+
+cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
+    """Give a row pages with the contents of those that it has in the tier: cached ones, or others that are loaded. False, and
+    nothing changed, if too few are free.
+    """
+    cdef Swapped *swapped = batch.swapped[row]
+    cdef Tier *tier = batch.pool.tier
+    cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g, num_missing = 0
+    cdef int64_t number = 0
+    for g in range(batch.num_groups):
+        num_missing += hold_cached(batch, row, <int32_t>g)
+    held_free[0] = find_held_free(batch.pool, num_missing)
+    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.states[row].shard) or not (
+        reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
+    ):
+        for g in range(batch.num_groups):
+            put_back_all(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
+        return False
+    for g in range(batch.num_groups):
+        number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
+        load_missing(batch, row, <int32_t>g)
+        show_row(batch, row, g)
+    note_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
+    batch.states[row].num_computed = swapped.num_computed
+    drop_swapped(batch, row)
+    find_oldest_load(tier)
+    begin_admission(batch, row)
+    plan_next_event(batch, row)
+    return True
+
+
+cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+    """Take a reference to the pages of the pool that are cached with the content of a row's. Returns how many others the row
+    has in the tier.
+    """
+    cdef const Group *group = &batch.groups[g]
+    cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
+    cdef int32_t *ids = held_by(batch, row, g).ids
+    cdef Py_ssize_t i, num_missing = 0
+    for i in range(saved.num_pages):
+        ids[i] = NULL_PAGE
+        if saved.tier_ids[i] == NULL_PAGE:
+            continue
+        if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
+            ids[i] = find_within(
+                batch.pool, digests_of(batch, row)[(i + 1) * group.stride - 1], group.id,
+                ids_in_shard(batch.pool, batch.states[row].shard),
+            )
+        num_missing += ids[i] == NULL_PAGE
+        touch_all(batch.pool, &ids[i], 1)
+    return num_missing
+
+
+cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+    """Take the pages that are not cached, note their loads, and let the row hold all: from the first of these on they are
+    entered again.
+    """
+    cdef Pool *pool = batch.pool
+    cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
+    cdef Held *held = held_by(batch, row, g)
+    cdef const Page *page
+    cdef Transfer load
+    cdef int32_t i, tier_id, first = saved.num_cached
+    for i in range(saved.num_pages):
+        tier_id = saved.tier_ids[i]
+        if tier_id == NULL_PAGE or held.ids[i] != NULL_PAGE:
+            continue
+        if not is_state(&batch.groups[g].rules):
+            first = min(first, i)
+        take_from(pool, &held.ids[i], 1, batch.states[row].shard)
+        share(pool, held.ids[i])
+        share(pool.tier.pool, tier_id)
+        pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
+        page = &pool.tier.pool.pages[tier_id]
+        load = Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP)
+        note_transfer(pool.tier, &load)
+    held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
+    held.num_hits = held.num_unique = 0
+    held.ranking = Ranking(first, 0)
+    note_taken(pool, held)
+
+
+cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept:
+    """Whether a row can compute its tokens from `num_computed` on again."""
+    cdef Holding holding = holding_of(batch, row)
+    if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
+        return False
+    return can_go_back(batch, row, batch.states[row].num_tokens, num_computed)

@@ -24,7 +24,6 @@ from pagepool._core import (
     end_step,
     end_transfers,
     find_prefix,
-    fork_request,
     lease_pages,
     list_in_flight,
     lists_of,
@@ -290,7 +289,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                is_forked = fork_request(held, target, num_tokens)
+                is_forked = held.fork(target, num_tokens)
             finally:
                 if not target:
                     del self._requests[new_request.request_id]
