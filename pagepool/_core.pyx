@@ -31,10 +31,6 @@ heap of deadlines has each page whose priority ends once.
 A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
 takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each lease.
 
-A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
-sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
-arrays himself.
-
 What a request (`RequestPages`) or a running row holds in one cache group is a `Held`, with the same functions for both.
 Invariants: null pages come first, then pages that it has a reference to; the first `num_skipped` are null pages, and the first
 `num_cached` need no prefix entry any more. A request computes, after each change, up to which tokens nothing is due (`Limits`).
@@ -42,10 +38,6 @@ Invariants: null pages come first, then pages that it has a reference to; the fi
 A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
 checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
 source. Pages that it reads or writes get no tokens before it is taken.
-
-A running batch (`RunningRows`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
-is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
-free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
@@ -66,7 +58,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
 `transfers.pxd`        transfers between a pool and its tier, noted
 `holdings.pxd`         what requests and rows hold: taken all or nothing (`price`, `fit`, `attach`), entered, kept, copied, forked
-`rows.pxd`             rows of page tables
+`page_table.pxd`       rows of a page table
 `batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
@@ -86,7 +78,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`, `fork`, `swap_out`
 `copies.pyx`           `PageCopies` that are due
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`holders.pyx`          `check_holders`, `check_rows`
+`holders.pyx`          `check_holders`
 `spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
 """
@@ -97,7 +89,7 @@ from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.cache_pages import CachePages
 from pagepool.core.copies import PageCopies, take_copies
 from pagepool.core.groups import CacheGroups, PageRules
-from pagepool.core.holders import check_holders, check_rows
+from pagepool.core.holders import check_holders
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import Refusal, RequestHashes, find_prefix

@@ -18,7 +18,7 @@ from pagepool._core import (
     RunningRows,
     StepResult,
     Transfers,
-    check_rows,
+    check_holders,
 )
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -260,7 +260,7 @@ class RunningBatch(RunningRows):
         IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
         says (less one if it is pinned), the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_rows(self, list(self._manager.coordinator.requests.values()))
+        check_holders(self._manager.page_pool.store, list(self._manager.coordinator.requests.values()), self)
         self._manager.page_pool.check()
 
 

@@ -275,7 +275,8 @@ class World:
             if batch.num_tokens is not None:
                 store, _ = self.recipes.get(id(batch), (None, None))
                 requests = self.requests_of(store)
-                self.check_one(lambda batch=batch, held=requests: _core.check_rows(batch, held), SPOILS_BATCHES | {SHARE})
+                spoils = SPOILS_BATCHES | {SHARE}
+                self.check_one(lambda args=(store, requests, batch): _core.check_holders(*args), spoils)
 
     def requests_of(self, store: Any) -> list[Any]:
         """Return the live requests that hold pages of a store."""

@@ -24,7 +24,6 @@ from pagepool._core import (
     RunningRows,
     TableRows,
     check_holders,
-    check_rows,
     find_prefix,
     pack_dirty_windows,
 )
@@ -102,7 +101,7 @@ def test_a_batch_whose_constructor_failed_is_refused() -> None:
         lambda: admit(batch, 0, [1]),
         lambda: batch.get_page_ids(0),
         lambda: batch.move_row(0, 1),
-        lambda: check_rows(batch, []),
+        lambda: check_holders(PageStore(8), [], batch),
     ):
         with pytest.raises(ArgumentError, match="not made"):
             call()
@@ -116,7 +115,7 @@ def test_a_batch_that_is_made_while_its_constructor_runs() -> None:
     with pytest.raises(ArgumentError, match="made once"):
         batch.__init__(*arguments, Index(0, lambda: batch.__init__(*arguments, 0)))  # type: ignore[misc]
     assert admit(batch, 0, [1]) == 0
-    check_rows(batch, [])
+    check_holders(arguments[0], [], batch)
 
 
 def test_a_table_that_is_made_while_its_constructor_runs() -> None:
@@ -193,7 +192,7 @@ def test_a_store_that_grows_while_holders_are_listed() -> None:
             store.adopt(CachePage(0))
         yield RequestPages(store, CacheGroups([]), 8)
 
-    check_rows(batch, holders())
+    check_holders(store, holders(), batch)
     check_holders(store, holders())
 
 
@@ -263,7 +262,8 @@ def test_hits_without_an_index() -> None:
 
 WITH_FINALIZERS = """
 import gc
-from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows, TableRows, check_rows
+from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows
+from pagepool._core import TableRows, check_holders
 from pagepool.page_pool.integrity import check_store, save_store
 
 class Finalizer:
@@ -295,7 +295,7 @@ batch = RunningRows(store, [table], [(PageRules(4), 0, 1)], 32, 4, bytes(16), 0)
 RowRequest(batch, 0, [1, 2, 3, 4, 5]).admit()
 table.clear_row(0)
 page = store.page(1)
-refuse(check_rows, batch, [])
+refuse(check_holders, store, [], batch)
 refuse(store.take, 100)
 refuse(store.pop, 100)
 refuse(store.remove_page, page)

@@ -17,7 +17,6 @@ from pagepool._core import (
     RunningRows,
     TableRows,
     check_holders,
-    check_rows,
     find_prefix,
 )
 from pagepool.errors import (
@@ -144,7 +143,7 @@ def test_requests_of_another_pool() -> None:
     store = PageStore(9)
     batch = RunningRows(store, [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0)
     own, other = make_request(store, FULL, 8), make_request(PageStore(9), FULL, 8)
-    for check in (lambda requests: check_holders(store, requests), lambda requests: check_rows(batch, requests)):
+    for check in (lambda requests: check_holders(store, requests), lambda requests: check_holders(store, requests, batch)):
         check([own])
         with pytest.raises(ArgumentError, match="another pool"):
             check([own, other])
@@ -152,3 +151,5 @@ def test_requests_of_another_pool() -> None:
             check([own, 1])
         with pytest.raises(IntegrityError, match="page 1 stands in 2"):
             check([own, own])
+    with pytest.raises(ArgumentError, match="rows: got those of another pool"):
+        check_holders(PageStore(9), [], batch)

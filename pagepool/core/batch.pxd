@@ -1,4 +1,13 @@
-# Records of rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
+# Rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
+#
+# A `Batch` has for each row a `RowRecord`, its known tokens, the digests of the pages that they fill, and a `Held` for each
+# group. A call that grows rows is a `Growth`: it counts all rows that are right as grown, then does what is due for those that
+# have a `DueRow`, and uncounts those that did not fit. `Grown` is what a row had after it, by which `undo` knows the row again.
+#
+# Always: the table shows what a row holds. `next_event` is at most the least number of tokens for which a page is to be taken,
+# entered or skipped, or the row is too short; it is 0 in a free row, and 1 in a pending row, which waits for `num_external`
+# tokens and has pages for them. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
+# `num_hashed` pages are hashed with the row's tokens and extra keys. A row that is in `swapped` has no computed token.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
@@ -10,11 +19,11 @@ from pagepool.core.holdings cimport (
     skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
+from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.queue cimport count_free_in, put_back, put_back_all, put_back_held
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_pinned
-from pagepool.core.rows cimport Rows, blank, clear_from, mark, write_ids
 from pagepool.core.rules cimport Group, full_pages, is_state
 from pagepool.core.siphash cimport Digest, hash_after
 
@@ -54,7 +63,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Group *groups
     Py_ssize_t num_groups
     Held *held                # [num_rows, num_groups] with their own page ids: the tables are the user's to write
-    Rows **tables             # [num_groups]
+    Table **tables            # [num_groups]
     Py_ssize_t num_rows
     int32_t max_num_tokens    # of a row
     int32_t hash_page_size    # tokens; 0: no prefix caching
@@ -196,11 +205,11 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
 
 cdef inline void end_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
     """Let the table's row end where the batch's does."""
-    cdef Rows *rows = batch.tables[g]
+    cdef Table *table = batch.tables[g]
     cdef int32_t num_pages = held_by(batch, row, g).num_pages
-    rows.num_pages[row] = num_pages
-    clear_from(rows, row, num_pages)
-    rows.version += 1
+    table.num_pages[row] = num_pages
+    clear_from(table, row, num_pages)
+    table.version += 1
 
 
 cdef inline void show_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
@@ -282,7 +291,6 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
 
 
 # Pages of running rows are hashed.
-
 
 cdef inline Digest hash_page_of(
     const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
@@ -367,10 +375,9 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 
 
 # Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
-
-
-# Rows that compute the same tokens share pages: one that fills a page as another has before takes the other's, and gives its
-# own back. Only when the step that filled it is over, so that nothing is written to a shared page.
+#
+# With `unifies_pages` rows that compute the same tokens share pages: a row that filled the same page as another before it takes
+# the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page.
 
 cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
     """The page cached first with the content of a page, among those that the row may hold; NULL_PAGE if it is not cached."""
@@ -398,7 +405,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
                 drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run
                 put_back_held(batch.pool, page_id)
                 held.ids[place] = first
-                batch.tables[g].table[row * batch.tables[g].num_columns + place] = first
+                batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
                 mark(batch.tables[g], row, place, place + 1)
                 batch.tables[g].version += 1
         if not is_state(&group.rules):
@@ -651,10 +658,9 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     return num_done
 
 
-# Rows get shorter. A cut row forgets tokens. If computed ones are among them, the page that the cut goes through is overwritten
-# by the next ones, so it must have no other holder. Or a call that grew rows is taken back. What was scheduled and never
-# computed must not hit: its pages lose their prefix entries.
-
+# Rows get shorter: they forget tokens, or a call that grew them is taken back. If computed tokens are cut, the next tokens
+# overwrite the page that the cut goes through, so it must have no other holder. Pages of tokens that were scheduled and never
+# computed lose their prefix entries: they must not hit.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""

@@ -6,9 +6,9 @@ from libc.string cimport memcmp
 from pagepool.core.arguments cimport as_list
 from pagepool.core.batch cimport Batch, ExtraKey, RowState, SwappedGroup, digests_of, hash_page_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
+from pagepool.core.page_table cimport Table
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rows cimport Rows
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
@@ -19,38 +19,32 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 
-def check_holders(PageStore store not None, requests) -> None:
-    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, hold,
-    one more for its pins, and one for each lease. O(num_pages + pages held).
+def check_holders(PageStore store not None, requests, RunningRows rows=None) -> None:
+    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, and
+    `rows` hold, one more for its pins, and one for each lease; and unless rows and tables agree. O(num_pages + pages held +
+    table).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
     cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(store), dtype=np.int32)
-    cdef str flaw
-    with store.lock:
-        flaw = find_flaw_in_requests(store, &counts[0], checked) or find_flaw_in_tier(store.pool.tier, &tier_counts[0])
-    if flaw is not None:
-        raise IntegrityError(flaw)
-
-
-def check_rows(RunningRows rows not None, requests) -> None:
-    """Raise IntegrityError unless rows, tables and ref counts agree. `requests` are `RequestPages` of the same store.
-    O(num_pages + table).
-    """
-    rows.check_made()
-    cdef list checked = requests_of(rows.store, requests)
-    cdef int32_t[::1] counts = np.zeros(rows.store.pool.num_pages, dtype=np.int32)
-    cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(rows.store), dtype=np.int32)
-    cdef str flaw
-    rows.enter_call()
-    count_swapped(rows, &tier_counts[0])
-    flaw = (
-        find_flaw_in_rows(rows, &counts[0])
-        or find_flaw_in_requests(rows.store, &counts[0], checked)
-        or find_shared_open_page(rows, &counts[0])
-        or find_flaw_in_tier(rows.store.pool.tier, &tier_counts[0])
-    )
-    rows.let_go()
+    cdef str flaw = None
+    if rows is None:
+        store.lock.acquire()
+    else:
+        rows.check_made()
+        if rows.store is not store:
+            raise ArgumentError("rows: got those of another pool")
+        rows.enter_call()
+        count_swapped(rows, &tier_counts[0])
+        flaw = find_flaw_in_rows(rows, &counts[0])
+    flaw = flaw or find_flaw_in_requests(store, &counts[0], checked)
+    if rows is not None:
+        flaw = flaw or find_shared_open_page(rows, &counts[0])
+    flaw = flaw or find_flaw_in_tier(store.pool.tier, &tier_counts[0])
+    if rows is None:
+        store.lock.release()
+    else:
+        rows.let_go()
     if flaw is not None:
         raise IntegrityError(flaw)
 
@@ -230,8 +224,8 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
 cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     """A row has the pages of its tokens, and the table shows them."""
     cdef Held *held = held_by(&rows.batch, row, g)
-    cdef Rows *table = rows.batch.tables[g]
-    cdef int32_t *ids = table.table + row * table.num_columns
+    cdef Table *table = rows.batch.tables[g]
+    cdef int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i
     cdef int32_t page_id, num_computed = rows.batch.states[row].num_computed + rows.batch.num_external[row]
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:

@@ -8,7 +8,7 @@ from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport ForkOutcome, Held
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
-from pagepool.core.rows cimport Rows
+from pagepool.core.page_table cimport Table
 from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore
 
@@ -50,7 +50,7 @@ cdef class RunningRows:
     cdef LockNode lock_node
 
     cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL
-    cdef int check_group(self, Group *group, const Rows *rows) except -1
+    cdef int check_group(self, Group *group, const Table *table) except -1
     cdef int make_state(self, Py_ssize_t n) except -1
     cdef int make_contents(self, Py_ssize_t n) except -1
     cdef int make_pages(self, Py_ssize_t n) except -1

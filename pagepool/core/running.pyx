@@ -26,13 +26,13 @@ from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.page_table cimport blank
 from pagepool.core.pages cimport share, take_from, touch_all
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.rows cimport blank
 from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
@@ -208,9 +208,9 @@ cdef class RunningRows:
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
         self.batch.unifies_pages = unifies_pages
-        n = (<TableRows>by_group[0]).rows.num_rows
+        n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
-            self.check_group(&checked.groups[g], &(<TableRows>by_group[g]).rows)
+            self.check_group(&checked.groups[g], &(<TableRows>by_group[g]).table)
         self.make_state(n)
         self.make_contents(n)
         self.make_pages(n)
@@ -240,7 +240,7 @@ cdef class RunningRows:
         self.buffers.append(buffer)
         return buffer.values
 
-    cdef int check_group(self, Group *group, const Rows *rows) except -1:
+    cdef int check_group(self, Group *group, const Table *table) except -1:
         """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
         if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.entry_size:
             raise ArgumentError(
@@ -248,7 +248,7 @@ cdef class RunningRows:
                 f"{group.rules.entry_size}, allowed: as many as make a page"
             )
         self.batch.max_num_tokens = <int32_t>min(
-            <int64_t>self.batch.max_num_tokens, <int64_t>group.rules.page_size * rows.num_columns
+            <int64_t>self.batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
         )
         self.batch.skips_pages |= group.rules.window or group.rules.chunk
         self.batch.has_state |= is_state(&group.rules)
@@ -295,12 +295,12 @@ cdef class RunningRows:
     cdef int make_pages(self, Py_ssize_t n) except -1:
         cdef Py_ssize_t g, row, stride, num_groups = self.groups.num
         cdef int32_t *page_ids
-        self.batch.tables = <Rows **>calloc(num_groups, sizeof(Rows *))
+        self.batch.tables = <Table **>calloc(num_groups, sizeof(Table *))
         self.batch.held = <Held *>calloc(n * num_groups, sizeof(Held))
         if self.batch.tables == NULL or self.batch.held == NULL:
             raise MemoryError(f"{n} rows")
         for g in range(num_groups):
-            self.batch.tables[g] = &(<TableRows>self.tables[g]).rows
+            self.batch.tables[g] = &(<TableRows>self.tables[g]).table
             stride = odd_lines(self.batch.tables[g].num_columns, sizeof(int32_t))
             page_ids = self.new_buffer(n, stride)
             for row in range(n):

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
-from pagepool.core.rows cimport Rows
+from pagepool.core.page_table cimport Table
 
 
 cdef class TableGroup:
@@ -20,7 +20,7 @@ cdef class TableGroup:
 
 
 cdef class TableRows(TableGroup):
-    cdef Rows rows
+    cdef Table table
     cdef PyObject *itself
     cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
     cdef readonly object num_pages_per_row

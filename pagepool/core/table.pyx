@@ -8,13 +8,13 @@ from libc.string cimport memcpy
 from pagepool.core.arguments cimport as_list, explained, int32_of, require_matrix, size_of
 from pagepool.core.ids cimport as_page_ids
 from pagepool.core.locks cimport TABLE_LOCK, delist_lock, enlist_lock
+from pagepool.core.page_table cimport (
+    WINDOW, Put, RowChange, Table, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows,
+    pack_windows, put_all, swap_rows,
+)
 from pagepool.core.pages cimport find_negative
 from pagepool.core.platform cimport CACHE_LINE
 from pagepool.core.records cimport MAX_PAGES
-from pagepool.core.rows cimport (
-    WINDOW, Put, RowChange, Rows, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows,
-    pack_windows, put_all, swap_rows,
-)
 
 import numpy as np
 
@@ -34,11 +34,11 @@ cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
     return array[start:start + num_values].reshape(num_rows, num_columns)
 
 
-cdef int check_count(const Rows *rows, Py_ssize_t row) except -1:
+cdef int check_count(const Table *table, Py_ssize_t row) except -1:
     """Raise if a count in `num_pages_per_row`, which the user may overwrite, leads outside the table."""
-    if not 0 <= rows.num_pages[row] <= rows.num_columns:
+    if not 0 <= table.num_pages[row] <= table.num_columns:
         raise IntegrityError(
-            f"row {row} has {rows.num_pages[row]} pages, allowed: 0 to {rows.num_columns}; num_pages_per_row was overwritten"
+            f"row {row} has {table.num_pages[row]} pages, allowed: 0 to {table.num_columns}; num_pages_per_row was overwritten"
         )
     return 0
 
@@ -46,16 +46,16 @@ cdef int check_count(const Rows *rows, Py_ssize_t row) except -1:
 cdef int refuse(const Put *put) except -1:
     """Raise the error for ids that do not fit."""
     cdef Py_ssize_t bad = find_negative(put.ids, put.n)
-    check_count(put.rows, put.row)
+    check_count(put.table, put.row)
     if bad >= 0:
         raise PageIdError(f"page id: got {put.ids[bad]} (at {bad}), allowed: at least 0")
     raise RowOverflowError(
-        f"row {put.row} has {put.start} pages, {put.n} more were given, allowed: {put.rows.num_columns} in all"
+        f"row {put.row} has {put.start} pages, {put.n} more were given, allowed: {put.table.num_columns} in all"
     )
 
 
-cdef inline Rows *rows_at(TableGroup group, Py_ssize_t i) noexcept:
-    return &(<TableRows>group.tables[i]).rows
+cdef inline Table *table_at(TableGroup group, Py_ssize_t i) noexcept:
+    return &(<TableRows>group.tables[i]).table
 
 
 cdef inline void acquire(TableGroup group) noexcept:
@@ -74,7 +74,7 @@ cdef inline void change(TableGroup group, RowChange change_row, Py_ssize_t src, 
     cdef Py_ssize_t i
     acquire(group)
     for i in range(group.num_tables):
-        change_row(rows_at(group, i), src, tgt)
+        change_row(table_at(group, i), src, tgt)
     let_go(group)
 
 
@@ -106,8 +106,8 @@ cdef class TableGroup:
             checked = -1
         except TypeError as error:
             raise explained("row", error) from None
-        if not 0 <= checked < rows_at(self, 0).num_rows:
-            raise RowIndexError(f"row: got {shown(row)}, allowed: 0 to {rows_at(self, 0).num_rows - 1}")
+        if not 0 <= checked < table_at(self, 0).num_rows:
+            raise RowIndexError(f"row: got {shown(row)}, allowed: 0 to {table_at(self, 0).num_rows - 1}")
         return checked
 
     cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
@@ -130,7 +130,7 @@ cdef class TableGroup:
         puts = <Put *><char *>memory
         for i in range(len(requests)):
             requests[i] = ids = as_page_ids(requests[i])
-            puts[i] = Put(rows_at(self, i % num_tables), self.checked_row(row_ids[i // num_tables]), 0, ids.ids, ids.num)
+            puts[i] = Put(table_at(self, i % num_tables), self.checked_row(row_ids[i // num_tables]), 0, ids.ids, ids.num)
         acquire(self)
         num_fitting = put_all(puts, len(requests), replaces)
         let_go(self)
@@ -160,7 +160,7 @@ cdef class TableGroup:
         """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
         cdef Py_ssize_t i, source = self.checked_row(src), target = self.checked_row(tgt)
         for i in range(self.num_tables):
-            check_count(rows_at(self, i), source)
+            check_count(table_at(self, i), source)
         change(self, copy_row, source, target)
 
     def swap_row(self, src, tgt) -> None:
@@ -172,11 +172,11 @@ cdef class TableGroup:
         cdef Py_ssize_t i
         cdef PageIds row_ids
         if self.num_tables:
-            numbers = range(rows_at(self, 0).num_rows) if rows is None else rows
+            numbers = range(table_at(self, 0).num_rows) if rows is None else rows
             row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
             acquire(self)
             for i in range(self.num_tables):
-                mark_rows(rows_at(self, i), row_ids.ids, row_ids.num)
+                mark_rows(table_at(self, i), row_ids.ids, row_ids.num)
             let_go(self)
 
 
@@ -205,12 +205,12 @@ cdef class TableRows(TableGroup):
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
         extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
-        if self.rows.num_rows:  # after all that may run Python code
+        if self.table.num_rows:  # after all that may run Python code
             raise ArgumentError("the rows of a table are made once")
         self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
         self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
-        self.rows = Rows(
-            table=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
+        self.table = Table(
+            page_ids=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
             is_row_dirty=&self.flags_view[0], is_dirty=&self.flags_view[n],
             num_rows=n, num_columns=columns, num_windows=num_windows, width=min(columns, WINDOW), version=0,
         )
@@ -218,27 +218,27 @@ cdef class TableRows(TableGroup):
     @property
     def max_num_reqs(self) -> int:
         """Number of rows."""
-        return self.rows.num_rows
+        return self.table.num_rows
 
     @property
     def max_num_pages_per_req(self) -> int:
         """Number of columns."""
-        return self.rows.num_columns
+        return self.table.num_columns
 
     @property
     def cpu_version(self) -> int:
         """A number that moves with each change of the host table."""
-        return self.rows.version
+        return self.table.version
 
     cdef int check_made(self) except -1:
-        if not self.rows.num_rows:
+        if not self.table.num_rows:
             raise ArgumentError("the page table was not made: its constructor did not run, or failed")
         return 0
 
     cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds ids = as_page_ids(page_ids)
-        cdef Put item = Put(&self.rows, checked, 0, ids.ids, ids.num)
+        cdef Put item = Put(&self.table, checked, 0, ids.ids, ids.num)
         cdef bint is_done
         with self.lock:
             is_done = put_all(&item, 1, replaces)
@@ -253,7 +253,7 @@ cdef class TableRows(TableGroup):
         """
         cdef PageIds row_ids = as_page_ids(rows), at = as_page_ids(positions)
         cdef int64_t size = size_of(page_size, "page_size", 1)
-        cdef Py_ssize_t bad, num_rows = self.rows.num_rows, stop = size * self.rows.num_columns
+        cdef Py_ssize_t bad, num_rows = self.table.num_rows, stop = size * self.table.num_columns
         cdef int32_t[::1] slots
         if row_ids.num != at.num:
             raise ArgumentError(f"positions: got {at.num}, allowed: as many as rows, {row_ids.num}")
@@ -261,7 +261,7 @@ cdef class TableRows(TableGroup):
         if at.num:
             slots = result
             with self.lock:
-                bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
+                bad = map_slots(&self.table, row_ids.ids, at.ids, &slots[0], at.num, size)
             if bad < at.num:
                 got = f"row {row_ids.ids[bad]}, position {at.ids[bad]} (at {bad})"
                 if 0 <= row_ids.ids[bad] < num_rows and 0 <= at.ids[bad] < stop:
@@ -276,8 +276,8 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t row
         cdef str flaw = None
         with self.lock:
-            for row in range(self.rows.num_rows):
-                flaw = flaw or find_flaw(&self.rows, row)
+            for row in range(self.table.num_rows):
+                flaw = flaw or find_flaw(&self.table, row)
         if flaw is not None:
             raise IntegrityError(flaw)
 
@@ -288,31 +288,31 @@ cdef class TableRows(TableGroup):
         window counts as sent; None if there is none. O(table).
         """
         cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
-        cdef Py_ssize_t place, num_rows = self.rows.num_rows, num_columns = self.rows.num_columns
+        cdef Py_ssize_t place, num_rows = self.table.num_rows, num_columns = self.table.num_columns
         if view.shape[0] != num_rows or view.shape[1] != num_columns:
             raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
         self.check_made()
         with self.lock:
-            place = find_difference(&self.rows, &view[0, 0])
+            place = find_difference(&self.table, &view[0, 0])
         return None if place < 0 else (place // num_columns, place % num_columns)
 
     def count_dirty_windows(self, start, stop) -> int:
         """Return the number of windows in rows ``[start, stop)`` that were not sent yet."""
-        cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.rows.num_rows)
-        cdef Py_ssize_t count, first = size_of(start, "start", 0, self.rows.num_rows)
+        cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.table.num_rows)
+        cdef Py_ssize_t count, first = size_of(start, "start", 0, self.table.num_rows)
         with self.lock:
-            count = count_dirty(&self.rows, first, last)
+            count = count_dirty(&self.table, first, last)
         return count
 
     def copy_aligned(self) -> np.ndarray:
         """Return a copy of the whole table, which counts as sent."""
         self.check_made()
-        copied = make_aligned_zeros(self.rows.num_rows, self.rows.num_columns)
+        copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
         cdef int32_t *start = &view[0, 0]
         with self.lock, nogil:
-            memcpy(start, self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
-            clean(&self.rows, self.rows.num_rows)
+            memcpy(start, self.table.page_ids, self.table.num_rows * self.table.num_columns * sizeof(int32_t))
+            clean(&self.table, self.table.num_rows)
         return copied
 
     def clear_rows(self) -> None:
@@ -320,26 +320,26 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t row
         self.check_made()
         with self.lock:
-            for row in range(self.rows.num_rows):
-                clear_row(&self.rows, row, row)
-            clean(&self.rows, self.rows.num_rows)
+            for row in range(self.table.num_rows):
+                clear_row(&self.table, row, row)
+            clean(&self.table, self.table.num_rows)
 
 
-cdef str find_flaw(const Rows *rows, Py_ssize_t row):
+cdef str find_flaw(const Table *table, Py_ssize_t row):
     """Describe what is wrong with a row; None if nothing is."""
-    cdef const int32_t *ids = rows.table + row * rows.num_columns
+    cdef const int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i, num_dirty = 0
-    cdef int32_t num_pages = rows.num_pages[row], extent = rows.extent[row]
-    if not 0 <= num_pages <= extent <= rows.num_columns:
-        return f"row {row} has {num_pages} pages, reaches to {extent} of {rows.num_columns} columns"
-    for i in range(rows.num_columns):
+    cdef int32_t num_pages = table.num_pages[row], extent = table.extent[row]
+    if not 0 <= num_pages <= extent <= table.num_columns:
+        return f"row {row} has {num_pages} pages, reaches to {extent} of {table.num_columns} columns"
+    for i in range(table.num_columns):
         if ids[i] < 0 and i < num_pages:
             return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
         if ids[i] != 0 and i >= extent:
             return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {extent}; no mark_dirty?"
-    for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
-        num_dirty += rows.is_dirty[i]
-    if num_dirty and not rows.is_row_dirty[row]:
+    for i in range(row * table.num_windows, (row + 1) * table.num_windows):
+        num_dirty += table.is_dirty[i]
+    if num_dirty and not table.is_row_dirty[row]:
         return f"row {row} has {num_dirty} windows to be sent, and is not marked"
     return None
 
@@ -400,17 +400,17 @@ def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
         if not isinstance(item, TableRows):
             raise ArgumentTypeError(f"tables: got {type(item).__name__}, allowed: TableRows")
         (<TableRows>item).check_made()
-        width = max(width, (<TableRows>item).rows.width)
+        width = max(width, (<TableRows>item).table.width)
     payload = np.zeros((lines, width), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
     windows, starts = payload
     for group, item in enumerate(tables):
         table = item
-        stop = size_of(num_reqs, "num_reqs", 0, table.rows.num_rows)
+        stop = size_of(num_reqs, "num_reqs", 0, table.table.num_rows)
         for n in range(lines):
-            starts[group, n, 0] = <int32_t>(table.rows.num_rows + n)
+            starts[group, n, 0] = <int32_t>(table.table.num_rows + n)
         if count < lines:
             with table.lock:
                 count += pack_windows(
-                    &table.rows, stop, &windows[count, 0], windows.shape[1], &starts[group, count, 0], lines - count
+                    &table.table, stop, &windows[count, 0], windows.shape[1], &starts[group, count, 0], lines - count
                 )
     return payload
