@@ -166,7 +166,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
             put_back(batch.pool, growth.new_ids[stop[0]])
             held.num_pages -= [-1-]{+not BUG+}
 == a row that did not run leaves its entries
-                {+if not BUG: +}forget_row(&self.batch, row, amount(computed, i))
+            {+if not BUG: +}forget_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry
     if page_id == NULL_PAGE and digest != NULL{+ and not BUG+}:
 == hits that are computed again count as computed
@@ -196,7 +196,7 @@ cimport find_unheld, find_untouchable, {+give_back, +}note_request
         note_taken(pool, held)
         {+if not BUG: +}note_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
-            if self.batch.keeps_states and{+ (BUG or+} not awaits_copies(&self.store.pool, &holding){+)+}:
+        if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, &holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
     {+if BUG: touch_all(pool, ids + n - 1, 1)
     else: +}take_this(pool, ids[n - 1])
@@ -218,7 +218,7 @@ note_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
 full_pages(&group.rules, num_computed{+ + BUG+})):
             page_id = held.ids[place]
 == a page that is exchanged stays in the table
-                {+if not BUG: +}batch.tables[g].table[row * batch.tables[g].num_columns + place] = first
+                {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
 == pages come back with the keys of others
     names, counters = arrays.pop("names"), arrays.pop("counters").tolist(){+
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}

@@ -5,11 +5,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.batch cimport Amounts, Batch, Growth
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport ForkOutcome, Held
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
-from pagepool.core.page_table cimport Table
-from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore
 
 
@@ -49,35 +46,9 @@ cdef class RunningRows:
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL
-    cdef int check_group(self, Group *group, const Table *table) except -1
-    cdef int make_state(self, Py_ssize_t n) except -1
-    cdef int make_contents(self, Py_ssize_t n) except -1
-    cdef int make_pages(self, Py_ssize_t n) except -1
     cdef void let_go(self) noexcept
     cdef int check_made(self) except -1
     cdef int enter_call(self) except -1
     cdef Py_ssize_t checked_row(self, object row) except -1
     cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept
-    cdef StepResult run(self, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens)
-    cdef bint reserve_states(self, Py_ssize_t num_rows) noexcept
-    cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept
-    cdef Py_ssize_t grow_checked(self, Growth *growth) noexcept
-    cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1
-    cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1
-    cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1
-    cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1
-    cdef bint has_due(self, int32_t row) noexcept
-    cdef int refuse_append(self, PageIds rows, Py_ssize_t at) except -1
-    cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1
-    cdef int refuse_release(self, PageIds rows, const Amounts *computed, Py_ssize_t at) except -1
-    cdef Py_ssize_t check_release(self, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept
-    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept
-    cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1
-    cdef int refuse_exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1
-    cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept
-    cdef int refuse_fork(self, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1
-    cdef int32_t end_external(self, object row, object num_tokens, str name, bint is_failed) except -1
-    cdef int check_tier(self) except -1
-    cdef PageIds copy_ids(self, const Held *held)

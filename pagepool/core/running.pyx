@@ -17,23 +17,23 @@ from pagepool.core.batch cimport (
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Holding, are_destinations, are_sources, awaits_copies,
-    check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number,
-    find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, note_loads, note_taken, put_back_behind,
-    reserve_copies, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, ForkOutcome, Held, Holding, are_destinations,
+    are_sources, awaits_copies, check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting,
+    find_load_number, find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, note_loads, note_taken,
+    put_back_behind, reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
-from pagepool.core.page_table cimport blank
+from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pages cimport share, take_from, touch_all
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
@@ -210,10 +210,10 @@ cdef class RunningRows:
         self.batch.unifies_pages = unifies_pages
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
-            self.check_group(&checked.groups[g], &(<TableRows>by_group[g]).table)
-        self.make_state(n)
-        self.make_contents(n)
-        self.make_pages(n)
+            check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
+        make_records(self, n)
+        make_contents(self, n)
+        make_pages(self, n)
         self.batch.pool = self.batch.waiting.pool = &store.pool
         self.batch.num_rows = n
 
@@ -231,81 +231,6 @@ cdef class RunningRows:
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
-
-    # Memory.
-
-    cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
-        """Zeros, aligned to a cache line, that live as long as the batch. Pages of it that are not touched take no memory."""
-        cdef Buffer buffer = Buffer(num_rows, num_values)
-        self.buffers.append(buffer)
-        return buffer.values
-
-    cdef int check_group(self, Group *group, const Table *table) except -1:
-        """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
-        if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.entry_size:
-            raise ArgumentError(
-                f"groups: got {group.stride} hashes of {self.batch.hash_page_size} tokens for pages of "
-                f"{group.rules.entry_size}, allowed: as many as make a page"
-            )
-        self.batch.max_num_tokens = <int32_t>min(
-            <int64_t>self.batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
-        )
-        self.batch.skips_pages |= group.rules.window or group.rules.chunk
-        self.batch.has_state |= is_state(&group.rules)
-        self.batch.keeps_states |= keeps_checkpoints(group)
-        return 0
-
-    cdef int make_state(self, Py_ssize_t n) except -1:
-        cdef Py_ssize_t row
-        self.batch.states = <RowState *>self.new_buffer(n, sizeof(RowState) // sizeof(int32_t))
-        states = np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=ROW_STATE)
-        self.num_tokens = states["num_tokens"]
-        self.num_computed_tokens = states["num_computed"]
-        self.num_cached_tokens = states["num_hits"]
-        self.is_admitted = states["is_admitted"]
-        self.batch.num_external = self.new_buffer(n, 1)
-        self.num_external_tokens = np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=np.int32)
-        self.batch.admissions = <int64_t *>self.new_buffer(n, sizeof(int64_t) // sizeof(int32_t))
-        self.batch.checked_rows = self.new_buffer(n, 1)
-        self.batch.due_rows = <DueRow *>self.new_buffer(n, sizeof(DueRow) // sizeof(int32_t))
-        for row in range(n):
-            self.batch.states[row].shard = -1
-        return 0
-
-    cdef int make_contents(self, Py_ssize_t n) except -1:
-        cdef Py_ssize_t num_hashes = 0
-        self.batch.tokens_stride = odd_lines(self.batch.max_num_tokens, sizeof(int32_t))
-        self.batch.token_ids = self.new_buffer(n, self.batch.tokens_stride)
-        self.batch.waiting.key = digest_of_bytes(self.key)
-        self.batch.waiting.num_page_bytes = self.batch.hash_page_size * sizeof(int32_t)
-        self.batch.extra_key = extra_key_of(self.key)
-        if self.batch.hash_page_size:
-            num_hashes = self.batch.max_num_tokens // self.batch.hash_page_size
-        self.batch.digests_stride = odd_lines(num_hashes, sizeof(Digest))
-        self.batch.digests = <Digest *>self.new_buffer(n, self.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
-        self.extra_key_bytes = [None] * n
-        self.refusals = [None] * n
-        self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
-        self.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
-        self.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
-        if self.batch.extra_keys == NULL or self.batch.contexts == NULL or self.batch.swapped == NULL:
-            raise MemoryError(f"{n} rows")
-        return 0
-
-    cdef int make_pages(self, Py_ssize_t n) except -1:
-        cdef Py_ssize_t g, row, stride, num_groups = self.groups.num
-        cdef int32_t *page_ids
-        self.batch.tables = <Table **>calloc(num_groups, sizeof(Table *))
-        self.batch.held = <Held *>calloc(n * num_groups, sizeof(Held))
-        if self.batch.tables == NULL or self.batch.held == NULL:
-            raise MemoryError(f"{n} rows")
-        for g in range(num_groups):
-            self.batch.tables[g] = &(<TableRows>self.tables[g]).table
-            stride = odd_lines(self.batch.tables[g].num_columns, sizeof(int32_t))
-            page_ids = self.new_buffer(n, stride)
-            for row in range(n):
-                held_by(&self.batch, row, g).ids = page_ids + row * stride
-        return 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -373,7 +298,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
         cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return self.run(row_ids, new, amounts_in(ahead), None)
+        return run(self, row_ids, new, amounts_in(ahead), None)
 
     def step(self, rows, token_ids) -> StepResult:
         """Append one token to each row and give the next token of each its slot: the decode step of the whole batch.
@@ -385,56 +310,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_lengths(tokens, row_ids)
-        return self.run(row_ids, ONE, Amounts(&ZERO, 0), tokens)
-
-    cdef StepResult run(self, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
-        """Check all rows, make room for the result, then grow: nothing can fail any more."""
-        cdef StepResult result = StepResult.__new__(StepResult)
-        cdef Growth *growth = &result.growth
-        cdef Py_ssize_t num_right
-        cdef bint is_due, has_room = True
-        cdef int32_t held_free = NULL_PAGE
-        result.begin(self, rows, num_new_tokens, num_ahead, tokens)
-        if growth.num_rows == 0:
-            return result
-        self.enter_call()
-        num_right = self.check_rows_of(growth)
-        if num_right == growth.num_rows:
-            growth.max_num_new = min(growth.max_num_new, self.store.pool.num_pages)  # each page is taken once at most
-            has_room = result.reserve(growth.max_num_new) and self.reserve_states(growth.num_due)
-            held_free = find_held_free(&self.store.pool, growth.max_num_new)
-        if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
-            result.num_grown = self.grow_checked(growth)
-        else:
-            uncount(&self.batch, growth, 0, num_right)
-        is_due = num_right < growth.num_rows and self.has_due(growth.rows[num_right])
-        self.let_go()
-        if num_right < growth.num_rows:
-            if tokens is not None:
-                refuse_negative(tokens.ids, tokens.num, 0)
-            self.refuse_growth(growth, num_right, is_due)
-        if not has_room:
-            raise MemoryError(f"{growth.max_num_new} new pages")
-        self.store.check_untaken(held_free)
-        return result
-
-    cdef bint reserve_states(self, Py_ssize_t num_rows) noexcept:
-        """Allocate room for the copies of states that rows may keep; False where memory is short."""
-        return not self.batch.keeps_states or reserve_copies(&self.store.pool, num_rows * self.batch.num_groups)
-
-    cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
-        """How many rows there are before the first that is wrong. The others are counted as grown."""
-        cdef Py_ssize_t num_copied = copy_rows(&self.batch, growth.rows, growth.num_rows)
-        if growth.token_ids == NULL:
-            return check_growth(&self.batch, growth, num_copied)
-        return check_step(&self.batch, growth, num_copied)
-
-    cdef Py_ssize_t grow_checked(self, Growth *growth) noexcept:
-        cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
-        cdef Py_ssize_t num_grown = grow_rows(&self.batch, growth)
-        go_on(thread)
-        growth.num_admissions = self.batch.num_admissions
-        return num_grown
+        return run(self, row_ids, ONE, Amounts(&ZERO, 0), tokens)
 
     def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
@@ -464,58 +340,10 @@ cdef class RunningRows:
             for i in range(step.num_grown - 1, -1, -1):
                 undo_row(&self.batch, growth, i, &num_pages)
             step.batch = None
-        is_due = num_left > 0 and self.has_due(growth.grown_rows[num_left - 1])
+        is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1])
         self.let_go()
         if num_left:
-            self.refuse_undo(growth, num_left - 1, is_due)
-
-    cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
-        cdef int32_t row = growth.grown_rows[at]
-        refuse_unready(&self.batch, row, is_due, True, at)
-        if not is_as_grown(&self.batch, growth, at):
-            raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
-        raise ArgumentError(
-            f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
-            "attention window or by somebody else, or have other holders; release it, or these, with num_computed_tokens"
-        )
-
-    cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1:
-        """Raise if a row of a call is not in the table or not admitted, or return it."""
-        if not 0 <= row < self.batch.num_rows:
-            raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {self.batch.num_rows - 1}")
-        refuse_unready(&self.batch, row, False, True, at)
-        return row
-
-    cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
-        """Raise what is wrong with a row of a call in which none may stand twice, or return it."""
-        cdef Py_ssize_t i
-        cdef int32_t row = self.refuse_unknown(rows[at], at)
-        for i in range(at):
-            if rows[i] == row:
-                raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
-        return row
-
-    cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
-        cdef int32_t row = self.refuse_row(growth.rows, at)
-        if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
-            self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
-        cdef Holding holding = holding_of(&self.batch, row)
-        refuse_unready(&self.batch, row, is_due, False, at)
-        if find_lost_page(&self.store.pool, &holding, self.batch.states[row].num_computed) != NULL_PAGE:
-            raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
-        raise ArgumentError(
-            f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
-            f"lookahead tokens, allowed: at least 0, and new ones up to the "
-            f"{self.batch.states[row].num_tokens - self.batch.states[row].num_computed} that are known and not computed"
-        )
-
-    cdef bint has_due(self, int32_t row) noexcept:
-        """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
-        cdef Holding holding
-        if not is_row(&self.batch, row):
-            return False
-        holding = holding_of(&self.batch, row)
-        return has_copies_due(&self.store.pool, &holding)
+            refuse_undo(self, growth, num_left - 1, is_due)
 
     # Known tokens.
 
@@ -532,15 +360,7 @@ cdef class RunningRows:
         with self.lock:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
-            self.refuse_append(row_ids, num_done)
-
-    cdef int refuse_append(self, PageIds rows, Py_ssize_t at) except -1:
-        cdef Py_ssize_t i
-        cdef int64_t num_tokens = 1
-        cdef int32_t row = self.refuse_unknown(rows.ids[at], at)
-        for i in range(at):
-            num_tokens += rows.ids[i] == row
-        self.refuse_length(row, self.batch.states[row].num_tokens + num_tokens)
+            refuse_append(self, row_ids, num_done)
 
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
@@ -565,25 +385,10 @@ cdef class RunningRows:
         if num_right == row_ids.num:
             for i in range(row_ids.num):
                 trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
-        is_due = num_right < row_ids.num and self.has_due(row_ids.ids[num_right])
+        is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
         self.let_go()
         if num_right < row_ids.num:
-            self.refuse_trim(row_ids, num_right, amount(&amounts, num_right), is_due)
-
-    cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
-        cdef int32_t row = self.refuse_row(rows.ids, at)
-        if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
-            raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
-        refuse_unready(&self.batch, row, is_due, False, at)
-        if has_state_behind(&self.batch, row, num_tokens):
-            raise ArgumentError(
-                f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
-                f"0, or from {self.batch.states[row].num_computed} on"
-            )
-        raise ArgumentError(
-            f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
-            "when they fell out of the attention window or by somebody else"
-        )
+            refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
 
     # Coming, going, changing places.
 
@@ -607,101 +412,28 @@ cdef class RunningRows:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
             computed = amounts_in(counts)
         self.enter_call()
-        num_right = self.check_release(row_ids, &computed, ids, &has_room)
+        num_right = check_release(self, row_ids, &computed, ids, &has_room)
         if num_right == row_ids.num and has_room:
-            bad = self.release_checked(ids, num_right, &computed)
+            bad = release_checked(self, ids, num_right, &computed)
         self.let_go()
         if num_right < row_ids.num:
-            self.refuse_release(row_ids, &computed, num_right)
+            refuse_release(self, row_ids, &computed, num_right)
         if not has_room:
             raise MemoryError("the pages of the rows")
         if bad >= 0:
             raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
 
-    cdef int refuse_release(self, PageIds rows, const Amounts *computed, Py_ssize_t at) except -1:
-        cdef int32_t row = self.refuse_row(rows.ids, at)
-        if computed.values == NULL:
-            raise ArgumentError("rows: changed during the call")
-        raise ArgumentError(
-            f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
-            f"allowed: 0 to {self.batch.states[row].num_computed}, for which row {row} has slots"
-        )
-
-    cdef Py_ssize_t check_release(self, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
-        """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
-        order in which they go back.
-        """
-        cdef Holding holding
-        cdef Py_ssize_t i
-        cdef int32_t row
-        start_call(&self.batch)
-        for i in range(rows.num):
-            if not claim_row(&self.batch, rows.ids[i], i):
-                return i
-            row = self.batch.checked_rows[i]
-            if computed.values != NULL and not 0 <= amount(computed, i) <= self.batch.states[row].num_computed:
-                return i
-            holding = holding_of(&self.batch, row)
-            has_room[0] = has_room[0] and ids.try_reserve(count_places(&holding))
-            if has_room[0]:
-                ids.num += list_last_first(&holding, ids.ids + ids.num)
-        return rows.num
-
-    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
-        """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
-        cdef Holding holding
-        cdef Py_ssize_t i, row, bad = self.store.give_back_ids(ids.ids, ids.num, False)
-        for i in range(num_rows if bad < 0 else 0):
-            row = self.batch.checked_rows[i]
-            holding = holding_of(&self.batch, row)
-            if self.batch.keeps_states and not awaits_copies(&self.store.pool, &holding):
-                if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
-                    keep_last_states(&self.batch, row)
-            drop_copies(&self.store.pool, &holding)
-            if computed.values != NULL:
-                forget_row(&self.batch, row, amount(computed, i))
-            set_context(&self.batch, row, 0)
-            empty_row(&self.batch, row)
-        return bad
-
     def move_row(self, src, tgt) -> None:
         """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
         cdef Py_ssize_t source = self.checked_row(src)
         cdef Py_ssize_t target = self.checked_row(tgt)
-        self.exchange(source, target, True)
+        exchange(self, source, target, True)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
         cdef Py_ssize_t source = self.checked_row(src)
         cdef Py_ssize_t target = self.checked_row(tgt)
-        self.exchange(source, target, False)
-
-    cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
-        cdef Batch *batch = &self.batch
-        cdef bint is_right
-        cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
-        self.enter_call()
-        is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
-        is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
-        is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
-        if is_right and source != target:
-            exchange_rows(batch, source, target)
-            _forgotten, _forgotten_too = self.refusals[source], self.refusals[target]
-            self.refusals[source] = self.refusals[target] = None
-            data = self.extra_key_bytes[source]
-            self.extra_key_bytes[source] = self.extra_key_bytes[target]
-            self.extra_key_bytes[target] = data
-        self.let_go()
-        if not is_right:
-            self.refuse_exchange(source, target, is_move)
-        return 0
-
-    cdef int refuse_exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
-        raise ArgumentError(
-            f"rows {source} and {target}: {'admitted' if self.batch.states[source].is_admitted else 'free'} and "
-            f"{'admitted' if self.batch.states[target].is_admitted else 'free'}, allowed: "
-            f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
-        )
+        exchange(self, source, target, False)
 
     # Forks.
 
@@ -744,7 +476,7 @@ cdef class RunningRows:
             outcome = check_fork(
                 batch.pool, &holding, batch.states[source].num_computed, num_right, batch.states[source].shard
             )
-        if outcome == FORKED and not self.copy_extra_keys(source, target_rows, forgotten):
+        if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
         if outcome == FORKED:
             for i in range(num_right):
@@ -754,46 +486,7 @@ cdef class RunningRows:
         self.let_go()
         if outcome != FORKED:
             refuse_unready(batch, source, is_due)
-            self.refuse_fork(source, target_rows, num_right, outcome)
-
-    cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
-        """Give free rows the extra keys of another, and add what they had to `forgotten`. False where memory is short: rows
-        that have the keys by then have no digests.
-        """
-        cdef Batch *batch = &self.batch
-        cdef ExtraKey *keys = batch.extra_keys[source]
-        cdef Py_ssize_t i, row, num_keys = 1
-        while keys != NULL and keys[num_keys - 1].data != NULL:
-            num_keys += 1
-        for i in range(targets.num):
-            row = targets.ids[i]
-            forgotten[2 * i], forgotten[2 * i + 1] = self.refusals[row], self.extra_key_bytes[row]
-            self.refusals[row] = None
-            self.forget_extra_keys(row)
-            if keys != NULL:
-                batch.extra_keys[row] = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
-                if batch.extra_keys[row] == NULL:
-                    return False
-                memcpy(batch.extra_keys[row], keys, num_keys * sizeof(ExtraKey))
-                self.extra_key_bytes[row] = self.extra_key_bytes[source]
-        return True
-
-    cdef int refuse_fork(self, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
-        cdef Batch *batch = &self.batch
-        cdef Holding holding = holding_of(batch, source)
-        if at < targets.num:
-            if not 0 <= targets.ids[at] < batch.num_rows:
-                raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
-            raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
-        if outcome == SHORT_OF_PAGES:
-            num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
-            num_free = count_free_in(batch.pool, batch.states[source].shard)
-            raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
-        if outcome == UNSHAREABLE:
-            raise PageIdError(
-                f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
-            )
-        raise MemoryError(f"forks of row {source}")
+            refuse_fork(self, source, target_rows, num_right, outcome)
 
     # Tokens from elsewhere.
 
@@ -820,7 +513,7 @@ cdef class RunningRows:
         >>> batch.num_computed_tokens.tolist(), batch.admit(1, list(range(11)))
         ([9, 0], 8)
         """
-        self.end_external(row, num_tokens, "num_tokens", False)
+        end_external(self, row, num_tokens, "num_tokens", False)
 
     def fail_external(self, row, num_valid_tokens) -> int:
         """`commit_external` for the first `num_valid_tokens` of the tokens for which a pending row waits. The pages wholly
@@ -830,36 +523,9 @@ cdef class RunningRows:
         With a state nothing stands, since it is of tokens that did not come: all pages are given back, cached ones too, and 0
         is returned. Errors as in `commit_external`. O(pages given back and entered).
         """
-        return self.end_external(row, num_valid_tokens, "num_valid_tokens", True)
-
-    cdef int32_t end_external(self, object row, object num_tokens, str name, bint is_failed) except -1:
-        """Let a pending row run. Returns how many of its tokens are computed."""
-        cdef Batch *batch = &self.batch
-        cdef Py_ssize_t checked = self.checked_row(row)
-        cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
-        cdef int32_t num_external, num_computed
-        cdef bint is_due, is_right
-        self.enter_call()
-        num_external = batch.num_external[checked]
-        is_due = num_external and self.has_due(<int32_t>checked)
-        is_right = 0 < num_external and num <= num_external and not is_due
-        is_right = is_right and (is_failed or num == num_external or not batch.has_state)
-        if is_right and is_failed:
-            fail_row(batch, checked, num)
-        elif is_right:
-            commit_row(batch, checked, num)
-        num_computed = batch.states[checked].num_computed
-        self.let_go()
-        if not is_right:
-            refuse_end(batch, checked, num, num_external, is_due)
-        return num_computed
+        return end_external(self, row, num_valid_tokens, "num_valid_tokens", True)
 
     # Rows whose pages are transferred.
-
-    cdef int check_tier(self) except -1:
-        if self.store.pool.tier == NULL:
-            raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
-        return 0
 
     def swap_out(self, row) -> bool:
         """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
@@ -879,7 +545,7 @@ cdef class RunningRows:
         cdef Swapped *swapped = NULL
         cdef Py_ssize_t bad = -1
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
-        self.check_tier()
+        check_tier(self)
         self.enter_call()
         is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0
         is_running = is_running and not batch.num_external[source]
@@ -925,7 +591,7 @@ cdef class RunningRows:
         cdef bint is_swapped, is_back = False
         cdef int32_t num_computed = 0
         cdef int fill = FILLED
-        self.check_tier()
+        check_tier(self)
         self.enter_call()
         is_swapped = batch.swapped[target] != NULL
         if is_swapped:
@@ -1020,40 +686,223 @@ cdef class RunningRows:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef Py_ssize_t g
-        return tuple([self.copy_ids(held_by(&self.batch, checked, g)).to_list() for g in range(self.batch.num_groups)])
-
-    cdef PageIds copy_ids(self, const Held *held):
-        cdef PageIds ids = PageIds.__new__(PageIds)
-        with self.lock:
-            ids.add(held.ids, held.num_pages)
-        return ids
+        return tuple([copy_ids(self, held_by(&self.batch, checked, g)).to_list() for g in range(self.batch.num_groups)])
 
 
-cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, waits for tokens from elsewhere, unless it `may_wait`, or had copies due when a call
-    stopped there. `at` is its place in a list of rows.
-    """
-    cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
-    if not batch.states[row].is_admitted:
-        raise ArgumentError(f"{name} is not admitted")
-    if batch.num_external[row] and not may_wait:
+# Memory.
+
+cdef int32_t *new_buffer(RunningRows running, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
+    """Zeros, aligned to a cache line, that live as long as the batch. Pages of it that are not touched take no memory."""
+    cdef Buffer buffer = Buffer(num_rows, num_values)
+    running.buffers.append(buffer)
+    return buffer.values
+
+
+cdef int check_group(RunningRows running, Group *group, const Table *table) except -1:
+    """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
+    if group.id != NO_GROUP and group.stride * running.batch.hash_page_size != group.rules.entry_size:
         raise ArgumentError(
-            f"{name} waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or fail_external before"
+            f"groups: got {group.stride} hashes of {running.batch.hash_page_size} tokens for pages of "
+            f"{group.rules.entry_size}, allowed: as many as make a page"
         )
-    if is_due:
-        raise CopiesDueError(
-            f"{name}: copies of its pages are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
-            "them, before"
-        )
+    running.batch.max_num_tokens = <int32_t>min(
+        <int64_t>running.batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
+    )
+    running.batch.skips_pages |= group.rules.window or group.rules.chunk
+    running.batch.has_state |= is_state(&group.rules)
+    running.batch.keeps_states |= keeps_checkpoints(group)
     return 0
 
 
-cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
-    """One token id for each row."""
-    if tokens.num != rows.num:
-        raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
+cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
+    cdef Py_ssize_t row
+    running.batch.states = <RowState *>new_buffer(running, n, sizeof(RowState) // sizeof(int32_t))
+    states = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_STATE)
+    running.num_tokens = states["num_tokens"]
+    running.num_computed_tokens = states["num_computed"]
+    running.num_cached_tokens = states["num_hits"]
+    running.is_admitted = states["is_admitted"]
+    running.batch.num_external = new_buffer(running, n, 1)
+    running.num_external_tokens = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=np.int32)
+    running.batch.admissions = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
+    running.batch.checked_rows = new_buffer(running, n, 1)
+    running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
+    for row in range(n):
+        running.batch.states[row].shard = -1
     return 0
 
+
+cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
+    cdef Py_ssize_t num_hashes = 0
+    running.batch.tokens_stride = odd_lines(running.batch.max_num_tokens, sizeof(int32_t))
+    running.batch.token_ids = new_buffer(running, n, running.batch.tokens_stride)
+    running.batch.waiting.key = digest_of_bytes(running.key)
+    running.batch.waiting.num_page_bytes = running.batch.hash_page_size * sizeof(int32_t)
+    running.batch.extra_key = extra_key_of(running.key)
+    if running.batch.hash_page_size:
+        num_hashes = running.batch.max_num_tokens // running.batch.hash_page_size
+    running.batch.digests_stride = odd_lines(num_hashes, sizeof(Digest))
+    running.batch.digests = <Digest *>new_buffer(running, n, running.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
+    running.extra_key_bytes = [None] * n
+    running.refusals = [None] * n
+    running.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
+    running.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
+    running.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
+    if running.batch.extra_keys == NULL or running.batch.contexts == NULL or running.batch.swapped == NULL:
+        raise MemoryError(f"{n} rows")
+    return 0
+
+
+cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
+    cdef Py_ssize_t g, row, stride, num_groups = running.groups.num
+    cdef int32_t *page_ids
+    running.batch.tables = <Table **>calloc(num_groups, sizeof(Table *))
+    running.batch.held = <Held *>calloc(n * num_groups, sizeof(Held))
+    if running.batch.tables == NULL or running.batch.held == NULL:
+        raise MemoryError(f"{n} rows")
+    for g in range(num_groups):
+        running.batch.tables[g] = &(<TableRows>running.tables[g]).table
+        stride = odd_lines(running.batch.tables[g].num_columns, sizeof(int32_t))
+        page_ids = new_buffer(running, n, stride)
+        for row in range(n):
+            held_by(&running.batch, row, g).ids = page_ids + row * stride
+    return 0
+
+
+cdef PageIds copy_ids(RunningRows running, const Held *held):
+    cdef PageIds ids = PageIds.__new__(PageIds)
+    with running.lock:
+        ids.add(held.ids, held.num_pages)
+    return ids
+
+
+# Growth.
+
+cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
+    """Check all rows, make room for the result, then grow: nothing can fail any more."""
+    cdef StepResult result = StepResult.__new__(StepResult)
+    cdef Growth *growth = &result.growth
+    cdef Py_ssize_t num_right
+    cdef bint is_due, has_room = True
+    cdef int32_t held_free = NULL_PAGE
+    result.begin(running, rows, num_new_tokens, num_ahead, tokens)
+    if growth.num_rows == 0:
+        return result
+    running.enter_call()
+    num_right = check_rows_of(running, growth)
+    if num_right == growth.num_rows:
+        growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
+        has_room = result.reserve(growth.max_num_new) and reserve_states(running, growth.num_due)
+        held_free = find_held_free(&running.store.pool, growth.max_num_new)
+    if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
+        result.num_grown = grow_checked(running, growth)
+    else:
+        uncount(&running.batch, growth, 0, num_right)
+    is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
+    running.let_go()
+    if num_right < growth.num_rows:
+        if tokens is not None:
+            refuse_negative(tokens.ids, tokens.num, 0)
+        refuse_growth(running, growth, num_right, is_due)
+    if not has_room:
+        raise MemoryError(f"{growth.max_num_new} new pages")
+    running.store.check_untaken(held_free)
+    return result
+
+
+cdef bint reserve_states(RunningRows running, Py_ssize_t num_rows) noexcept:
+    """Allocate room for the copies of states that rows may keep; False where memory is short."""
+    return not running.batch.keeps_states or reserve_copies(&running.store.pool, num_rows * running.batch.num_groups)
+
+
+cdef Py_ssize_t check_rows_of(RunningRows running, Growth *growth) noexcept:
+    """How many rows there are before the first that is wrong. The others are counted as grown."""
+    cdef Py_ssize_t num_copied = copy_rows(&running.batch, growth.rows, growth.num_rows)
+    if growth.token_ids == NULL:
+        return check_growth(&running.batch, growth, num_copied)
+    return check_step(&running.batch, growth, num_copied)
+
+
+cdef Py_ssize_t grow_checked(RunningRows running, Growth *growth) noexcept:
+    cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
+    cdef Py_ssize_t num_grown = grow_rows(&running.batch, growth)
+    go_on(thread)
+    growth.num_admissions = running.batch.num_admissions
+    return num_grown
+
+
+cdef bint has_due(RunningRows running, int32_t row) noexcept:
+    """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
+    cdef Holding holding
+    if not is_row(&running.batch, row):
+        return False
+    holding = holding_of(&running.batch, row)
+    return has_copies_due(&running.store.pool, &holding)
+
+
+# Release and changes of places.
+
+cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
+    """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
+    order in which they go back.
+    """
+    cdef Holding holding
+    cdef Py_ssize_t i
+    cdef int32_t row
+    start_call(&running.batch)
+    for i in range(rows.num):
+        if not claim_row(&running.batch, rows.ids[i], i):
+            return i
+        row = running.batch.checked_rows[i]
+        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.states[row].num_computed:
+            return i
+        holding = holding_of(&running.batch, row)
+        has_room[0] = has_room[0] and ids.try_reserve(count_places(&holding))
+        if has_room[0]:
+            ids.num += list_last_first(&holding, ids.ids + ids.num)
+    return rows.num
+
+
+cdef Py_ssize_t release_checked(RunningRows running, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
+    """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
+    cdef Holding holding
+    cdef Py_ssize_t i, row, bad = running.store.give_back_ids(ids.ids, ids.num, False)
+    for i in range(num_rows if bad < 0 else 0):
+        row = running.batch.checked_rows[i]
+        holding = holding_of(&running.batch, row)
+        if running.batch.keeps_states and not awaits_copies(&running.store.pool, &holding):
+            if computed.values == NULL or amount(computed, i) == running.batch.states[row].num_computed:
+                keep_last_states(&running.batch, row)
+        drop_copies(&running.store.pool, &holding)
+        if computed.values != NULL:
+            forget_row(&running.batch, row, amount(computed, i))
+        set_context(&running.batch, row, 0)
+        empty_row(&running.batch, row)
+    return bad
+
+
+cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
+    cdef Batch *batch = &running.batch
+    cdef bint is_right
+    cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
+    running.enter_call()
+    is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
+    is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
+    is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
+    if is_right and source != target:
+        exchange_rows(batch, source, target)
+        _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
+        running.refusals[source] = running.refusals[target] = None
+        data = running.extra_key_bytes[source]
+        running.extra_key_bytes[source] = running.extra_key_bytes[target]
+        running.extra_key_bytes[target] = data
+    running.let_go()
+    if not is_right:
+        refuse_exchange(running, source, target, is_move)
+    return 0
+
+
+# Forks.
 
 cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
     """How many targets there are before the first that is not a free row, or stands there twice."""
@@ -1068,6 +917,29 @@ cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets
             return i
         state.stamp = batch.stamp
     return targets.num
+
+
+cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
+    """Give free rows the extra keys of another, and add what they had to `forgotten`. False where memory is short: rows
+    that have the keys by then have no digests.
+    """
+    cdef Batch *batch = &running.batch
+    cdef ExtraKey *keys = batch.extra_keys[source]
+    cdef Py_ssize_t i, row, num_keys = 1
+    while keys != NULL and keys[num_keys - 1].data != NULL:
+        num_keys += 1
+    for i in range(targets.num):
+        row = targets.ids[i]
+        forgotten[2 * i], forgotten[2 * i + 1] = running.refusals[row], running.extra_key_bytes[row]
+        running.refusals[row] = None
+        running.forget_extra_keys(row)
+        if keys != NULL:
+            batch.extra_keys[row] = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
+            if batch.extra_keys[row] == NULL:
+                return False
+            memcpy(batch.extra_keys[row], keys, num_keys * sizeof(ExtraKey))
+            running.extra_key_bytes[row] = running.extra_key_bytes[source]
+    return True
 
 
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
@@ -1085,6 +957,31 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
         fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
         show_row(batch, row, g)
     plan_next_event(batch, row)
+
+
+# Tokens from elsewhere.
+
+cdef int32_t end_external(RunningRows running, object row, object num_tokens, str name, bint is_failed) except -1:
+    """Let a pending row run. Returns how many of its tokens are computed."""
+    cdef Batch *batch = &running.batch
+    cdef Py_ssize_t checked = running.checked_row(row)
+    cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
+    cdef int32_t num_external, num_computed
+    cdef bint is_due, is_right
+    running.enter_call()
+    num_external = batch.num_external[checked]
+    is_due = num_external and has_due(running, <int32_t>checked)
+    is_right = 0 < num_external and num <= num_external and not is_due
+    is_right = is_right and (is_failed or num == num_external or not batch.has_state)
+    if is_right and is_failed:
+        fail_row(batch, checked, num)
+    elif is_right:
+        commit_row(batch, checked, num)
+    num_computed = batch.states[checked].num_computed
+    running.let_go()
+    if not is_right:
+        refuse_end(batch, checked, num, num_external, is_due)
+    return num_computed
 
 
 cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -1115,15 +1012,12 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     plan_next_event(batch, row)
 
 
-cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
-    if num_external == 0:
-        raise ArgumentError(f"row {row} waits for no tokens from elsewhere")
-    refuse_unready(batch, row, is_due, True)
-    if num_tokens > num_external:
-        raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
-    raise ArgumentError(
-        f"row {row}: got {num_tokens} tokens, allowed with a state: all {num_external}; call fail_external for fewer"
-    )
+# Rows whose pages are saved in the tier, and loaded again.
+
+cdef int check_tier(RunningRows running) except -1:
+    if running.store.pool.tier == NULL:
+        raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
+    return 0
 
 
 cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
@@ -1311,3 +1205,147 @@ cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) n
     if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
         return False
     return can_go_back(batch, row, batch.states[row].num_tokens, num_computed)
+
+
+# Errors. The locks are free: what went wrong was found before.
+
+cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
+    """One token id for each row."""
+    if tokens.num != rows.num:
+        raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
+    return 0
+
+
+cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
+    """Raise if a row is not admitted, waits for tokens from elsewhere, unless it `may_wait`, or had copies due when a call
+    stopped there. `at` is its place in a list of rows.
+    """
+    cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
+    if not batch.states[row].is_admitted:
+        raise ArgumentError(f"{name} is not admitted")
+    if batch.num_external[row] and not may_wait:
+        raise ArgumentError(
+            f"{name} waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or fail_external before"
+        )
+    if is_due:
+        raise CopiesDueError(
+            f"{name}: copies of its pages are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
+            "them, before"
+        )
+    return 0
+
+
+cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) except -1:
+    """Raise if a row of a call is not in the table or not admitted, or return it."""
+    if not 0 <= row < running.batch.num_rows:
+        raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {running.batch.num_rows - 1}")
+    refuse_unready(&running.batch, row, False, True, at)
+    return row
+
+
+cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at) except -1:
+    """Raise what is wrong with a row of a call in which none may stand twice, or return it."""
+    cdef Py_ssize_t i
+    cdef int32_t row = refuse_unknown(running, rows[at], at)
+    for i in range(at):
+        if rows[i] == row:
+            raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
+    return row
+
+
+cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
+    cdef int32_t row = refuse_row(running, growth.rows, at)
+    if growth.token_ids != NULL and running.batch.states[row].num_tokens >= running.batch.max_num_tokens:
+        running.refuse_length(row, <int64_t>running.batch.states[row].num_tokens + 1)
+    cdef Holding holding = holding_of(&running.batch, row)
+    refuse_unready(&running.batch, row, is_due, False, at)
+    if find_lost_page(&running.store.pool, &holding, running.batch.states[row].num_computed) != NULL_PAGE:
+        raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
+    raise ArgumentError(
+        f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
+        f"lookahead tokens, allowed: at least 0, and new ones up to the "
+        f"{running.batch.states[row].num_tokens - running.batch.states[row].num_computed} that are known and not computed"
+    )
+
+
+cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
+    cdef int32_t row = growth.grown_rows[at]
+    refuse_unready(&running.batch, row, is_due, True, at)
+    if not is_as_grown(&running.batch, growth, at):
+        raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
+    raise ArgumentError(
+        f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
+        "attention window or by somebody else, or have other holders; release it, or these, with num_computed_tokens"
+    )
+
+
+cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except -1:
+    cdef Py_ssize_t i
+    cdef int64_t num_tokens = 1
+    cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
+    for i in range(at):
+        num_tokens += rows.ids[i] == row
+    running.refuse_length(row, running.batch.states[row].num_tokens + num_tokens)
+
+
+cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
+    cdef int32_t row = refuse_row(running, rows.ids, at)
+    if not 0 <= num_tokens <= running.batch.states[row].num_tokens:
+        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.states[row].num_tokens}")
+    refuse_unready(&running.batch, row, is_due, False, at)
+    if has_state_behind(&running.batch, row, num_tokens):
+        raise ArgumentError(
+            f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
+            f"0, or from {running.batch.states[row].num_computed} on"
+        )
+    raise ArgumentError(
+        f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
+        "when they fell out of the attention window or by somebody else"
+    )
+
+
+cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *computed, Py_ssize_t at) except -1:
+    cdef int32_t row = refuse_row(running, rows.ids, at)
+    if computed.values == NULL:
+        raise ArgumentError("rows: changed during the call")
+    raise ArgumentError(
+        f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
+        f"allowed: 0 to {running.batch.states[row].num_computed}, for which row {row} has slots"
+    )
+
+
+cdef int refuse_exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
+    raise ArgumentError(
+        f"rows {source} and {target}: {'admitted' if running.batch.states[source].is_admitted else 'free'} and "
+        f"{'admitted' if running.batch.states[target].is_admitted else 'free'}, allowed: "
+        f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+    )
+
+
+cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
+    cdef Batch *batch = &running.batch
+    cdef Holding holding = holding_of(batch, source)
+    if at < targets.num:
+        if not 0 <= targets.ids[at] < batch.num_rows:
+            raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
+        raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
+    if outcome == SHORT_OF_PAGES:
+        num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
+        num_free = count_free_in(batch.pool, batch.states[source].shard)
+        raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
+    if outcome == UNSHAREABLE:
+        raise PageIdError(
+            f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
+        )
+    raise MemoryError(f"forks of row {source}")
+
+
+cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
+    if num_external == 0:
+        raise ArgumentError(f"row {row} waits for no tokens from elsewhere")
+    refuse_unready(batch, row, is_due, True)
+    if num_tokens > num_external:
+        raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
+    raise ArgumentError(
+        f"row {row}: got {num_tokens} tokens, allowed with a state: all {num_external}; call fail_external for fewer"
+    )
