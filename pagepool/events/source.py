@@ -27,6 +27,7 @@ Run = tuple[int, int, int, int, int, int]
 Entries = tuple[Array, list[Run], Array]
 Keys = tuple[Array, Array]
 """Keys, and the group of each."""
+Changes = tuple[bool, tuple[Keys, Entries, Entries | None], tuple[Keys, Keys, Keys | None]]
 
 
 class Contexts:
@@ -41,19 +42,14 @@ class Contexts:
         self._num_at_sweep = MIN_CONTEXTS
 
     def hold(self, value: RequestExtraKeys) -> int:
-        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1)."""
+        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1).
+
+        An interrupt may lose an int, and cannot give one to two values.
+        """
         context = self._contexts.get(value)
-        if context is None:
-            return self._add(value)
-        self._journal.hold_context(context)
-        return context
-
-    def release(self, context: int) -> None:
-        """Release an int. It is reused when no page or row has it any more."""
-        self._journal.release_context(context)
-
-    def _add(self, value: RequestExtraKeys) -> int:
-        """Add a value. An interrupt may lose an int, and cannot give one to two values."""
+        if context is not None:
+            self._journal.hold_context(context)
+            return context
         self._sweep()
         if self._unused:
             context = self._unused.pop()
@@ -63,6 +59,10 @@ class Contexts:
         self._values[context] = value
         self._contexts[value] = context
         return context
+
+    def release(self, context: int) -> None:
+        """Release an int. It is reused when no page or row has it any more."""
+        self._journal.release_context(context)
 
     def _sweep(self) -> None:
         """Drop unused values once their number has doubled since the last sweep."""
@@ -125,42 +125,27 @@ class EventSource:
         with self._lock:
             must_start_over, self._must_start_over = self._must_start_over, True
             try:
-                is_cleared, (removed, new, entries), (tier_removed, tier_new, tier_entries) = self._journal.take_changes(
-                    with_snapshot or must_start_over
-                )
+                changes = self._journal.take_changes(with_snapshot or must_start_over)
+                (_, _, entries), (_, _, tier_entries) = changes[1:]
                 snapshot: list[Event] = []
                 if entries is not None and tier_entries is not None:
                     snapshot = [AllBlocksCleared(), *self._list_entries(entries, tier_entries)]
-                if must_start_over:
-                    return snapshot, snapshot
-                return self._list_changes(is_cleared, (removed, new), (tier_removed, tier_new)), snapshot
+                return snapshot if must_start_over else self._list_changes(changes), snapshot
             finally:
                 self._journal.end_report()
 
-    def _list_changes(self, is_cleared: bool, changes: tuple[Keys, Entries], tier_changes: tuple[Keys, Keys]) -> list[Event]:
+    def _list_changes(self, changes: Changes) -> list[Event]:
+        is_cleared, (removed, new, _), (tier_removed, tier_new, _) = changes
         events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        events += [*self._list_removed(changes[0], GPU), *self._list_removed(tier_changes[0], CPU)]
-        return [*events, *self._list_entries(changes[1], tier_changes[1])]
-
-    def _list_removed(self, keys: Keys, medium: str) -> list[Event]:
-        return [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+        for keys, medium in ((removed, GPU), (tier_removed, CPU)):
+            events += [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+        return [*events, *self._list_entries(new, tier_new)]
 
     def _list_entries(self, entries: Entries, tier_entries: Keys) -> list[Event]:
-        """Return the events for pages of the pool, and for those of the tier, one for each group."""
-        described = self._described[CPU]
-        saved = [BlockStored(hashes, None, NO_TOKENS, *described[group]) for group, hashes in self._split(tier_entries)]
-        return [*self._list_stored(entries), *saved]
+        """Return an event for each run of pages of the pool, and one for each group of the tier.
 
-    def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
-        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
-        all_keys, groups = keys
-        for group in range(len(self._described[GPU]) if len(groups) else 0):
-            is_one = groups == group
-            if is_one.any():
-                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
-
-    def _list_stored(self, entries: Entries) -> list[Event]:
-        """Return an event for each run of pages. The parent, if any, is in a run that begins earlier in its request."""
+        The parent of a run, if any, is in a run that begins earlier in its request.
+        """
         keys, runs, token_ids = entries
         described = self._described[GPU]
         hashes = self._hashes_of(keys)
@@ -176,7 +161,17 @@ class EventSource:
                 events.append((start_page, event))
             page, token = stop_page, stop_token
         events.sort(key=itemgetter(0))
-        return [event for _, event in events]
+        saved = self._split(tier_entries)
+        tier_events = [BlockStored(hashes, None, NO_TOKENS, *self._described[CPU][group]) for group, hashes in saved]
+        return [*(event for _, event in events), *tier_events]
+
+    def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
+        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
+        all_keys, groups = keys
+        for group in range(len(self._described[GPU]) if len(groups) else 0):
+            is_one = groups == group
+            if is_one.any():
+                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
         """Return the hashes in events for keys of the index, ``[2 n]``."""
@@ -194,23 +189,21 @@ class EventSource:
 
 
 def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:
-    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys. A state is told as the last hash
-    page before it.
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys.
+
+    The hash of a state is that of the last hash page before it.
     """
-    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    page_size = hash_page_size if isinstance(spec, MambaSpec) else spec.page_size
-    return page_size, None, medium, None, None, group, _kind_of(spec), window
-
-
-def _kind_of(spec: CacheSpec) -> str:
-    """Return vLLM's name for a kind of attention."""
-    if isinstance(spec, SlidingWindowSpec):
-        return "sliding_window"
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return "chunked_local_attention"
-    if isinstance(spec, MambaSpec):
-        return "mamba"
-    return "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
+    page_size, window = spec.page_size, None
+    match spec:
+        case SlidingWindowSpec():
+            kind, window = "sliding_window", spec.sliding_window
+        case ChunkedLocalAttentionSpec():
+            kind = "chunked_local_attention"
+        case MambaSpec():
+            kind, page_size = "mamba", hash_page_size
+        case _:
+            kind = "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
+    return page_size, None, medium, None, None, group, kind, window
 
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
