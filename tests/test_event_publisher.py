@@ -350,7 +350,7 @@ def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
 
 def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
     with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher:
-        publisher._worker.sockets.authenticator.stop()
+        publisher._worker.authenticator.stop()
         with Subscriber(publisher, keys=ALLOWED) as subscriber:
             for _ in range(40):
                 publisher.publish([])
