@@ -39,13 +39,13 @@ BYTES_RECEIVED_AT = 128  # in Linux's tcp_info
 class Peer:
     """One connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_refused: bool = False) -> None:
         """Start without topics and messages."""
-        self.is_refused = False
+        self.is_refused = is_refused
         self.num_topic_bytes = 0
         self._topics: set[bytes] = set()
         self._num_bytes_read = 0
-        self._num_bytes_seen = (0, 0)
+        self._last_difference = 0
         self._num_bytes_unread = 0
 
     def note_read(self, frames: Sequence["zmq.Frame"]) -> None:
@@ -54,32 +54,27 @@ class Peer:
 
     def count_unread(self, num_bytes_received: int) -> int:
         """Return the received bytes that no read message accounts for. Overestimates give no credit."""
-        received, read = self._num_bytes_seen
-        self._num_bytes_seen = num_bytes_received, self._num_bytes_read
-        self._num_bytes_unread += num_bytes_received - received - (self._num_bytes_read - read)
-        self._num_bytes_unread = max(0, self._num_bytes_unread)
+        difference = num_bytes_received - self._num_bytes_read
+        self._num_bytes_unread = max(0, self._num_bytes_unread + difference - self._last_difference)
+        self._last_difference = difference
         return self._num_bytes_unread
 
     def note_subscription(self, message: bytes) -> None:
         """Add or remove a topic. Other messages of a subscriber are ignored."""
-        topic = message[1:]
-        if message[:1] == b"\1" and topic not in self._topics:
-            self._topics.add(topic)
-            self.num_topic_bytes += len(topic) + NUM_SUBSCRIPTION_BYTES
-        elif message[:1] == b"\0" and topic in self._topics:
-            self._topics.remove(topic)
-            self.num_topic_bytes -= len(topic) + NUM_SUBSCRIPTION_BYTES
+        kind, topic = message[:1], message[1:]
+        if kind in (b"\0", b"\1") and (topic in self._topics) == (kind == b"\0"):
+            self._topics ^= {topic}
+            self.num_topic_bytes += (1 if kind == b"\1" else -1) * (len(topic) + NUM_SUBSCRIPTION_BYTES)
 
 
-GONE = Peer()
-GONE.is_refused = True
+GONE = Peer(is_refused=True)
 
 
 class Peers:
     """The connections of one socket, by their descriptors."""
 
-    def __init__(self, watched: "zmq.Socket[bytes]", is_connecting: bool) -> None:
-        """Watch a socket before it listens or connects, so that no connection is missed."""
+    def __init__(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> None:
+        """Watch a socket, and let it listen or connect, in this order, so that no connection is missed."""
         self.watched = watched
         self.by_descriptor: dict[int, Peer] = {}
         self.listening = -1  # the descriptor at which libzmq listens until the socket is closed
@@ -90,15 +85,10 @@ class Peers:
         begun = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
         watched.monitor(address, begun | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self.monitor.connect(address)
-        self.endpoint = ""
-
-    def note_endpoint(self) -> None:
-        """Record the address, once the socket listens or connects."""
-        self.endpoint = self.watched.getsockopt_string(zmq.LAST_ENDPOINT)
-        if not self._is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
-            event, value = parse_event(self.monitor)
-            if event == zmq.EVENT_LISTENING:
-                self.listening = value
+        watched.connect(endpoint) if is_connecting else watched.bind(endpoint)
+        self.endpoint = watched.getsockopt_string(zmq.LAST_ENDPOINT)
+        if not is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
+            _, self.listening = parse_event(self.monitor)
 
     def set_open(self, is_open: bool) -> bool:
         """Accept connections to a TCP port, or let Linux drop their packets, so that they take no descriptor and are retried.
@@ -124,17 +114,15 @@ class Peers:
         except zmq.ZMQError:
             return -1, None
         peer = self.by_descriptor.get(descriptor)
-        if peer is None:
-            try:
-                with _borrowed(descriptor) as connection:
-                    peer = None if self.has(connection) else GONE
-            except OSError:
-                peer = GONE
-        return descriptor, peer
+        return descriptor, GONE if peer is None and not self.has(descriptor) else peer
 
-    def has(self, connection: socket.socket) -> bool:
-        """Whether a socket is one of the connections or their listener, by its address."""
-        address = connection.getpeername() if self._is_connecting else connection.getsockname()
+    def has(self, descriptor: int) -> bool:
+        """Whether a descriptor is one of the connections or their listener, by its address."""
+        try:
+            with _borrowed(descriptor) as connection:
+                address = connection.getpeername() if self._is_connecting else connection.getsockname()
+        except (OSError, ValueError):
+            return False
         if isinstance(address, tuple):
             return self.endpoint.startswith("tcp:") and self.endpoint.endswith(f":{address[1]}")
         return self.endpoint == "ipc://" + os.fsdecode(address).replace("\0", "@", 1)
@@ -151,21 +139,17 @@ class Guard:
         self._max_connections = max_connections
         self._all_peers: list[Peers] = []
         self._lock = threading.Lock()
-        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._spare = os.dup(self._nothing)
-        self._look_at = -math.inf
+        self._spare, self._nothing = socket.socketpair()
         self._warn_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
 
-    def watch(self, watched: "zmq.Socket[bytes]", is_connecting: bool = False) -> Peers:
-        """Watch a socket that neither listens nor connects yet, and return its connections."""
-        self._all_peers.append(Peers(watched, is_connecting))
+    def watch(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> Peers:
+        """Let a socket listen at an address or connect to it, and return its connections."""
+        self._all_peers.append(Peers(watched, endpoint, is_connecting))
         return self._all_peers[-1]
 
     def start(self) -> None:
-        """Start the thread, once the sockets have their addresses."""
-        for peers in self._all_peers:
-            peers.note_endpoint()
+        """Start the thread, once all sockets are watched."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -174,32 +158,30 @@ class Guard:
             for peers in self._all_peers:
                 peers.watched.disable_monitor()
             self._thread.join()
-        self._let_go()
+        self._spare.close()
+        self._nothing.close()
 
     def forget(self) -> None:
         """Close the copies of the connections in a forked process, where they would stay open."""
         for peers in self._all_peers:
-            for descriptor in [peers.listening, *peers.by_descriptor]:
-                with contextlib.suppress(OSError, ValueError):
-                    with _borrowed(descriptor) as connection:
-                        is_ours = peers.has(connection)
-                    if is_ours:
-                        os.close(descriptor)
-        self._let_go()
+            for descriptor in filter(peers.has, [peers.listening, *peers.by_descriptor]):
+                os.close(descriptor)
+        self._spare.close()
+        self._nothing.close()
 
     def close(self, peers: Peers, descriptor: int) -> None:
         """Refuse a connection, and let libzmq close it. Has no effect if the descriptor has been reused."""
         peer = peers.by_descriptor.get(descriptor)
         if peer is not None:
             peer.is_refused = True
+        spare = self._spare.fileno()
         with self._lock, contextlib.suppress(OSError):
-            os.dup2(descriptor, self._spare, inheritable=False)  # which works where no descriptor is free
+            os.dup2(descriptor, spare, inheritable=False)  # which works where no descriptor is free
             try:
-                with _borrowed(self._spare) as connection:
-                    if peers.has(connection):
-                        connection.shutdown(socket.SHUT_RDWR)
+                if peers.has(spare):
+                    self._spare.shutdown(socket.SHUT_RDWR)
             finally:
-                os.dup2(self._nothing, self._spare, inheritable=False)
+                os.dup2(self._nothing.fileno(), spare, inheritable=False)
 
     def read_subscriptions(self, peers: Peers, max_bytes: int) -> None:
         """Read the messages of subscribers to an XPUB socket, in its thread, and close subscribers with too many topics."""
@@ -213,18 +195,13 @@ class Guard:
                     if peer.num_topic_bytes > max_bytes:
                         self.close(peers, descriptor)
 
-    def _let_go(self) -> None:
-        descriptors, self._spare, self._nothing = (self._spare, self._nothing), -1, -1
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
     # In the thread.
 
     def _run(self) -> None:
         """Run until the last monitor has stopped."""
         poller = zmq.Poller()
         followed = {peers.monitor: peers for peers in self._all_peers}
+        look_at = -math.inf
         for monitor in followed:
             poller.register(monitor, zmq.POLLIN)
         while followed:
@@ -234,7 +211,8 @@ class Guard:
                     if not self._follow(followed[monitor]):
                         poller.unregister(monitor)
                         del followed[monitor]
-                if time.monotonic() >= self._look_at:
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + MILLISECONDS_BETWEEN_LOOKS / 1000
                     self._look()
             except Exception:
                 logger.exception("connections were not checked")
@@ -253,18 +231,14 @@ class Guard:
                     peers.by_descriptor[value] = Peer()
                     if len(peers.by_descriptor) > self._max_connections:
                         self.close(peers, value)
-                self._limit(peers)
+                has_room = len(peers.by_descriptor) < self._max_connections
+                if peers.set_open(has_room) and not has_room and time.monotonic() >= self._warn_at:
+                    self._warn_at = time.monotonic() + SECONDS_BETWEEN_WARNINGS
+                    logger.warning("%s has %d connections, the maximum; others wait", peers.endpoint, self._max_connections)
         return True
-
-    def _limit(self, peers: Peers) -> None:
-        has_room = len(peers.by_descriptor) < self._max_connections
-        if peers.set_open(has_room) and not has_room and time.monotonic() >= self._warn_at:
-            self._warn_at = time.monotonic() + SECONDS_BETWEEN_WARNINGS
-            logger.warning("%s has %d connections, the maximum; others wait", peers.endpoint, self._max_connections)
 
     def _look(self) -> None:
         """Close connections with endless messages."""
-        self._look_at = time.monotonic() + MILLISECONDS_BETWEEN_LOOKS / 1000
         for peers in self._all_peers:
             for descriptor, peer in peers.by_descriptor.items():
                 if peer.count_unread(_count_received(descriptor)) > MAX_UNREAD_BYTES:

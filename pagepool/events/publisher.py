@@ -230,7 +230,6 @@ class Worker:
         """Listen at an address or connect to it, and return the connections."""
         if not isinstance(endpoint, str):
             raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
-        peers = self.guard.watch(socket, is_connecting)
         for option, value in SOCKET_OPTIONS.items():
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
@@ -244,12 +243,11 @@ class Worker:
         try:
             if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
                 raise zmq.ZMQError(zmq.EINVAL)
-            socket.connect(endpoint) if is_connecting else socket.bind(endpoint)
+            return self.guard.watch(socket, endpoint, is_connecting)
         except (zmq.ZMQError, UnicodeError) as error:
             is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
             got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
             raise EndpointError(f"{name}: got {got}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
-        return peers
 
     def _close_sockets(self, linger_seconds: float) -> None:
         """Close all, once what is sent has gone or this time is over."""
