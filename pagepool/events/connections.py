@@ -67,9 +67,6 @@ class Peer:
             self.num_topic_bytes += (1 if kind == b"\1" else -1) * (len(topic) + NUM_SUBSCRIPTION_BYTES)
 
 
-GONE = Peer(is_refused=True)
-
-
 class Peers:
     """The connections of one socket, by their descriptors."""
 
@@ -104,17 +101,17 @@ class Peers:
                 listener.setsockopt(socket.SOL_SOCKET, option, struct.pack("HP", 1, ctypes.addressof(DROP_ALL)))
         return True
 
-    def find(self, frame: "zmq.Frame") -> tuple[int, Peer | None]:
+    def find(self, frame: "zmq.Frame") -> tuple[int, Peer]:
         """Return the descriptor and the connection of a frame.
 
-        The connection is refused if it is gone, and None if it is not recorded yet or within this process.
+        The connection is refused if it is gone, and a new one if it is not recorded yet or within this process.
         """
         try:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
-            return -1, None
+            return -1, Peer()
         peer = self.by_descriptor.get(descriptor)
-        return descriptor, GONE if peer is None and not self.has(descriptor) else peer
+        return descriptor, peer or Peer(is_refused=not self.has(descriptor))
 
     def has(self, descriptor: int) -> bool:
         """Whether a descriptor is one of the connections or their listener, by its address."""
@@ -189,7 +186,7 @@ class Guard:
             for _ in range(MAX_SUBSCRIPTIONS_READ):
                 frame = peers.watched.recv(zmq.DONTWAIT, copy=False)
                 descriptor, peer = peers.find(frame)
-                if peer is not None and not peer.is_refused:
+                if not peer.is_refused:
                     peer.note_read([frame])
                     peer.note_subscription(frame.bytes)
                     if peer.num_topic_bytes > max_bytes:

@@ -24,8 +24,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -79,43 +80,18 @@ Curve = tuple[bytes, frozenset[bytes]]
 """A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
 
 
-class Options(NamedTuple):
-    """The options of a publisher, except its keys, which nothing keeps."""
-
-    endpoint: object
-    replay_endpoint: object
-    is_connecting: bool
-    topic: bytes
-    interval: float
-    buffer_steps: int
-    hwm: int
-    data_parallel_rank: int
-    heartbeat: float
-    max_connections: int
-    max_subscription_bytes: int
-
-
 class History:
-    """The last batches, and the last self-contained one (a start).
-
-    >>> history = History(2)
-    >>> for payload in (b"all", b"more", b"and more"):
-    ...     sequence = history.add(payload, payload == b"all")
-    >>> history.find(1), history.find(0)
-    ((1, b'more'), None)
-    >>> history.find_start(), history.find_first()
-    ((0, b'all'), (1, b'more'))
-    """
+    """The last batches, and the last self-contained one (a start)."""
 
     def __init__(self, num_batches: int) -> None:
         """`num_batches` are kept."""
-        self._batches: deque[Batch] = deque(maxlen=num_batches)
+        self.batches: deque[Batch] = deque(maxlen=num_batches)
         self._start: Batch | None = None
         self.next_sequence = 0
 
     def add(self, payload: "zmq.Frame", is_start: bool) -> int:
         """Add a batch, which `is_start` if it is self-contained. Returns its sequence number."""
-        self._batches.append((self.next_sequence, payload))
+        self.batches.append((self.next_sequence, payload))
         self.next_sequence += 1
         if is_start:
             self.set_start(payload)
@@ -127,17 +103,13 @@ class History:
 
     def find(self, sequence: int) -> Batch | None:
         """Return a batch, or None if it is not kept."""
-        place = sequence - (self.next_sequence - len(self._batches))
-        return self._batches[place] if 0 <= place < len(self._batches) else None
+        place = sequence - (self.next_sequence - len(self.batches))
+        return self.batches[place] if 0 <= place < len(self.batches) else None
 
     def find_start(self) -> Batch | None:
         """Return the last self-contained batch; None if a later batch is not kept any more."""
         num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
-        return self._start if num_behind <= len(self._batches) else None
-
-    def find_first(self) -> Batch | None:
-        """Return the first batch that is kept, or None."""
-        return self._batches[0] if self._batches else None
+        return self._start if num_behind <= len(self.batches) else None
 
 
 class Replay:
@@ -167,41 +139,58 @@ class Replay:
         return num_sent > 0
 
 
+@dataclass(eq=False, repr=False)
 class Worker:
-    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`."""
+    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`.
 
-    def __init__(self, source: EventSource | None, options: Options, curve: Curve | None) -> None:
-        """Open the sockets and start the thread, or none of these: EndpointError for an address that cannot be used."""
-        self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(options.hwm)
-        self._source = source
-        self._options = options
-        self._history = History(options.buffer_steps)
-        self._replays: deque[Replay] = deque()
-        self._take_at = -math.inf if source else math.inf
+    EndpointError for an address that cannot be used. Then no socket is open, and no thread started.
+    """
+
+    source: EventSource | None
+    endpoint: object
+    replay_endpoint: object
+    is_connecting: bool
+    curve: Curve | None
+    topic: bytes
+    interval: float
+    buffer_steps: int
+    hwm: int
+    data_parallel_rank: int
+    heartbeat: float
+    max_connections: int
+    max_subscription_bytes: int
+
+    def __post_init__(self) -> None:
+        """Open the sockets and start the thread."""
+        self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
+        self.history = History(self.buffer_steps)
+        self.replays: deque[Replay] = deque()
+        self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
         self._is_asked = False
         self._beat_at = math.inf
-        self._silence = options.heartbeat
+        self._silence = self.heartbeat
         self._wake_lock = threading.Lock()
         self._is_closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self.run, name="pagepool-events", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.guard = Guard(options.max_connections)
+        self.guard = Guard(self.max_connections)
         self.authenticator: ThreadAuthenticator | None = None
         self.replayed: Peers | None = None
         try:
-            self._open(options, curve)
-            if source is not None:
-                source.start_over()
-            WORKERS[id(source or self)] = self
+            self._open()
+            if self.source is not None:
+                self.source.start_over()
+            WORKERS[id(self.source or self)] = self
             self._thread.start()
         except BaseException:
             self._is_closing = True
             self._close_sockets(0.0)
             raise
 
-    def _open(self, options: Options, curve: Curve | None) -> None:
+    def _open(self) -> None:
+        curve, self.curve = self.curve, None  # nothing keeps the secret key
         if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
             authenticator = ThreadAuthenticator(self._context)
             allowed = SimpleNamespace(callback=lambda domain, key, keys=curve[1]: key in keys)
@@ -209,16 +198,16 @@ class Worker:
             authenticator.start()
             self.authenticator = authenticator
         publishing = self._context.socket(zmq.XPUB)
-        publishing.sndhwm, publishing.rcvhwm = options.hwm, SUBSCRIPTIONS_HWM
+        publishing.sndhwm, publishing.rcvhwm = self.hwm, SUBSCRIPTIONS_HWM
         publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
         publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
-        self.published = self._attach(publishing, "endpoint", options.endpoint, curve, options.is_connecting)
-        if options.replay_endpoint is not None:
+        self.published = self._attach(publishing, "endpoint", self.endpoint, curve, self.is_connecting)
+        if self.replay_endpoint is not None:
             replaying = self._context.socket(zmq.ROUTER)
             replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
             replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
             replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
-            self.replayed = self._attach(replaying, "replay_endpoint", options.replay_endpoint, curve)
+            self.replayed = self._attach(replaying, "replay_endpoint", self.replay_endpoint, curve)
         self._waking, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._waking.connect("inproc://wake")
@@ -287,7 +276,7 @@ class Worker:
 
     def encode(self, events: Sequence[Event]) -> tuple["zmq.Frame", bool]:
         """Return the payload, in memory of libzmq that all routers share, and whether it is self-contained."""
-        payload = encode_batch(EventBatch(time.time(), events, self._options.data_parallel_rank))
+        payload = encode_batch(EventBatch(time.time(), events, self.data_parallel_rank))
         with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
             return zmq.Frame(view, copy=True), bool(events) and isinstance(events[0], AllBlocksCleared)
 
@@ -309,8 +298,8 @@ class Worker:
             work()
         except Exception:
             logger.exception("events were not sent; a snapshot follows")
-            if self._source is not None:
-                self._source.start_over()
+            if self.source is not None:
+                self.source.start_over()
             time.sleep(0.1)
 
     def _wait(self) -> None:
@@ -324,20 +313,20 @@ class Worker:
         else:
             for peers in filter(None, (self.published, self.replayed)):
                 poller.register(peers.watched, zmq.POLLIN)
-            if self._replays:
+            if self.replays:
                 due_at = now
         ready = dict(poller.poll(math.ceil(1000 * max(0.0, due_at - now))))
         self._is_asked = bool(ready.keys() - {self._woken})
         with contextlib.suppress(zmq.Again):
             while True:
                 self._woken.recv(zmq.DONTWAIT)
-                self._take_at = min(self._take_at, now if self._source else math.inf)
+                self._take_at = min(self._take_at, now if self.source else math.inf)
 
     def _publish_all(self) -> None:
         """Publish the manager's events and those passed to `publish`."""
-        if self._source is not None and (time.monotonic() >= self._take_at or self._is_closing):
-            self._take_at = time.monotonic() + self._options.interval
-            events = self._source.take()
+        if self.source is not None and (time.monotonic() >= self._take_at or self._is_closing):
+            self._take_at = time.monotonic() + self.interval
+            events = self.source.take()
             if events:
                 self._publish(*self.encode(events))
         while not self.queue.empty():
@@ -352,23 +341,23 @@ class Worker:
         self._silence, self._beat_at = silence, time.monotonic() + silence
 
     def _publish(self, payload: "zmq.Frame", is_start: bool) -> None:
-        sequence = self._history.add(payload, is_start)
-        self.published.watched.send_multipart([self._options.topic, sequence.to_bytes(8, "big"), payload])
-        self.guard.read_subscriptions(self.published, self._options.max_subscription_bytes)  # libzmq accepts some at each send
-        self._silence = self._options.heartbeat
+        sequence = self.history.add(payload, is_start)
+        self.published.watched.send_multipart([self.topic, sequence.to_bytes(8, "big"), payload])
+        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # libzmq accepts some at each send
+        self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
 
     def _serve(self) -> None:
         """Serve subscriptions and a part of one replay, in a bounded share of the time."""
         start = time.monotonic()
-        if start < self._serve_at or not (self._is_asked or self._replays):
+        if start < self._serve_at or not (self._is_asked or self.replays):
             return
-        self.guard.read_subscriptions(self.published, self._options.max_subscription_bytes)
+        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)
         if self.replayed is not None:
             self._accept(self.replayed)
             self._replay_some(self.replayed)
         now = time.monotonic()
-        self._serve_at = now + max(MIN_REST if self._replays else 0.0, (now - start) / SHARE_OF_SERVICE)
+        self._serve_at = now + max(MIN_REST if self.replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
         """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
@@ -376,26 +365,25 @@ class Worker:
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
                 descriptor, peer = peers.find(client)
-                if peer is not None:
-                    peer.note_read(request)
-                if (peer is None or not peer.is_refused) and [len(frame) for frame in request] == REQUEST:
+                peer.note_read(request)
+                if not peer.is_refused and [len(frame) for frame in request] == REQUEST:
                     self._begin_replay(peers, client.bytes, descriptor, int.from_bytes(request[1].bytes, "big"))
 
     def _begin_replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> None:
         """Start a replay. A router with too many at once gets none."""
-        if sum(replay.client == client for replay in self._replays) < MAX_REPLAYS:
-            self._replays.append(Replay(client, descriptor, self._list_messages(client, sequence)))
+        if sum(replay.client == client for replay in self.replays) < MAX_REPLAYS:
+            self.replays.append(Replay(client, descriptor, self._list_messages(client, sequence)))
         else:
-            self._replays = deque(replay for replay in self._replays if replay.client != client)
+            self.replays = deque(replay for replay in self.replays if replay.client != client)
             self.guard.close(peers, descriptor)
 
     def _replay_some(self, peers: Peers) -> None:
         """Send to the first router that accepts something."""
-        for _ in range(min(len(self._replays), MAX_REPLAYS_TRIED)):
-            replay = self._replays.popleft()
+        for _ in range(min(len(self.replays), MAX_REPLAYS_TRIED)):
+            replay = self.replays.popleft()
             has_sent = replay.send(peers.watched)
             if replay.message is not None and time.monotonic() < replay.give_up_at:
-                self._replays.append(replay)
+                self.replays.append(replay)
             elif replay.message is not None:
                 self.guard.close(peers, replay.descriptor)
             if has_sent:
@@ -406,24 +394,24 @@ class Worker:
 
         Batches are looked up as they are sent, so that a slow router keeps none in memory.
         """
-        stop = self._history.next_sequence
-        while sequence != stop and (batch := self._history.find(sequence) or self._find_start()):
+        stop = self.history.next_sequence
+        while sequence != stop and (batch := self.history.find(sequence) or self._find_start()):
             sequence, payload = batch
-            yield [client, b"", self._options.topic, sequence.to_bytes(8, "big"), payload]
+            yield [client, b"", self.topic, sequence.to_bytes(8, "big"), payload]
             sequence += 1
             stop = max(stop, sequence)
         yield [client, b"", b"", END, b""]
 
     def _find_start(self) -> Batch | None:
         """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
-        start = self._history.find_start()
-        if start is None and self._source is not None and self._history.next_sequence:
-            events, snapshot = self._source.take_with_snapshot()
+        start = self.history.find_start()
+        if start is None and self.source is not None and self.history.next_sequence:
+            events, snapshot = self.source.take_with_snapshot()
             if events:
                 self._publish(*self.encode(events))
-            self._history.set_start(self.encode(snapshot)[0])
-            start = self._history.find_start()
-        return start or self._history.find_first()
+            self.history.set_start(self.encode(snapshot)[0])
+            start = self.history.find_start()
+        return start or next(iter(self.history.batches), None)
 
 
 WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
@@ -460,15 +448,7 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
     routers on other machines, use keys: with `curve_secretkey`, its own from ``zmq.curve_keypair()``, both endpoints encrypt,
     and only routers with one of the public keys `curve_client_keys` receive anything. A router sets pyzmq's
-    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
-
-    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
-    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-    >>> manager.enable_events()
-    >>> with EventPublisher(manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
-    ...     publisher.endpoint.startswith("tcp://127.0.0.1:")
-    True
+    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects. Examples are in ``docs/routers.md``.
     """
 
     def __init__(
@@ -505,10 +485,12 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
             raise ArgumentError("manager: got one whose events another publisher takes")
         if not isinstance(topic, str):
             raise ArgumentTypeError(f"topic: got {type(topic).__name__}, allowed: a string")
-        options = Options(
+        self._worker = Worker(
+            source,
             endpoint,
             replay_endpoint,
             require_flag("is_connecting", is_connecting),
+            _as_curve(curve_secretkey, curve_client_keys),
             topic.encode("utf-8", "backslashreplace"),
             _as_seconds("interval", interval),
             require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
@@ -518,7 +500,6 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
             require_int("max_connections", max_connections, 1, MAX_INT32),
             require_int("max_subscription_bytes", max_subscription_bytes, 1, MAX_INT32),
         )
-        self._worker = Worker(source, options, _as_curve(curve_secretkey, curve_client_keys))
         self.endpoint = self._worker.published.endpoint
         self.replay_endpoint = self._worker.replayed and self._worker.replayed.endpoint
         self._close = weakref.finalize(self, self._worker.close)

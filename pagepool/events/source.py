@@ -50,7 +50,13 @@ class Contexts:
         if context is not None:
             self._journal.hold_context(context)
             return context
-        self._sweep()
+        kept = self._journal.kept_contexts() if len(self._values) >= self._num_at_sweep else None
+        if kept is not None:  # the number of values has doubled since the unused ones were dropped
+            unused = [context for context in self._values if context not in kept]
+            for context in unused:
+                self._contexts.pop(self._values.pop(context), None)
+            self._unused += unused
+            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
         if self._unused:
             context = self._unused.pop()
             self._journal.hold_context(context)
@@ -63,16 +69,6 @@ class Contexts:
     def release(self, context: int) -> None:
         """Release an int. It is reused when no page or row has it any more."""
         self._journal.release_context(context)
-
-    def _sweep(self) -> None:
-        """Drop unused values once their number has doubled since the last sweep."""
-        kept = self._journal.kept_contexts() if len(self._values) >= self._num_at_sweep else None
-        if kept is not None:
-            unused = [context for context in self._values if context not in kept]
-            for context in unused:
-                self._contexts.pop(self._values.pop(context), None)
-            self._unused += unused
-            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
 
     def __getitem__(self, context: int) -> RequestExtraKeys:
         """Return the value of an int."""
