@@ -18,7 +18,6 @@ from sources import run_python
 from pagepool._core import build_flags
 from pagepool.doctor import command, environment
 from pagepool.doctor.environment import (
-    ENGINES,
     Problem,
     inspect_core,
     inspect_engines,
@@ -29,7 +28,6 @@ from pagepool.doctor.environment import (
 from pagepool.doctor.self_test import Twins, run_self_test
 from pagepool.errors import IntegrityError, PagePoolError
 
-VLLM, EASYDEL = ENGINES
 Versions = Callable[..., None]
 
 

@@ -57,23 +57,13 @@ class Problem(NamedTuple):
     remedy: str
 
 
-class Engine(NamedTuple):
-    """An engine for which `pagepool.compat` has an adapter.
-
-    ``name`` is that of the distribution, its package and the adapter. ``values`` turn the adapter on, besides `ON`.
-    """
-
-    name: str
-    label: str
-    versions: str
-    variable: str
-    values: tuple[str, ...]
-
-
-ENGINES = (
-    Engine("vllm", "vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.STRICT,)),
-    Engine("easydel", "EasyDeL", easydel.VERSION, easydel.VARIABLE, ()),
-)
+ENGINES = {
+    "vllm": ("vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.STRICT,)),
+    "easydel": ("EasyDeL", easydel.VERSION, easydel.VARIABLE, ()),
+}
+"""Engines with an adapter, by the name of the distribution, its package and the adapter: the name in texts, supported versions,
+the variable of the adapter, and the values that turn it on besides `ON`.
+"""
 
 
 def find_version(name: str) -> str | None:
@@ -165,22 +155,24 @@ def inspect_engines(problems: list[Problem], tries_all: bool = False) -> dict[st
     place: None if that was not tried. It is tried where the variable is on, or, with `tries_all`, where the engine is
     installed; that imports the engine, which takes many seconds.
     """
-    return {engine.name: _inspect_engine(engine, problems, tries_all) for engine in ENGINES}
+    return {name: _inspect_engine(problems, tries_all, name, *facts) for name, facts in ENGINES.items()}
 
 
-def _inspect_engine(engine: Engine, problems: list[Problem], tries_all: bool) -> dict[str, Any]:
-    found = find_version(engine.name)
-    is_supported = found is not None and fnmatchcase(found, engine.versions)
+def _inspect_engine(
+    problems: list[Problem], tries_all: bool, name: str, label: str, versions: str, variable: str, values: tuple[str, ...]
+) -> dict[str, Any]:
+    found = find_version(name)
+    is_supported = found is not None and fnmatchcase(found, versions)
     try:
-        is_on = read_switch(engine.variable, engine.values) in ON + engine.values
+        is_on = read_switch(variable, values) in ON + values
     except CompatError as error:
-        problems.append(Problem(str(error), f"set {engine.variable} to one of these"))
+        problems.append(Problem(str(error), f"set {variable} to one of these"))
         is_on = False
-    right_one = f"'{engine.name}=={engine.versions}', or unset {engine.variable}"
+    right_one = f"'{name}=={versions}', or unset {variable}"
     if is_on and not is_supported:
         got = "not installed" if found is None else f"version {found}, which is not supported"
-        problems.append(Problem(f"{engine.variable} is on, but {engine.label} is {got}", f"pip install {right_one}"))
-    if is_on and engine.name == "vllm":
+        problems.append(Problem(f"{variable} is on, but {label} is {got}", f"pip install {right_one}"))
+    if is_on and name == "vllm":
         if "pagepool" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
             remedy = "install pagepool into the environment of vLLM"
             problems.append(Problem("vLLM does not see pagepool's plug-in", remedy))
@@ -189,16 +181,16 @@ def _inspect_engine(engine: Engine, problems: list[Problem], tries_all: bool) ->
             problems.append(Problem(f"VLLM_PLUGINS={plugins} leaves pagepool out", "add pagepool to VLLM_PLUGINS"))
     is_replaced = None
     if is_supported and (is_on or tries_all):
-        _, fault = _run_python(f"from pagepool.compat.{engine.name} import install; install()")
+        _, fault = _run_python(f"from pagepool.compat.{name} import install; install()")
         is_replaced = fault is None
         if not is_replaced:
-            problems.append(Problem(f"{engine.label} refuses pagepool: {fault}", f"pip install --force-reinstall {right_one}"))
+            problems.append(Problem(f"{label} refuses pagepool: {fault}", f"pip install --force-reinstall {right_one}"))
     return {
-        "name": engine.label,
+        "name": label,
         "version": found,
-        "supported_versions": engine.versions,
+        "supported_versions": versions,
         "is_supported": is_supported,
-        "variable": engine.variable,
+        "variable": variable,
         "is_on": is_on,
         "is_replaced": is_replaced,
     }
