@@ -60,8 +60,7 @@ def describe(diagnosis: dict[str, Any]) -> str:
     """Return a diagnosis as lines of text: what was found, and then the problems."""
     problems = diagnosis["problems"]
     sections = [
-        _describe_versions(diagnosis["versions"]),
-        _describe_core(diagnosis["core"], diagnosis["self_test"]),
+        _describe_pagepool(diagnosis["versions"], diagnosis["core"], diagnosis["self_test"]),
         _describe_extras(diagnosis["extras"]),
         _describe_jax(diagnosis["jax"]),
         map(_describe_engine, diagnosis["engines"].values()),
@@ -75,14 +74,12 @@ def _row(name: str, text: str) -> str:
     return f"{name:11}{text}"
 
 
-def _describe_versions(versions: dict[str, Any]) -> Iterator[str]:
+def _describe_pagepool(versions: dict[str, Any], flags: dict[str, Any], self_test: dict[str, Any]) -> Iterator[str]:
     yield _row("pagepool", f"{versions['pagepool']}, in {versions['folder']}")
     yield _row("Python", f"{versions['python']}, {'with' if versions['gil'] else 'without'} the GIL")
     yield _row("NumPy", versions["numpy"])
     yield _row("platform", versions["platform"])
-
-
-def _describe_core(flags: dict[str, Any], self_test: dict[str, Any]) -> Iterator[str]:
+    yield ""
     kinds = [
         "debug build with asserts and bounds checks" if flags["debug"] else "release build",
         "guards" if flags["guards"] else "no guards",

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 __all__ = ["Guard", "Peer", "Peers"]
 
@@ -77,15 +78,12 @@ class Peers:
         self.listening = -1  # the descriptor at which libzmq listens until the socket is closed
         self._is_open = True
         self._is_connecting = is_connecting
-        self.monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
-        address = f"inproc://connections-{id(watched)}"
         begun = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
-        watched.monitor(address, begun | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
-        self.monitor.connect(address)
+        self.monitor = watched.get_monitor_socket(begun | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         watched.connect(endpoint) if is_connecting else watched.bind(endpoint)
         self.endpoint = watched.getsockopt_string(zmq.LAST_ENDPOINT)
         if not is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
-            _, self.listening = parse_event(self.monitor)
+            self.listening = recv_monitor_message(self.monitor, zmq.DONTWAIT)["value"]
 
     def set_open(self, is_open: bool) -> bool:
         """Accept connections to a TCP port, or let Linux drop their packets, so that they take no descriptor and are retried.
@@ -219,15 +217,16 @@ class Guard:
         """Record new and closed connections, and close excess ones. Returns whether the monitor goes on."""
         with contextlib.suppress(zmq.Again):
             while True:
-                event, value = parse_event(peers.monitor)
+                message = recv_monitor_message(peers.monitor, zmq.DONTWAIT)
+                event, descriptor = message["event"], message["value"]
                 if event == zmq.EVENT_MONITOR_STOPPED:
                     return False
                 if event == zmq.EVENT_DISCONNECTED:
-                    peers.by_descriptor.pop(value, None)
+                    peers.by_descriptor.pop(descriptor, None)
                 else:
-                    peers.by_descriptor[value] = Peer()
+                    peers.by_descriptor[descriptor] = Peer()
                     if len(peers.by_descriptor) > self._max_connections:
-                        self.close(peers, value)
+                        self.close(peers, descriptor)
                 has_room = len(peers.by_descriptor) < self._max_connections
                 if peers.set_open(has_room) and not has_room and time.monotonic() >= self._warn_at:
                     self._warn_at = time.monotonic() + SECONDS_BETWEEN_WARNINGS
@@ -240,12 +239,6 @@ class Guard:
             for descriptor, peer in peers.by_descriptor.items():
                 if peer.count_unread(_count_received(descriptor)) > MAX_UNREAD_BYTES:
                     self.close(peers, descriptor)
-
-
-def parse_event(monitor: "zmq.Socket[bytes]") -> tuple[int, int]:
-    """Return the next event of a monitor, and its value: a descriptor. zmq.Again if there is none."""
-    event, value = struct.unpack_from("=Hi", monitor.recv_multipart(zmq.DONTWAIT)[0])
-    return event, value
 
 
 @contextlib.contextmanager

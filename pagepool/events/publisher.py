@@ -8,9 +8,6 @@ from a DEALER or REQ socket, after an empty frame. Each batch from there on arri
 at the end an empty one with the number -1. As an extension to vLLM, a request for a batch that is not kept, that never existed,
 or for -1 is answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the
 number from which to continue.
-
-Without events a heartbeat is published: an empty batch under the next number. It shows a gap to a router that has lost the last
-batches; other routers ignore it.
 """
 
 import contextlib
@@ -112,33 +109,6 @@ class History:
         return self._start if num_behind <= len(self.batches) else None
 
 
-class Replay:
-    """The messages for one router, sent as it reads them."""
-
-    def __init__(self, client: bytes, descriptor: int, messages: Iterator[list[Any]]) -> None:
-        """`client` is the id of the router in the socket, `descriptor` its connection."""
-        self.client = client
-        self.descriptor = descriptor
-        self._messages = messages
-        self.message = next(messages, None)
-        self.give_up_at = time.monotonic() + PATIENCE
-
-    def send(self, socket: "zmq.Socket[bytes]") -> bool:
-        """Send some messages without waiting, and return whether any was sent. At the end `message` is None."""
-        num_sent = 0
-        try:
-            while num_sent < REPLAY_HWM and self.message is not None:
-                socket.send_multipart(self.message, zmq.DONTWAIT)
-                self.message = next(self._messages, None)
-                self.give_up_at = time.monotonic() + PATIENCE
-                num_sent += 1
-        except zmq.Again:
-            pass
-        except zmq.ZMQError:  # the router is gone
-            self.message = None
-        return num_sent > 0
-
-
 @dataclass(eq=False, repr=False)
 class Worker:
     """The thread of a publisher, with its sockets, which only the thread uses, except `wake`.
@@ -164,7 +134,7 @@ class Worker:
         """Open the sockets and start the thread."""
         self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
         self.history = History(self.buffer_steps)
-        self.replays: deque[Replay] = deque()
+        self.replays: deque[tuple[bytes, Iterator[bool]]] = deque()
         self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
         self._is_asked = False
@@ -268,12 +238,6 @@ class Worker:
             if threading.current_thread() is not self._thread:
                 self._thread.join(2 * SECONDS_TO_CLOSE)
 
-    def forget(self) -> None:
-        """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
-        if self.authenticator is not None:
-            self.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
-        self.guard.forget()
-
     def encode(self, events: Sequence[Event]) -> tuple["zmq.Frame", bool]:
         """Return the payload, in memory of libzmq that all routers share, and whether it is self-contained."""
         payload = encode_batch(EventBatch(time.time(), events, self.data_parallel_rank))
@@ -355,39 +319,59 @@ class Worker:
         self.guard.read_subscriptions(self.published, self.max_subscription_bytes)
         if self.replayed is not None:
             self._accept(self.replayed)
-            self._replay_some(self.replayed)
+            self._replay_some()
         now = time.monotonic()
         self._serve_at = now + max(MIN_REST if self.replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
-        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
+        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone.
+
+        A router that requests too many replays at once gets none.
+        """
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
                 descriptor, peer = peers.find(client)
                 peer.note_read(request)
-                if not peer.is_refused and [len(frame) for frame in request] == REQUEST:
-                    self._begin_replay(peers, client.bytes, descriptor, int.from_bytes(request[1].bytes, "big"))
+                if peer.is_refused or [len(frame) for frame in request] != REQUEST:
+                    continue
+                others = [replay for replay in self.replays if replay[0] != client.bytes]
+                if len(self.replays) - len(others) < MAX_REPLAYS:
+                    sequence = int.from_bytes(request[1].bytes, "big")
+                    self.replays.append((client.bytes, self._replay(peers, client.bytes, descriptor, sequence)))
+                else:
+                    self.replays = deque(others)
+                    self.guard.close(peers, descriptor)
 
-    def _begin_replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> None:
-        """Start a replay. A router with too many at once gets none."""
-        if sum(replay.client == client for replay in self.replays) < MAX_REPLAYS:
-            self.replays.append(Replay(client, descriptor, self._list_messages(client, sequence)))
-        else:
-            self.replays = deque(replay for replay in self.replays if replay.client != client)
-            self.guard.close(peers, descriptor)
-
-    def _replay_some(self, peers: Peers) -> None:
+    def _replay_some(self) -> None:
         """Send to the first router that accepts something."""
         for _ in range(min(len(self.replays), MAX_REPLAYS_TRIED)):
-            replay = self.replays.popleft()
-            has_sent = replay.send(peers.watched)
-            if replay.message is not None and time.monotonic() < replay.give_up_at:
-                self.replays.append(replay)
-            elif replay.message is not None:
-                self.guard.close(peers, replay.descriptor)
-            if has_sent:
+            client, replay = self.replays.popleft()
+            has_sent = next(replay, None)
+            if has_sent is not None:
+                self.replays.append((client, replay))
+            if has_sent is not False:
                 return
+
+    def _replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> Iterator[bool]:
+        """Send a replay to a router as it reads it: at most `REPLAY_HWM` messages, or until it accepts no more; then yield
+        whether any was sent. The connection of a router that does not read is closed.
+        """
+        num_sent, give_up_at = 0, time.monotonic() + PATIENCE
+        for message in self._list_messages(client, sequence):
+            is_sent = False
+            while not is_sent:
+                try:
+                    peers.watched.send_multipart(message, zmq.DONTWAIT)
+                    is_sent, num_sent, give_up_at = True, num_sent + 1, time.monotonic() + PATIENCE
+                except zmq.Again:
+                    if time.monotonic() >= give_up_at:
+                        return self.guard.close(peers, descriptor)
+                except zmq.ZMQError:
+                    return  # the router is gone
+                if not is_sent or num_sent == REPLAY_HWM:
+                    yield num_sent > 0
+                    num_sent = 0
 
     def _list_messages(self, client: bytes, sequence: int) -> Iterator[list[Any]]:
         """Yield batches from `sequence` on, or from a self-contained one, up to the current last one; and the end.
@@ -419,9 +403,11 @@ WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionar
 
 
 def _forget_workers() -> None:
-    """Close the connections of all workers in a forked process, which has no threads of them."""
+    """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
     for worker in WORKERS.values():
-        worker.forget()
+        if worker.authenticator is not None:
+            worker.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
+        worker.guard.forget()
     WORKERS.clear()
 
 
@@ -434,7 +420,8 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
     misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last `buffer_steps` batches and sends a
     snapshot of the cache to a router that asks later. The first batch is a snapshot too. After `heartbeat` seconds without a
-    batch, and then at doubling intervals up to a minute, the thread sends an empty batch.
+    batch, and then at doubling intervals up to a minute, the thread sends a batch without events: its number shows a gap to a
+    router that has lost the last batches, and other routers ignore it.
 
     Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and an eighth of the descriptors
     that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes.

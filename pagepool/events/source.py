@@ -27,7 +27,6 @@ Run = tuple[int, int, int, int, int, int]
 Entries = tuple[Array, list[Run], Array]
 Keys = tuple[Array, Array]
 """Keys, and the group of each."""
-Changes = tuple[bool, tuple[Keys, Entries, Entries | None], tuple[Keys, Keys, Keys | None]]
 
 
 class Contexts:
@@ -121,21 +120,20 @@ class EventSource:
         with self._lock:
             must_start_over, self._must_start_over = self._must_start_over, True
             try:
-                changes = self._journal.take_changes(with_snapshot or must_start_over)
-                (_, _, entries), (_, _, tier_entries) = changes[1:]
+                is_cleared, (removed, new, entries), (tier_removed, tier_new, tier_entries) = self._journal.take_changes(
+                    with_snapshot or must_start_over
+                )
                 snapshot: list[Event] = []
                 if entries is not None and tier_entries is not None:
                     snapshot = [AllBlocksCleared(), *self._list_entries(entries, tier_entries)]
-                return snapshot if must_start_over else self._list_changes(changes), snapshot
+                if must_start_over:
+                    return snapshot, snapshot
+                events: list[Event] = [AllBlocksCleared()] if is_cleared else []
+                for keys, medium in ((removed, GPU), (tier_removed, CPU)):
+                    events += [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+                return [*events, *self._list_entries(new, tier_new)], snapshot
             finally:
                 self._journal.end_report()
-
-    def _list_changes(self, changes: Changes) -> list[Event]:
-        is_cleared, (removed, new, _), (tier_removed, tier_new, _) = changes
-        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        for keys, medium in ((removed, GPU), (tier_removed, CPU)):
-            events += [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
-        return [*events, *self._list_entries(new, tier_new)]
 
     def _list_entries(self, entries: Entries, tier_entries: Keys) -> list[Event]:
         """Return an event for each run of pages of the pool, and one for each group of the tier.

@@ -3,18 +3,8 @@
 Each name begins with ``pagepool_``. Where vLLM has a metric of the same meaning, the rest is vLLM's:
 ``vllm:prefix_cache_hits_total`` is ``pagepool_prefix_cache_hits_total``. No name has a colon: from prometheus-client 0.23 on, a
 colon arrives as an underscore at Prometheus 2.x and as a colon at 3.x, so the name that is stored would depend on the versions
-of both. ``docs/`` has a Grafana dashboard, alerts, and rules that record vLLM's own names for its dashboards.
-
->>> from prometheus_client import CollectorRegistry, generate_latest
->>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
->>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
->>> manager = CacheManager(num_pages=11, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
->>> registry = CollectorRegistry()
->>> registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
->>> print(*generate_latest(registry).decode().splitlines()[:3], sep="\\n")
-# HELP pagepool_kv_cache_usage_perc Share of the pool's pages that requests or pins hold, 0 to 1.
-# TYPE pagepool_kv_cache_usage_perc gauge
-pagepool_kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
+of both. ``docs/`` has an example (``operating.md``), a Grafana dashboard, alerts, and rules that record vLLM's own names for
+its dashboards.
 """
 
 import re
