@@ -156,13 +156,13 @@ def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=50)
     with publisher, Subscriber(publisher) as subscriber:
         publish_some(publisher, 50, size=1 << 20)
-        wait_until(lambda: len(publisher._worker.history.batches) == 50)
+        wait_until(lambda: len(publisher._worker.batches) == 50)
         subscriber.context.rcvhwm = 1
         subscriber.ask(0)
         wait_until(lambda: publisher._worker.replays)
         time.sleep(0.5)
         publish_some(publisher, 60)
-        wait_until(lambda: publisher._worker.history.next_sequence == 110)
+        wait_until(lambda: publisher._worker.next_sequence == 110)
         numbers = []
         while (frames := subscriber.asking.recv_multipart())[2] != END:
             numbers.append(int.from_bytes(frames[2], "big"))

@@ -439,7 +439,7 @@ def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
         hashes = [i.to_bytes(8, "big") + bytes(100_000) for i in range(NUM_LARGE)]
         for block_hash in hashes:
             publisher.publish([BlockRemoved([block_hash], "GPU")])
-        wait_until(lambda: publisher._worker.history.next_sequence >= NUM_LARGE)
+        wait_until(lambda: publisher._worker.next_sequence >= NUM_LARGE)
         known: list[bytes] = []
         last = None
         while known[-1:] != hashes[-1:]:
@@ -476,7 +476,7 @@ def test_heartbeats_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
         beat = worker._beat
         monkeypatch.setattr(worker, "_beat", lambda: (beat(), intervals.append(worker._silence)))
         time.sleep(0.05)
-        assert worker.history.next_sequence == 0
+        assert worker.next_sequence == 0
         publisher.publish([])
         wait_until(lambda: len(intervals) >= 5)
         assert intervals[:5] == [0.02, 0.04, 0.08, 0.16, 0.32]

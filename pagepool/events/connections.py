@@ -124,7 +124,7 @@ class Peers:
 
 
 class Guard:
-    """Enforces the limits on the connections of a publisher's sockets, in its own thread."""
+    """Enforces the limits on the connections of a publisher's sockets, in its own thread, started once all are watched."""
 
     def __init__(self, max_connections: int) -> None:
         """Each socket has at most `max_connections`, or an eighth of the descriptors that the process may open."""
@@ -136,23 +136,19 @@ class Guard:
         self._lock = threading.Lock()
         self._spare, self._nothing = socket.socketpair()
         self._warn_at = -math.inf
-        self._thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
 
     def watch(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> Peers:
         """Let a socket listen at an address or connect to it, and return its connections."""
         self._all_peers.append(Peers(watched, endpoint, is_connecting))
         return self._all_peers[-1]
 
-    def start(self) -> None:
-        """Start the thread, once all sockets are watched."""
-        self._thread.start()
-
     def stop(self) -> None:
         """Stop the thread, before the sockets are closed, in the thread that uses them."""
-        if self._thread.is_alive():  # it must read to the end: libzmq blocks on a full monitor
+        if self.thread.is_alive():  # it must read to the end: libzmq blocks on a full monitor
             for peers in self._all_peers:
                 peers.watched.disable_monitor()
-            self._thread.join()
+            self.thread.join()
         self._spare.close()
         self._nothing.close()
 

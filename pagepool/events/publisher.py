@@ -77,38 +77,6 @@ Curve = tuple[bytes, frozenset[bytes]]
 """A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
 
 
-class History:
-    """The last batches, and the last self-contained one (a start)."""
-
-    def __init__(self, num_batches: int) -> None:
-        """`num_batches` are kept."""
-        self.batches: deque[Batch] = deque(maxlen=num_batches)
-        self._start: Batch | None = None
-        self.next_sequence = 0
-
-    def add(self, payload: "zmq.Frame", is_start: bool) -> int:
-        """Add a batch, which `is_start` if it is self-contained. Returns its sequence number."""
-        self.batches.append((self.next_sequence, payload))
-        self.next_sequence += 1
-        if is_start:
-            self.set_start(payload)
-        return self.next_sequence - 1
-
-    def set_start(self, payload: "zmq.Frame") -> None:
-        """Set a batch that is equivalent to all batches so far."""
-        self._start = (self.next_sequence - 1, payload)
-
-    def find(self, sequence: int) -> Batch | None:
-        """Return a batch, or None if it is not kept."""
-        place = sequence - (self.next_sequence - len(self.batches))
-        return self.batches[place] if 0 <= place < len(self.batches) else None
-
-    def find_start(self) -> Batch | None:
-        """Return the last self-contained batch; None if a later batch is not kept any more."""
-        num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
-        return self._start if num_behind <= len(self.batches) else None
-
-
 @dataclass(eq=False, repr=False)
 class Worker:
     """The thread of a publisher, with its sockets, which only the thread uses, except `wake`.
@@ -133,7 +101,9 @@ class Worker:
     def __post_init__(self) -> None:
         """Open the sockets and start the thread."""
         self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
-        self.history = History(self.buffer_steps)
+        self.batches: deque[Batch] = deque(maxlen=self.buffer_steps)
+        self.next_sequence = 0
+        self._start: Batch | None = None  # the last self-contained batch, or a snapshot in the place of one
         self.replays: deque[tuple[bytes, Iterator[bool]]] = deque()
         self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
@@ -181,7 +151,7 @@ class Worker:
         self._waking, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._waking.connect("inproc://wake")
-        self.guard.start()
+        self.guard.thread.start()
 
     def _attach(
         self, socket: "zmq.Socket[bytes]", name: str, endpoint: object, curve: Curve | None, is_connecting: bool = False
@@ -305,8 +275,12 @@ class Worker:
         self._silence, self._beat_at = silence, time.monotonic() + silence
 
     def _publish(self, payload: "zmq.Frame", is_start: bool) -> None:
-        sequence = self.history.add(payload, is_start)
-        self.published.watched.send_multipart([self.topic, sequence.to_bytes(8, "big"), payload])
+        batch = (self.next_sequence, payload)
+        self.batches.append(batch)
+        self.next_sequence += 1
+        if is_start:
+            self._start = batch
+        self.published.watched.send_multipart([self.topic, batch[0].to_bytes(8, "big"), payload])
         self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # libzmq accepts some at each send
         self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
@@ -378,8 +352,12 @@ class Worker:
 
         Batches are looked up as they are sent, so that a slow router keeps none in memory.
         """
-        stop = self.history.next_sequence
-        while sequence != stop and (batch := self.history.find(sequence) or self._find_start()):
+        stop = self.next_sequence
+        while sequence != stop:
+            place = sequence - self.next_sequence + len(self.batches)
+            batch = self.batches[place] if 0 <= place < len(self.batches) else self._find_start()
+            if batch is None:
+                break
             sequence, payload = batch
             yield [client, b"", self.topic, sequence.to_bytes(8, "big"), payload]
             sequence += 1
@@ -388,14 +366,16 @@ class Worker:
 
     def _find_start(self) -> Batch | None:
         """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
-        start = self.history.find_start()
-        if start is None and self.source is not None and self.history.next_sequence:
-            events, snapshot = self.source.take_with_snapshot()
-            if events:
-                self._publish(*self.encode(events))
-            self.history.set_start(self.encode(snapshot)[0])
-            start = self.history.find_start()
-        return start or next(iter(self.history.batches), None)
+        num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
+        if num_behind <= len(self.batches):
+            return self._start
+        if self.source is None or self.next_sequence == 0:
+            return next(iter(self.batches), None)
+        events, snapshot = self.source.take_with_snapshot()
+        if events:
+            self._publish(*self.encode(events))
+        self._start = (self.next_sequence - 1, self.encode(snapshot)[0])
+        return self._start
 
 
 WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()

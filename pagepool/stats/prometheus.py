@@ -53,24 +53,21 @@ class CacheCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return the current metrics."""
-        stats = {values: manager.stats() for values, manager in self._managers.items()}
-        return iter(self._make_families(stats))
+        return self._make_families({values: manager.stats() for values, manager in self._managers.items()})
 
     def describe(self) -> Iterator[Metric]:
         """Return the metrics without samples, by which a registry detects duplicates."""
-        return iter(self._make_families({}))
+        return self._make_families({})
 
-    def _make_families(self, stats: Mapping[tuple[str, ...], CacheStats]) -> list[Metric]:
-        families: list[Metric] = []
+    def _make_families(self, stats: Mapping[tuple[str, ...], CacheStats]) -> Iterator[Metric]:
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (TimesFamily, TIMES)):
             for name, (field, text) in table.items():
                 family = kind(f"pagepool_{name}", text, labels=self._label_names)
-                families.append(family)
                 for values, each in stats.items():
                     sample = _sample_of(each, field)
                     if sample is not None:
                         family.add_metric(values, *sample)
-        return families
+                yield family
 
 
 TimesFamily = partial(HistogramMetricFamily, unit="seconds")
