@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -520,6 +522,15 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
             call()
     with EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint) as again:
         assert_serves(again, manager)
+
+
+def test_a_closed_publisher_keeps_no_source() -> None:
+    manager = make_told()
+    source = weakref.ref(manager._require_event_source())
+    EventPublisher(manager, LOOPBACK).close()
+    del manager
+    gc.collect()
+    assert source() is None
 
 
 def test_a_publisher_that_is_dropped_ends() -> None:

@@ -1,7 +1,4 @@
-"""What is installed: versions, the build of the core, the packages of the extras, jax and its devices, and the engines.
-
-jax and the engines start in processes of their own.
-"""
+"""Inspects versions, the build of the core, the packages of the extras and, in other processes, jax and the engines."""
 
 import json
 import os

@@ -100,10 +100,7 @@ class Peers:
         return True
 
     def find(self, frame: "zmq.Frame") -> tuple[int, Peer]:
-        """Return the descriptor and the connection of a frame.
-
-        The connection is refused if it is gone, and a new one if it is not recorded yet or within this process.
-        """
+        """Return the descriptor and connection of a frame: a refused one if it is gone, a new one if it is not recorded."""
         try:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:

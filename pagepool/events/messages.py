@@ -80,8 +80,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 def encode_batch(batch: EventBatch) -> bytes:
     """Return the batch in msgpack, as vLLM sends it. O(pages + tokens); other threads may run between events.
 
-    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode, such as ints beyond 64
-    bits.
+    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode (ints beyond 64 bits).
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
     listed = require_list("events", batch.events, Event)

@@ -79,10 +79,7 @@ Curve = tuple[bytes, frozenset[bytes]]
 
 @dataclass(eq=False, repr=False)
 class Worker:
-    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`.
-
-    EndpointError for an address that cannot be used. Then no socket is open, and no thread started.
-    """
+    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`."""
 
     source: EventSource | None
     endpoint: object
@@ -99,7 +96,7 @@ class Worker:
     max_subscription_bytes: int
 
     def __post_init__(self) -> None:
-        """Open the sockets and start the thread."""
+        """Open the sockets and start the thread, or none of these: EndpointError for an address that cannot be used."""
         self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
         self.batches: deque[Batch] = deque(maxlen=self.buffer_steps)
         self.next_sequence = 0
@@ -122,7 +119,8 @@ class Worker:
             self._open()
             if self.source is not None:
                 self.source.start_over()
-            WORKERS[id(self.source or self)] = self
+                WORKERS[id(self.source)] = self
+            WORKERS[id(self)] = self
             self._thread.start()
         except BaseException:
             self._is_closing = True
@@ -130,7 +128,7 @@ class Worker:
             raise
 
     def _open(self) -> None:
-        curve, self.curve = self.curve, None  # nothing keeps the secret key
+        curve, self.curve = self.curve, None  # no object of this package keeps the secret key
         if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
             authenticator = ThreadAuthenticator(self._context)
             allowed = SimpleNamespace(callback=lambda domain, key, keys=curve[1]: key in keys)
@@ -219,9 +217,8 @@ class Worker:
     def run(self) -> None:
         """Publish and replay until the publisher is closed."""
         while not self._is_closing:
-            self._do(self._wait)
-            self._do(self._publish_all)
-            self._do(self._serve)
+            for work in (self._wait, self._publish_all, self._serve):
+                self._do(work)
         self._do(self._publish_all)
         with self._wake_lock:
             self._close_sockets(SECONDS_TO_CLOSE)
@@ -298,10 +295,7 @@ class Worker:
         self._serve_at = now + max(MIN_REST if self.replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
-        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone.
-
-        A router that requests too many replays at once gets none.
-        """
+        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -313,7 +307,7 @@ class Worker:
                 if len(self.replays) - len(others) < MAX_REPLAYS:
                     sequence = int.from_bytes(request[1].bytes, "big")
                     self.replays.append((client.bytes, self._replay(peers, client.bytes, descriptor, sequence)))
-                else:
+                else:  # a router that requests too many at once gets none
                     self.replays = deque(others)
                     self.guard.close(peers, descriptor)
 
@@ -379,7 +373,7 @@ class Worker:
 
 
 WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
-"""The worker of each source of events, by the id of the source; a worker without one by its own."""
+"""Workers by their ids, and the last one of each source of events by the id of the source."""
 
 
 def _forget_workers() -> None:

@@ -41,10 +41,7 @@ class Contexts:
         self._num_at_sweep = MIN_CONTEXTS
 
     def hold(self, value: RequestExtraKeys) -> int:
-        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1).
-
-        An interrupt may lose an int, and cannot give one to two values.
-        """
+        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1). An interrupt may lose an int."""
         context = self._contexts.get(value)
         if context is not None:
             self._journal.hold_context(context)
@@ -136,10 +133,7 @@ class EventSource:
                 self._journal.end_report()
 
     def _list_entries(self, entries: Entries, tier_entries: Keys) -> list[Event]:
-        """Return an event for each run of pages of the pool, and one for each group of the tier.
-
-        The parent of a run, if any, is in a run that begins earlier in its request.
-        """
+        """Return an event for each run of pages of the pool, parents before children, and one for each group of the tier."""
         keys, runs, token_ids = entries
         described = self._described[GPU]
         hashes = self._hashes_of(keys)
@@ -154,7 +148,7 @@ class EventSource:
                     _add_extra_keys(event, self.contexts[context], start_page, num_pages)
                 events.append((start_page, event))
             page, token = stop_page, stop_token
-        events.sort(key=itemgetter(0))
+        events.sort(key=itemgetter(0))  # a parent is in a run that begins earlier in its request
         saved = self._split(tier_entries)
         tier_events = [BlockStored(hashes, None, NO_TOKENS, *self._described[CPU][group]) for group, hashes in saved]
         return [*(event for _, event in events), *tier_events]
@@ -183,10 +177,7 @@ class EventSource:
 
 
 def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:
-    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys.
-
-    The hash of a state is that of the last hash page before it.
-    """
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
     page_size, window = spec.page_size, None
     match spec:
         case SlidingWindowSpec():
@@ -194,7 +185,7 @@ def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> 
         case ChunkedLocalAttentionSpec():
             kind = "chunked_local_attention"
         case MambaSpec():
-            kind, page_size = "mamba", hash_page_size
+            kind, page_size = "mamba", hash_page_size  # the hash of a state is that of the last hash page before it
         case _:
             kind = "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
     return page_size, None, medium, None, None, group, kind, window
