@@ -105,8 +105,7 @@ class Peers:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
             return -1, Peer()
-        peer = self.by_descriptor.get(descriptor)
-        return descriptor, peer or Peer(is_refused=not self.has(descriptor))
+        return descriptor, self.by_descriptor.get(descriptor) or Peer(is_refused=not self.has(descriptor))
 
     def has(self, descriptor: int) -> bool:
         """Whether a descriptor is one of the connections or their listener, by its address."""
@@ -166,7 +165,7 @@ class Guard:
         with self._lock, contextlib.suppress(OSError):
             os.dup2(descriptor, spare, inheritable=False)  # which works where no descriptor is free
             try:
-                if peers.has(spare):
+                if peers.has(spare):  # which is the connection until the end of this block
                     self._spare.shutdown(socket.SHUT_RDWR)
             finally:
                 os.dup2(self._nothing.fileno(), spare, inheritable=False)

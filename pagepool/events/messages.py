@@ -83,9 +83,8 @@ def encode_batch(batch: EventBatch) -> bytes:
     ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode (ints beyond 64 bits).
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
-    listed = require_list("events", batch.events, Event)
     try:
-        events = [msgspec.Raw(_encoder.encode(event)) for event in listed]
+        events = [msgspec.Raw(_encoder.encode(event)) for event in require_list("events", batch.events, Event)]
         return _encoder.encode((require_seconds("ts", batch.ts), events, rank))
     except (OverflowError, UnicodeEncodeError) as error:
         raise ArgumentError(f"events: {error}") from None

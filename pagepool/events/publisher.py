@@ -257,8 +257,7 @@ class Worker:
         """Publish the manager's events and those passed to `publish`."""
         if self.source is not None and (time.monotonic() >= self._take_at or self._is_closing):
             self._take_at = time.monotonic() + self.interval
-            events = self.source.take()
-            if events:
+            if events := self.source.take():
                 self._publish(*self.encode(events))
         while not self.queue.empty():
             self._publish(*self.queue.get())
