@@ -25,7 +25,7 @@ from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, pu
 
 from pagepool.errors import EndpointError  # noqa: E402
 from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
-from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
+from pagepool.events.publisher import MAX_REPLAYS, SOCKET_OPTIONS, EventPublisher  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
 LIMIT = 64 * MEBIBYTE
@@ -130,12 +130,12 @@ def test_routers_that_never_read_a_replay_take_little() -> None:
 
 
 def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.events.history.PATIENCE", 0.5)
+    monkeypatch.setattr("pagepool.events.publisher.PATIENCE", 0.5)
     with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher:
         publish_some(publisher, 50, size=1 << 20)
         with shake_hands(publisher.replay_endpoint, "DEALER") as raw, Subscriber(publisher) as subscriber:
             raw.sendall(message(b"", bytes(8)))
-            peers = publisher._worker.sockets.replayed
+            peers = publisher._worker.replayed
             assert peers is not None
             wait_until(lambda: peers.by_descriptor)
             wait_until(lambda: not peers.by_descriptor)
@@ -146,7 +146,7 @@ def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("pagepool.events.publisher.SECONDS_UNREAD", 0.3)
     with EventPublisher(None, LOOPBACK, hwm=10, heartbeat=None) as publisher, shake_hands(publisher.endpoint, "SUB") as raw:
         raw.sendall(message(b"\1"))
-        peers = publisher._worker.sockets.published
+        peers = publisher._worker.published
         wait_until(lambda: peers.by_descriptor)
         wait_until(lambda: publish_some(publisher, 1, size=1 << 20) or not peers.by_descriptor)
 
@@ -156,13 +156,13 @@ def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=50)
     with publisher, Subscriber(publisher) as subscriber:
         publish_some(publisher, 50, size=1 << 20)
-        wait_until(lambda: len(publisher._worker._history._batches) == 50)
+        wait_until(lambda: len(publisher._worker.batches) == 50)
         subscriber.context.rcvhwm = 1
         subscriber.ask(0)
-        wait_until(lambda: publisher._worker._replays)
+        wait_until(lambda: publisher._worker.replays)
         time.sleep(0.5)
         publish_some(publisher, 60)
-        wait_until(lambda: publisher._worker._history.next_sequence == 110)
+        wait_until(lambda: publisher._worker.next_sequence == 110)
         numbers = []
         while (frames := subscriber.asking.recv_multipart())[2] != END:
             numbers.append(int.from_bytes(frames[2], "big"))
@@ -229,12 +229,12 @@ def test_as_many_routers_as_may_connect() -> None:
                 assert not late.live.poll(10)
             subscribers[0].live.close()
             late.wait_until_subscribed()
-        peers = publisher._worker.sockets.published
+        peers = publisher._worker.published
         assert len(peers.by_descriptor) <= 3
 
 
 def test_a_connection_without_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.events.publisher.SECONDS_TO_SHAKE_HANDS", 0.2)
+    monkeypatch.setitem(SOCKET_OPTIONS, zmq.HANDSHAKE_IVL, 200)
     with EventPublisher(None, LOOPBACK, LOOPBACK) as publisher:
         for endpoint in (publisher.endpoint, publisher.replay_endpoint):
             assert endpoint is not None
@@ -270,7 +270,7 @@ def test_a_message_without_end_takes_little(socket_type: str) -> None:
 
 def test_only_its_own_connections_are_closed(publisher: EventPublisher) -> None:
     """A descriptor that was closed meanwhile, and opened for something else, stays open."""
-    guard, peers = publisher._worker.sockets.guard, publisher._worker.sockets.published
+    guard, peers = publisher._worker.guard, publisher._worker.published
     ours, theirs = socket.socketpair()
     with ours, theirs, connect(publisher.replay_endpoint or "") as other:
         for descriptor in (ours.fileno(), other.fileno(), -1, 10_000):

@@ -16,13 +16,18 @@ import pytest
 from sources import run_python
 
 from pagepool._core import build_flags
-from pagepool.doctor import command, engines, environment
-from pagepool.doctor.engines import ENGINES, inspect_engines, inspect_jax
-from pagepool.doctor.environment import Problem, inspect_core, inspect_extras, inspect_versions
+from pagepool.doctor import command, environment
+from pagepool.doctor.environment import (
+    Problem,
+    inspect_core,
+    inspect_engines,
+    inspect_extras,
+    inspect_jax,
+    inspect_versions,
+)
 from pagepool.doctor.self_test import Twins, run_self_test
 from pagepool.errors import IntegrityError, PagePoolError
 
-VLLM, EASYDEL = ENGINES
 Versions = Callable[..., None]
 
 
@@ -33,8 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Versions:
         monkeypatch.delenv(name, raising=False)
 
     def install(**versions: str | None) -> None:
-        for module in (engines, environment):
-            monkeypatch.setattr(module, "find_version", versions.get)
+        monkeypatch.setattr(environment, "find_version", versions.get)
 
     return install
 
@@ -60,8 +64,9 @@ def test_the_json_is_the_diagnosis() -> None:
 
 def test_without_click() -> None:
     """The other commands then name the extra, see test_command_manners."""
-    no_jax = "from pagepool.doctor import engines; engines.find_version = lambda name: None"
-    hidden = f"import sys; sys.modules['click'] = None; {no_jax}"
+    find = "from pagepool.doctor import environment; find = environment.find_version"
+    no_jax = "environment.find_version = lambda name: None if name == 'jax' else find(name)"
+    hidden = f"import sys; sys.modules['click'] = None; {find}; {no_jax}"
     process = run_python("-c", f"{hidden}; from pagepool.replay import cli; sys.argv[1:] = ['doctor']; cli.main()")
     assert process.returncode == 1
     assert "\nself-test  passed in " in process.stdout
@@ -110,7 +115,7 @@ class TestEnvironment:
             "no-such-package>=3; extra == 'plan'",
             'pytest>=8; extra == "test"',
         ]
-        monkeypatch.setattr(environment, "_requirements", lambda: requirements)
+        monkeypatch.setattr(environment, "requires", lambda _: requirements)
         installed(click="8.0.9", ray="2.40", **{"no-such-package": "3.0.1"})
         monkeypatch.setitem(environment.MODULES, "click", "json")
         monkeypatch.setitem(environment.MODULES, "ray", "json")
@@ -134,7 +139,7 @@ class TestJax:
         assert inspect_jax([]) is None
         installed(jax="9.9")
         code = "import os; print('{\"backend\": \"' + os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] + '\", \"devices\": []}')"
-        monkeypatch.setattr(engines, "LIST_DEVICES", code)
+        monkeypatch.setattr(environment, "LIST_DEVICES", code)
         assert inspect_jax([]) == {"version": "9.9", "backend": "false", "devices": []}
 
     @pytest.mark.parametrize(
@@ -149,8 +154,8 @@ class TestJax:
         self, code: str, fault: str, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
     ) -> None:
         installed(jax="9.9")
-        monkeypatch.setattr(engines, "LIST_DEVICES", code)
-        monkeypatch.setattr(engines, "SECONDS", 1 if "sleep" in code else 120)
+        monkeypatch.setattr(environment, "LIST_DEVICES", code)
+        monkeypatch.setattr(environment, "SECONDS", 1 if "sleep" in code else 120)
         assert inspect_jax(problems) == {"version": "9.9"}
         assert [problem.what for problem in problems] == [f"jax 9.9 does not start: {fault}"]
 
@@ -171,7 +176,7 @@ class TestEngines:
     ) -> None:
         installed(vllm=version)
         monkeypatch.setenv("PAGEPOOL_VLLM", "strict")
-        monkeypatch.setattr(engines, "entry_points", lambda group: [SimpleNamespace(name="pagepool")])
+        monkeypatch.setattr(environment, "entry_points", lambda group: [SimpleNamespace(name="pagepool")])
         assert not inspect_engines(problems)["vllm"]["is_supported"]
         assert [problem.remedy for problem in problems] == ["pip install 'vllm==0.33.*', or unset PAGEPOOL_VLLM"]
 
@@ -181,8 +186,8 @@ class TestEngines:
         installed(vllm="0.33.0")
         monkeypatch.setenv("PAGEPOOL_VLLM", "1")
         monkeypatch.setenv("VLLM_PLUGINS", "one,other")
-        monkeypatch.setattr(engines, "entry_points", lambda group: [])
-        monkeypatch.setattr(engines, "_try", lambda engine: None)
+        monkeypatch.setattr(environment, "entry_points", lambda group: [])
+        monkeypatch.setattr(environment, "_run_python", lambda code: ("", None))
         assert inspect_engines(problems)["vllm"]["is_replaced"]
         assert [problem.what for problem in problems] == [
             "vLLM does not see pagepool's plug-in",
@@ -199,7 +204,7 @@ class TestEngines:
         """Another version is imported than the installed one."""
         (tmp_path / "vllm.py").write_text("__version__ = '0.1'")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(engines, "find_version", {"vllm": "0.33.0"}.get)
+        monkeypatch.setattr(environment, "find_version", {"vllm": "0.33.0"}.get)
         monkeypatch.delenv("PAGEPOOL_VLLM", raising=False)
         found = inspect_engines(problems, True)["vllm"]
         assert found["is_replaced"] is False
@@ -237,7 +242,7 @@ class TestSelfTest:
     def test_a_failure_is_a_problem(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(command, "run_self_test", Mock(side_effect=IntegrityError("page 3 is nobody's")))
         for name, found in {"jax": {"version": "9.9"}, "engines": {}, "extras": {}}.items():
-            monkeypatch.setattr(command, f"inspect_{name}", Mock(return_value=found))
+            monkeypatch.setattr(environment, f"inspect_{name}", Mock(return_value=found))
         assert command.main([]) == 1
         output = capsys.readouterr().out
         assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -160,7 +162,7 @@ def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher,
 
 def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot is made again only once the batches after it are dropped: requests cost the engine nothing."""
-    source = publisher._worker._source
+    source = publisher._worker.source
     made = []
     take = source.take_with_snapshot
     monkeypatch.setattr(source, "take_with_snapshot", lambda: made.append(0) or take())
@@ -350,7 +352,7 @@ def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
 
 def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
     with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher:
-        publisher._worker.sockets.authenticator.stop()
+        publisher._worker.authenticator.stop()
         with Subscriber(publisher, keys=ALLOWED) as subscriber:
             for _ in range(40):
                 publisher.publish([])
@@ -439,7 +441,7 @@ def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
         hashes = [i.to_bytes(8, "big") + bytes(100_000) for i in range(NUM_LARGE)]
         for block_hash in hashes:
             publisher.publish([BlockRemoved([block_hash], "GPU")])
-        wait_until(lambda: publisher._worker._history.next_sequence >= NUM_LARGE)
+        wait_until(lambda: publisher._worker.next_sequence >= NUM_LARGE)
         known: list[bytes] = []
         last = None
         while known[-1:] != hashes[-1:]:
@@ -476,7 +478,7 @@ def test_heartbeats_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
         beat = worker._beat
         monkeypatch.setattr(worker, "_beat", lambda: (beat(), intervals.append(worker._silence)))
         time.sleep(0.05)
-        assert worker._history.next_sequence == 0
+        assert worker.next_sequence == 0
         publisher.publish([])
         wait_until(lambda: len(intervals) >= 5)
         assert intervals[:5] == [0.02, 0.04, 0.08, 0.16, 0.32]
@@ -498,7 +500,7 @@ def test_events_that_could_not_be_sent_are_told_anew(
     with subscribed(publisher) as subscriber:
         run_request(manager, list(range(9)))
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._worker._source, "_hash_of", lambda key: 1 / 0)
+            patch.setattr(publisher._worker.source, "_hash_of", lambda key: 1 / 0)
             run_request(manager, [7] * 9)
             manager.page_pool.evict_pages([1])
             publisher.flush()
@@ -520,6 +522,15 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
             call()
     with EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint) as again:
         assert_serves(again, manager)
+
+
+def test_a_closed_publisher_keeps_no_source() -> None:
+    manager = make_told()
+    source = weakref.ref(manager._require_event_source())
+    EventPublisher(manager, LOOPBACK).close()
+    del manager
+    gc.collect()
+    assert source() is None
 
 
 def test_a_publisher_that_is_dropped_ends() -> None:

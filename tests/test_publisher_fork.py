@@ -85,17 +85,17 @@ with Subscriber(publisher, keys=keys) as subscriber:
 publisher = EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint, **options)
 """,
     "its thread is taking events": """
-take, taking, go_on = EventSource._list_changes, threading.Event(), threading.Event()
+take, taking, go_on = EventSource._list_entries, threading.Event(), threading.Event()
 def wait(*args):
     taking.set()
     go_on.wait()
     return take(*args)
 with subscribed(publisher, keys=keys):
     pass
-EventSource._list_changes = wait
+EventSource._list_entries = wait
 publisher.flush()
 taking.wait()
-EventSource._list_changes = take
+EventSource._list_entries = take
 threading.Timer(0.5, go_on.set).start()  # the fork waits for it
 def work():
     manager.take_events()

@@ -6,14 +6,12 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pagepool.doctor.engines import inspect_engines, inspect_jax
-from pagepool.doctor.environment import Problem, inspect_core, inspect_extras, inspect_versions
+from pagepool.doctor import environment
+from pagepool.doctor.environment import Problem
 from pagepool.doctor.self_test import run_self_test
 from pagepool.errors import count_of
 
 __all__ = ["diagnose", "main"]
-
-COLUMN = 11
 
 
 def diagnose(tries_all_engines: bool = False) -> dict[str, Any]:
@@ -22,26 +20,24 @@ def diagnose(tries_all_engines: bool = False) -> dict[str, Any]:
     """
     problems: list[Problem] = []
     diagnosis = {
-        "versions": inspect_versions(problems),
-        "core": inspect_core(problems),
+        "versions": environment.inspect_versions(problems),
+        "core": environment.inspect_core(problems),
         "self_test": _test(problems),
-        "extras": inspect_extras(problems),
-        "jax": inspect_jax(problems),
-        "engines": inspect_engines(problems, tries_all_engines),
+        "extras": environment.inspect_extras(problems),
+        "jax": environment.inspect_jax(problems),
+        "engines": environment.inspect_engines(problems, tries_all_engines),
     }
     return diagnosis | {"problems": [problem._asdict() for problem in problems]}
 
 
 def _test(problems: list[Problem]) -> dict[str, Any]:
-    start = time.perf_counter()
+    start, num_problems = time.perf_counter(), len(problems)
     try:
         run_self_test()
-        passed = True
     except Exception as error:  # a broken build may raise anything
-        passed = False
         remedy = "install pagepool again; if it stays, report it with this output"
         problems.append(Problem(f"the self-test failed: {error!r}", remedy))
-    return {"passed": passed, "seconds": time.perf_counter() - start}
+    return {"passed": len(problems) == num_problems, "seconds": time.perf_counter() - start}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,11 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Exit codes: 0 all is well; 1 something is wrong, with what to do; 2 invalid arguments.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--engines",
-        action="store_true",
-        help="import every installed engine and try whether pagepool takes its allocator's place",
-    )
+    engines_help = "import every installed engine and try whether pagepool takes its allocator's place"
+    parser.add_argument("--engines", action="store_true", help=engines_help)
     options = parser.parse_args(arguments)
     diagnosis = diagnose(options.engines)
     print(json.dumps(diagnosis, indent=2) if options.json else describe(diagnosis))
@@ -65,38 +58,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def describe(diagnosis: dict[str, Any]) -> str:
     """Return a diagnosis as lines of text: what was found, and then the problems."""
+    problems = diagnosis["problems"]
     sections = [
-        _describe_versions(diagnosis["versions"]),
-        _describe_core(diagnosis["core"], diagnosis["self_test"]),
+        _describe_pagepool(diagnosis["versions"], diagnosis["core"], diagnosis["self_test"]),
         _describe_extras(diagnosis["extras"]),
         _describe_jax(diagnosis["jax"]),
         map(_describe_engine, diagnosis["engines"].values()),
-        _describe_problems(diagnosis["problems"]),
+        [f"{count_of(len(problems), 'problem')}:" if problems else "All is well."]
+        + [f"- {problem['what']}\n  {problem['remedy']}" for problem in problems],
     ]
     return "\n\n".join("\n".join(section) for section in sections)
 
 
 def _row(name: str, text: str) -> str:
-    return f"{name:{COLUMN}}{text}"
+    return f"{name:11}{text}"
 
 
-def _describe_versions(versions: dict[str, Any]) -> Iterator[str]:
+def _describe_pagepool(versions: dict[str, Any], flags: dict[str, Any], self_test: dict[str, Any]) -> Iterator[str]:
     yield _row("pagepool", f"{versions['pagepool']}, in {versions['folder']}")
     yield _row("Python", f"{versions['python']}, {'with' if versions['gil'] else 'without'} the GIL")
     yield _row("NumPy", versions["numpy"])
     yield _row("platform", versions["platform"])
-
-
-def _describe_core(flags: dict[str, Any], self_test: dict[str, Any]) -> Iterator[str]:
+    yield ""
     kinds = [
         "debug build with asserts and bounds checks" if flags["debug"] else "release build",
-        *(["guards"] if flags["guards"] else ["no guards"]),
-        *([f"{flags['sanitizer']} sanitizer"] if flags["sanitizer"] else []),
-        *(["traced lines"] if flags["traced"] else []),
-        *(["free-threaded"] if flags["free_threaded"] else []),
+        "guards" if flags["guards"] else "no guards",
+        flags["sanitizer"] and f"{flags['sanitizer']} sanitizer",
+        flags["traced"] and "traced lines",
+        flags["free_threaded"] and "free-threaded",
         flags["compiler"],
     ]
-    yield _row("core", ", ".join(kinds))
+    yield _row("core", ", ".join(filter(None, kinds)))
     yield _row("self-test", f"{'passed' if self_test['passed'] else 'failed'} in {self_test['seconds']:.1f} s")
 
 
@@ -106,7 +98,7 @@ def _describe_extras(extras: dict[str, dict[str, str | None]]) -> Iterator[str]:
     for extra, packages in extras.items():
         found = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
         missing = ", ".join(name for name, version in packages.items() if version is None)
-        hint = f"{missing} not installed: pip install 'pagepool[{extra}]'" if missing else ""
+        hint = missing and f"{missing} not installed: pip install 'pagepool[{extra}]'"
         yield _row(f"[{extra}]", "; ".join(filter(None, (found, hint))))
 
 
@@ -118,9 +110,8 @@ def _describe_jax(figures: dict[str, Any] | None) -> Iterator[str]:
     else:
         yield _row("jax", f"{figures['version']}, backend {figures['backend']}")
         for device in figures["devices"]:
-            kinds = (
-                f"{kind}{' (default)' if kind == device['default_memory_kind'] else ''}" for kind in device["memory_kinds"]
-            )
+            default = device["default_memory_kind"]
+            kinds = (f"{kind} (default)" if kind == default else kind for kind in device["memory_kinds"])
             yield _row("", f"{device['name']} ({device['kind']}), memory: {', '.join(kinds)}")
 
 
@@ -132,9 +123,3 @@ def _describe_engine(engine: dict[str, Any]) -> str:
     takes = f"; pagepool {'takes' if engine['is_on'] else 'could take'} its allocator's place"
     result = {None: "", True: takes, False: "; refuses pagepool"}[engine["is_replaced"]]
     return _row(engine["name"], f"{engine['version']}, {support}; {switch}{result}")
-
-
-def _describe_problems(problems: list[dict[str, str]]) -> Iterator[str]:
-    yield f"{count_of(len(problems), 'problem')}:" if problems else "All is well."
-    for problem in problems:
-        yield f"- {problem['what']}\n  {problem['remedy']}"

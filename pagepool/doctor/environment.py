@@ -1,10 +1,14 @@
-"""Versions, the build of the core, and the packages of the extras."""
+"""Inspects versions, the build of the core, the packages of the extras and, in other processes, jax and the engines."""
 
+import json
+import os
 import platform
 import re
+import subprocess
 import sys
+from fnmatch import fnmatchcase
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +16,11 @@ import numpy as np
 
 from pagepool._core import build_flags
 from pagepool._version import __version__
+from pagepool.compat import easydel, vllm
+from pagepool.compat.switch import ON, read_switch
+from pagepool.errors import CompatError
 
-__all__ = ["Problem", "find_version", "inspect_core", "inspect_extras", "inspect_versions"]
+__all__ = ["Problem", "inspect_core", "inspect_engines", "inspect_extras", "inspect_jax", "inspect_versions"]
 
 EXTRAS = ("jax", "events", "metrics", "replay", "plan", "fleet")
 """The extras for users; those for developers are left out."""
@@ -22,12 +29,38 @@ REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)(?:>=(?P<least>[\d.]+))?[^;]*;.*\b
 MODULES = {"pyzmq": "zmq"}
 """The names of packages to import that differ from those to install."""
 
+SECONDS = 300
+"""How long jax or an engine may take to start."""
+
+LIST_DEVICES = """
+import json, jax
+devices = [
+    {
+        "name": str(device),
+        "kind": device.device_kind,
+        "memory_kinds": [memory.kind for memory in device.addressable_memories()],
+        "default_memory_kind": device.default_memory().kind,
+    }
+    for device in jax.local_devices()
+]
+print(json.dumps({"backend": jax.default_backend(), "devices": devices}))
+"""
+
 
 class Problem(NamedTuple):
     """Something that is wrong, and what to do."""
 
     what: str
     remedy: str
+
+
+ENGINES = {
+    "vllm": ("vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.STRICT,)),
+    "easydel": ("EasyDeL", easydel.VERSION, easydel.VARIABLE, ()),
+}
+"""Engines with an adapter, by the name of the distribution, its package and the adapter: the name in texts, supported versions,
+the variable of the adapter, and the values that turn it on besides `ON`.
+"""
 
 
 def find_version(name: str) -> str | None:
@@ -65,37 +98,27 @@ def inspect_core(problems: list[Problem]) -> dict[str, Any]:
 
 def inspect_extras(problems: list[Problem]) -> dict[str, dict[str, str | None]]:
     """Return the version of each package of each extra, None for one that is not installed. One that is too old, or cannot be
-    imported, is a problem. Packages are imported, jax is not.
+    imported, is a problem. Packages are imported, except jax.
     """
-    extras: dict[str, dict[str, str | None]] = {}
-    for requirement in _requirements():
-        match = REQUIREMENT.match(requirement)
-        if match is None or match["extra"] not in EXTRAS or match["name"] == "pagepool":
-            continue
-        name, found = match["name"], find_version(match["name"])
-        extras.setdefault(match["extra"], {})[name] = found
-        if found is not None:
-            _check_package(problems, name, found, match["least"], match["extra"])
-    return {extra: extras[extra] for extra in EXTRAS if extra in extras}
-
-
-def _requirements() -> list[str]:
     try:
-        return requires("pagepool") or []
+        requirements = requires("pagepool") or []
     except PackageNotFoundError:
-        return []
-
-
-def _check_package(problems: list[Problem], name: str, found: str, least: str | None, extra: str) -> None:
-    remedy = f"pip install --upgrade 'pagepool[{extra}]'"
-    if least is not None and _numbers(found) < _numbers(least):
-        problems.append(Problem(f"{name} {found} is older than {least}, which pagepool[{extra}] needs", remedy))
-    if name == "jax":
-        return  # it starts in a process of its own
-    try:
-        import_module(MODULES.get(name, name.replace("-", "_")))
-    except Exception as error:  # whatever a package raises
-        problems.append(Problem(f"{name} {found} cannot be imported: {error!r}", f"pip install --force-reinstall {name}"))
+        requirements = []
+    extras: dict[str, dict[str, str | None]] = {}
+    for match in filter(None, map(REQUIREMENT.match, requirements)):
+        name, least, extra = match.groups()
+        if extra in EXTRAS and name != "pagepool":
+            found = extras.setdefault(extra, {})[name] = find_version(name)
+            if found is not None and least is not None and _numbers(found) < _numbers(least):
+                what = f"{name} {found} is older than {least}, which pagepool[{extra}] needs"
+                problems.append(Problem(what, f"pip install --upgrade 'pagepool[{extra}]'"))
+            if found is not None and name != "jax":  # which starts in a process of its own
+                try:
+                    import_module(MODULES.get(name, name.replace("-", "_")))
+                except Exception as error:  # whatever a package raises
+                    what = f"{name} {found} cannot be imported: {error!r}"
+                    problems.append(Problem(what, f"pip install --force-reinstall {name}"))
+    return {extra: extras[extra] for extra in EXTRAS if extra in extras}
 
 
 def _numbers(text: str) -> list[int]:
@@ -104,10 +127,86 @@ def _numbers(text: str) -> list[int]:
     >>> _numbers("2.40.1rc3"), _numbers("1.2.dev0")
     ([2, 40, 1], [1, 2])
     """
-    numbers = []
-    for part in text.split("."):
-        digits = re.match(r"\d+", part)
-        if digits is None:
-            break
-        numbers.append(int(digits[0]))
-    return numbers
+    return [int(part) for part in re.split(r"[^\d.]", text)[0].split(".") if part]
+
+
+def inspect_jax(problems: list[Problem]) -> dict[str, Any] | None:
+    """Return jax's version, its backend, and its devices with their kinds of memory; None if it is not installed. A jax that
+    does not start is a problem, and has the version alone. Takes a second, and more on some devices.
+    """
+    found = find_version("jax")
+    if found is None:
+        return None
+    figures: dict[str, Any] = {"version": found}
+    output, fault = _run_python(LIST_DEVICES)
+    if fault is None:
+        figures |= json.loads(output.splitlines()[-1])
+    else:
+        remedy = "install the jaxlib of this jax for this device, end what holds the device, or set JAX_PLATFORMS=cpu"
+        problems.append(Problem(f"jax {found} does not start: {fault}", remedy))
+    return figures
+
+
+def inspect_engines(problems: list[Problem], tries_all: bool = False) -> dict[str, dict[str, Any]]:
+    """Return for each engine its version, whether it is supported, whether its variable is on, and whether pagepool takes its
+    place: None if that was not tried. It is tried where the variable is on, or, with `tries_all`, where the engine is
+    installed; that imports the engine, which takes many seconds.
+    """
+    return {name: _inspect_engine(problems, tries_all, name, *facts) for name, facts in ENGINES.items()}
+
+
+def _inspect_engine(
+    problems: list[Problem], tries_all: bool, name: str, label: str, versions: str, variable: str, values: tuple[str, ...]
+) -> dict[str, Any]:
+    found = find_version(name)
+    is_supported = found is not None and fnmatchcase(found, versions)
+    try:
+        is_on = read_switch(variable, values) in ON + values
+    except CompatError as error:
+        problems.append(Problem(str(error), f"set {variable} to one of these"))
+        is_on = False
+    right_one = f"'{name}=={versions}', or unset {variable}"
+    if is_on and not is_supported:
+        got = "not installed" if found is None else f"version {found}, which is not supported"
+        problems.append(Problem(f"{variable} is on, but {label} is {got}", f"pip install {right_one}"))
+    if is_on and name == "vllm":
+        if "pagepool" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+            remedy = "install pagepool into the environment of vLLM"
+            problems.append(Problem("vLLM does not see pagepool's plug-in", remedy))
+        plugins = os.environ.get("VLLM_PLUGINS")
+        if plugins is not None and "pagepool" not in plugins.split(","):
+            problems.append(Problem(f"VLLM_PLUGINS={plugins} leaves pagepool out", "add pagepool to VLLM_PLUGINS"))
+    is_replaced = None
+    if is_supported and (is_on or tries_all):
+        _, fault = _run_python(f"from pagepool.compat.{name} import install; install()")
+        is_replaced = fault is None
+        if not is_replaced:
+            problems.append(Problem(f"{label} refuses pagepool: {fault}", f"pip install --force-reinstall {right_one}"))
+    return {
+        "name": label,
+        "version": found,
+        "supported_versions": versions,
+        "is_supported": is_supported,
+        "variable": variable,
+        "is_on": is_on,
+        "is_replaced": is_replaced,
+    }
+
+
+def _run_python(code: str) -> tuple[str, str | None]:
+    """Run code in another process, which imports what this one would. Return its output, and what was wrong, if anything.
+
+    jax takes no memory of a device there before it needs it.
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        process = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"nothing happened for {SECONDS} seconds"
+    if process.returncode == 0:
+        return process.stdout, None
+    lines = process.stderr.strip().splitlines()
+    return "", lines[-1] if lines and process.returncode > 0 else f"the process ended with exit code {process.returncode}"

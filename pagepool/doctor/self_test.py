@@ -102,9 +102,6 @@ class Twins:
         listed = _keys_of_entries(self._journal.list_entries()[0])
         self._journal.end_report()
         _require_same("the journal", sorted(listed), sorted(self._told))
-        self._check_copy()
-
-    def _check_copy(self) -> None:
         file = io.BytesIO()
         saved: dict[str, Any] = self._pool.snapshot()
         np.savez(file, **saved)

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagepool.arguments import as_list, require_int
+from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "EventBatch", "Hash", "encode_batch"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "EventBatch", "Hash", "encode_batch", "require_seconds"]
 
 Hash = int | bytes
 
@@ -18,7 +18,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     """Events that are sent together. ``ts`` is in seconds since 1970, ``data_parallel_rank`` identifies the engine."""
 
     ts: float
-    events: "Sequence[Event | msgspec.Raw]"
+    events: "Sequence[Event]"
     data_parallel_rank: int | None = None
 
 
@@ -71,7 +71,7 @@ class AllBlocksCleared(Event):
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise ArgumentTypeError(f"events: got {type(value).__name__} among them, allowed: those of pagepool.events")
+    raise ArgumentTypeError(f"events: got {type(value).__name__} in a field, allowed: arrays, lists, and what msgpack encodes")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
@@ -80,25 +80,18 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 def encode_batch(batch: EventBatch) -> bytes:
     """Return the batch in msgpack, as vLLM sends it. O(pages + tokens); other threads may run between events.
 
-    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode, such as ints beyond 64
-    bits.
+    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode (ints beyond 64 bits).
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
-    listed = as_list("events", batch.events, "a list")
     try:
-        events = [msgspec.Raw(_encoder.encode(_require_event(event))) for event in listed]
-        return _encoder.encode(EventBatch(_require_time(batch.ts), events, rank))
+        events = [msgspec.Raw(_encoder.encode(event)) for event in require_list("events", batch.events, Event)]
+        return _encoder.encode((require_seconds("ts", batch.ts), events, rank))
     except (OverflowError, UnicodeEncodeError) as error:
         raise ArgumentError(f"events: {error}") from None
 
 
-def _require_event(event: object) -> object:
-    if not isinstance(event, Event | msgspec.Raw):
-        raise ArgumentTypeError(f"events: got {type(event).__name__} among them, allowed: those of pagepool.events")
-    return event
-
-
-def _require_time(seconds: float) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ArgumentTypeError(f"ts: got {type(seconds).__name__}, allowed: a number of seconds")
-    return seconds
+def require_seconds(name: str, value: Any) -> float:
+    """Return `value`; ArgumentTypeError unless it is a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
+    return value

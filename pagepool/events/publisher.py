@@ -8,9 +8,6 @@ from a DEALER or REQ socket, after an empty frame. Each batch from there on arri
 at the end an empty one with the number -1. As an extension to vLLM, a request for a batch that is not kept, that never existed,
 or for -1 is answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the
 number from which to continue.
-
-Without events a heartbeat is published: an empty batch under the next number. It shows a gap to a router that has lost the last
-batches; other routers ignore it.
 """
 
 import contextlib
@@ -24,7 +21,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -33,8 +32,7 @@ from zmq.utils import z85
 from pagepool.arguments import as_list, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.events.connections import Guard, Peers
-from pagepool.events.history import PATIENCE, Batch, History, Replay
-from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch
+from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch, require_seconds
 from pagepool.events.source import EventSource
 from pagepool.manager import CacheManager
 
@@ -45,19 +43,15 @@ logger = logging.getLogger(__name__)
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
 MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
-MAX_REQUEST_BYTES = 1024  # of a message from a router: handshakes, sequence numbers, topics
-SUBSCRIPTIONS_HWM = 4  # messages of one subscriber that wait in libzmq, which accepts all of them at each send
 REQUEST = [0, 8]  # lengths of its frames
+END = (-1).to_bytes(8, "big", signed=True)
+SUBSCRIPTIONS_HWM = 4  # messages of one subscriber that wait in libzmq, which accepts all of them at each send
 MAX_REQUESTS_READ = 64  # at once
 MAX_REPLAYS = 4  # to one router at once
 MAX_REPLAYS_TRIED = 32  # at once, until a router accepts something
 REPLAY_HWM = 16  # batches that wait in the socket for one router
-BACKLOG = 32  # connections that the system keeps until libzmq accepts them
-SECONDS_TO_SHAKE_HANDS = 5.0
+PATIENCE = 10.0  # seconds after which the connection of a router that does not read its replay is closed
 SECONDS_UNREAD = 30.0  # after which a subscriber that reads nothing is disconnected
-SECONDS_BEFORE_PROBES = 60  # of TCP keepalive, to a silent router
-SECONDS_BETWEEN_PROBES = 10
-NUM_PROBES = 6
 SHARE_OF_SERVICE = 0.1  # of the thread's time, for requests of routers
 MIN_REST = 0.002  # seconds between two parts of replays
 MAX_WAIT = 3600.0  # seconds
@@ -65,142 +59,129 @@ MAX_SILENCE = 60.0  # seconds between two heartbeats
 SECONDS_TO_CLOSE = 1.0
 NUM_KEY_BYTES = 32
 ZAP_DOMAIN = "pagepool"
-
-
-class Curve(NamedTuple):
-    """A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
-
-    secret_key: bytes
-    client_keys: frozenset[bytes]
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a router may connect. Called by pyzmq's authenticator."""
-        return key in self.client_keys
-
-
-class Sockets:
-    """The sockets of one publisher. Only its thread uses them, except `wake`."""
-
-    def __init__(
-        self,
-        endpoint: object,
-        replay_endpoint: object,
-        is_connecting: bool,
-        curve: Curve | None,
-        hwm: int,
-        max_connections: int,
-    ) -> None:
-        """Open all, or none and raise EndpointError."""
-        self.guard = Guard(max_connections)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.authenticator: ThreadAuthenticator | None = None
-        self.replayed: Peers | None = None
-        try:
-            if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
-                authenticator = ThreadAuthenticator(self.context)
-                authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
-                authenticator.start()
-                self.authenticator = authenticator
-            publishing = self.context.socket(zmq.XPUB)
-            publishing.sndhwm, publishing.rcvhwm = hwm, SUBSCRIPTIONS_HWM
-            publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
-            publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
-            self.published = self.guard.watch(publishing, is_connecting)
-            _attach(publishing, "endpoint", endpoint, is_connecting, curve)
-            if replay_endpoint is not None:
-                replaying = self.context.socket(zmq.ROUTER)
-                replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
-                replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
-                self.replayed = self.guard.watch(replaying)
-                _attach(replaying, "replay_endpoint", replay_endpoint, False, curve)
-            self.wake, self.woken = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-            self.woken.bind("inproc://wake")
-            self.wake.connect("inproc://wake")
-            self.guard.start()
-        except BaseException:
-            self.close(0.0)
-            raise
-
-    def close(self, linger_seconds: float) -> None:
-        """Close all, once what is sent has gone or this time is over."""
-        if self.authenticator is not None:
-            self.authenticator.stop()
-        self.guard.stop()
-        self.context.destroy(linger=int(1000 * linger_seconds))
-
-
-def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool, curve: Curve | None) -> None:
-    """Listen at an address or connect to it."""
-    if not isinstance(endpoint, str):
-        raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * SECONDS_TO_SHAKE_HANDS))
-    socket.setsockopt(zmq.BACKLOG, BACKLOG)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SECONDS_BEFORE_PROBES)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SECONDS_BETWEEN_PROBES)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, NUM_PROBES)
-    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+SOCKET_OPTIONS: dict[int, int | bytes] = {
+    zmq.MAXMSGSIZE: 1024,  # bytes of a message from a router: handshakes, sequence numbers, topics
+    zmq.HANDSHAKE_IVL: 5000,  # milliseconds for a handshake
+    zmq.BACKLOG: 32,  # connections that the system keeps until libzmq accepts them
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,  # seconds before the first probe of a silent router
+    zmq.TCP_KEEPALIVE_INTVL: 10,  # seconds between probes
+    zmq.TCP_KEEPALIVE_CNT: 6,  # probes
     # Refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is no handler.
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    if curve is not None:
-        if not endpoint.startswith(("tcp:", "ipc:")):  # ZeroMQ would send unencrypted
-            raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without the authenticator
-    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
-    try:
-        if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
-            raise zmq.ZMQError(zmq.EINVAL)
-        socket.connect(endpoint) if is_connecting else socket.bind(endpoint)
-    except (zmq.ZMQError, UnicodeError) as error:
-        is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
-        reason = "the port is in use" if is_in_use else str(error)
-        raise EndpointError(f"{name}: got {endpoint!r}: {reason}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
+    zmq.ZAP_DOMAIN: ZAP_DOMAIN.encode(),
+}
+
+Batch = tuple[int, zmq.Frame]
+"""Sequence number and payload."""
+Curve = tuple[bytes, frozenset[bytes]]
+"""A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
 
 
-class Options(NamedTuple):
-    """The options of a publisher, besides addresses and keys."""
+@dataclass(eq=False, repr=False)
+class Worker:
+    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`."""
 
+    source: EventSource | None
+    endpoint: object
+    replay_endpoint: object
+    is_connecting: bool
+    curve: Curve | None
     topic: bytes
     interval: float
     buffer_steps: int
     hwm: int
     data_parallel_rank: int
     heartbeat: float
+    max_connections: int
     max_subscription_bytes: int
 
-
-class Worker:
-    """The thread of a publisher, and its state."""
-
-    def __init__(self, source: EventSource | None, sockets: Sockets, options: Options) -> None:
-        """Start the thread."""
-        self.sockets = sockets
-        self.queue: queue.Queue[tuple[bytes, bool]] = queue.Queue(options.hwm)
-        self._source = source
-        self._options = options
-        self._history = History(options.buffer_steps)
-        self._replays: deque[Replay] = deque()
-        self._take_at = -math.inf if source else math.inf
+    def __post_init__(self) -> None:
+        """Open the sockets and start the thread, or none of these: EndpointError for an address that cannot be used."""
+        self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
+        self.batches: deque[Batch] = deque(maxlen=self.buffer_steps)
+        self.next_sequence = 0
+        self._start: Batch | None = None  # the last self-contained batch, or a snapshot in the place of one
+        self.replays: deque[tuple[bytes, Iterator[bool]]] = deque()
+        self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
         self._is_asked = False
         self._beat_at = math.inf
-        self._silence = options.heartbeat
+        self._silence = self.heartbeat
         self._wake_lock = threading.Lock()
         self._is_closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self.run, name="pagepool-events", daemon=True)
-        if source is not None:
-            source.start_over()
-        LIVE.add(self)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.guard = Guard(self.max_connections)
+        self.authenticator: ThreadAuthenticator | None = None
+        self.replayed: Peers | None = None
         try:
+            self._open()
+            if self.source is not None:
+                self.source.start_over()
+                WORKERS[id(self.source)] = self
+            WORKERS[id(self)] = self
             self._thread.start()
         except BaseException:
-            sockets.close(0.0)
+            self._is_closing = True
+            self._close_sockets(0.0)
             raise
+
+    def _open(self) -> None:
+        curve, self.curve = self.curve, None  # no object of this package keeps the secret key
+        if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
+            authenticator = ThreadAuthenticator(self._context)
+            allowed = SimpleNamespace(callback=lambda domain, key, keys=curve[1]: key in keys)
+            authenticator.configure_curve_callback(ZAP_DOMAIN, allowed)
+            authenticator.start()
+            self.authenticator = authenticator
+        publishing = self._context.socket(zmq.XPUB)
+        publishing.sndhwm, publishing.rcvhwm = self.hwm, SUBSCRIPTIONS_HWM
+        publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
+        publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
+        self.published = self._attach(publishing, "endpoint", self.endpoint, curve, self.is_connecting)
+        if self.replay_endpoint is not None:
+            replaying = self._context.socket(zmq.ROUTER)
+            replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
+            replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
+            self.replayed = self._attach(replaying, "replay_endpoint", self.replay_endpoint, curve)
+        self._waking, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._waking.connect("inproc://wake")
+        self.guard.thread.start()
+
+    def _attach(
+        self, socket: "zmq.Socket[bytes]", name: str, endpoint: object, curve: Curve | None, is_connecting: bool = False
+    ) -> Peers:
+        """Listen at an address or connect to it, and return the connections."""
+        if not isinstance(endpoint, str):
+            raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
+        for option, value in SOCKET_OPTIONS.items():
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        if curve is not None:
+            if not endpoint.startswith(("tcp:", "ipc:")):  # ZeroMQ would send unencrypted
+                raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, curve[0])
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without the authenticator
+        port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
+        try:
+            if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
+                raise zmq.ZMQError(zmq.EINVAL)
+            return self.guard.watch(socket, endpoint, is_connecting)
+        except (zmq.ZMQError, UnicodeError) as error:
+            is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
+            got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
+            raise EndpointError(f"{name}: got {got}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
+
+    def _close_sockets(self, linger_seconds: float) -> None:
+        """Close all, once what is sent has gone or this time is over."""
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self.guard.stop()
+        self._context.destroy(linger=int(1000 * linger_seconds))
 
     @property
     def is_open(self) -> bool:
@@ -215,7 +196,7 @@ class Worker:
     def wake(self) -> None:
         """Wake the thread, so that it looks for work."""
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # other wake-ups are pending, or it has ended
-            self.sockets.wake.send(b"", zmq.DONTWAIT)
+            self._waking.send(b"", zmq.DONTWAIT)
 
     def close(self) -> None:
         """Publish pending events and end the thread."""
@@ -225,23 +206,22 @@ class Worker:
             if threading.current_thread() is not self._thread:
                 self._thread.join(2 * SECONDS_TO_CLOSE)
 
-    def forget(self) -> None:
-        """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
-        if self.sockets.authenticator is not None:
-            self.sockets.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
-        self.sockets.guard.forget()
+    def encode(self, events: Sequence[Event]) -> tuple["zmq.Frame", bool]:
+        """Return the payload, in memory of libzmq that all routers share, and whether it is self-contained."""
+        payload = encode_batch(EventBatch(time.time(), events, self.data_parallel_rank))
+        with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
+            return zmq.Frame(view, copy=True), bool(events) and isinstance(events[0], AllBlocksCleared)
 
     # In the thread.
 
     def run(self) -> None:
         """Publish and replay until the publisher is closed."""
         while not self._is_closing:
-            self._do(self._wait)
-            self._do(self._publish_all)
-            self._do(self._serve)
+            for work in (self._wait, self._publish_all, self._serve):
+                self._do(work)
         self._do(self._publish_all)
         with self._wake_lock:
-            self.sockets.close(SECONDS_TO_CLOSE)
+            self._close_sockets(SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
         """Call `work`. The thread survives any error, and replaces the events that were taken by then by a snapshot."""
@@ -249,37 +229,36 @@ class Worker:
             work()
         except Exception:
             logger.exception("events were not sent; a snapshot follows")
-            if self._source is not None:
-                self._source.start_over()
+            if self.source is not None:
+                self.source.start_over()
             time.sleep(0.1)
 
     def _wait(self) -> None:
         """Wait until the engine wakes the thread, a router sends a request, or work is due."""
         now = time.monotonic()
         poller = zmq.Poller()
-        poller.register(self.sockets.woken, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
         due_at = min(self._take_at, self._beat_at, now + MAX_WAIT)
         if now < self._serve_at:
             due_at = min(due_at, self._serve_at)
         else:
-            for peers in filter(None, (self.sockets.published, self.sockets.replayed)):
+            for peers in filter(None, (self.published, self.replayed)):
                 poller.register(peers.watched, zmq.POLLIN)
-            if self._replays:
+            if self.replays:
                 due_at = now
         ready = dict(poller.poll(math.ceil(1000 * max(0.0, due_at - now))))
-        self._is_asked = bool(ready.keys() - {self.sockets.woken})
+        self._is_asked = bool(ready.keys() - {self._woken})
         with contextlib.suppress(zmq.Again):
             while True:
-                self.sockets.woken.recv(zmq.DONTWAIT)
-                self._take_at = min(self._take_at, now if self._source else math.inf)
+                self._woken.recv(zmq.DONTWAIT)
+                self._take_at = min(self._take_at, now if self.source else math.inf)
 
     def _publish_all(self) -> None:
         """Publish the manager's events and those passed to `publish`."""
-        if self._source is not None and (time.monotonic() >= self._take_at or self._is_closing):
-            self._take_at = time.monotonic() + self._options.interval
-            events = self._source.take()
-            if events:
-                self._publish_batch(events)
+        if self.source is not None and (time.monotonic() >= self._take_at or self._is_closing):
+            self._take_at = time.monotonic() + self.interval
+            if events := self.source.take():
+                self._publish(*self.encode(events))
         while not self.queue.empty():
             self._publish(*self.queue.get())
         if time.monotonic() >= self._beat_at:
@@ -288,34 +267,31 @@ class Worker:
     def _beat(self) -> None:
         """Publish a batch without events, at growing intervals, so that routers see lost batches."""
         silence = min(2 * self._silence, max(self._silence, MAX_SILENCE))
-        self._publish_batch([])
+        self._publish(*self.encode([]))
         self._silence, self._beat_at = silence, time.monotonic() + silence
 
-    def _publish_batch(self, events: Sequence[Event]) -> None:
-        self._publish(*encode(events, self._options.data_parallel_rank))
-
-    def _publish(self, payload: bytes, is_start: bool) -> None:
-        frame = share(payload)
-        sequence = self._history.add(frame, is_start)
-        self.sockets.published.watched.send_multipart([self._options.topic, sequence.to_bytes(8, "big"), frame])
-        self._read_subscriptions()  # libzmq accepts some at each send
-        self._silence = self._options.heartbeat
+    def _publish(self, payload: "zmq.Frame", is_start: bool) -> None:
+        batch = (self.next_sequence, payload)
+        self.batches.append(batch)
+        self.next_sequence += 1
+        if is_start:
+            self._start = batch
+        self.published.watched.send_multipart([self.topic, batch[0].to_bytes(8, "big"), payload])
+        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # libzmq accepts some at each send
+        self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
-
-    def _read_subscriptions(self) -> None:
-        self.sockets.guard.read_subscriptions(self.sockets.published, self._options.max_subscription_bytes)
 
     def _serve(self) -> None:
         """Serve subscriptions and a part of one replay, in a bounded share of the time."""
         start = time.monotonic()
-        if start < self._serve_at or not (self._is_asked or self._replays):
+        if start < self._serve_at or not (self._is_asked or self.replays):
             return
-        self._read_subscriptions()
-        if self.sockets.replayed is not None:
-            self._accept(self.sockets.replayed)
-            self._replay_some(self.sockets.replayed)
+        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)
+        if self.replayed is not None:
+            self._accept(self.replayed)
+            self._replay_some()
         now = time.monotonic()
-        self._serve_at = now + max(MIN_REST if self._replays else 0.0, (now - start) / SHARE_OF_SERVICE)
+        self._serve_at = now + max(MIN_REST if self.replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
         """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
@@ -323,92 +299,102 @@ class Worker:
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
                 descriptor, peer = peers.find(client)
-                if peer is not None:
-                    peer.note_read(request)
-                if (peer is None or not peer.is_refused) and [len(frame) for frame in request] == REQUEST:
-                    self._begin_replay(peers, client.bytes, descriptor, int.from_bytes(request[1].bytes, "big"))
+                peer.note_read(request)
+                if peer.is_refused or [len(frame) for frame in request] != REQUEST:
+                    continue
+                others = [replay for replay in self.replays if replay[0] != client.bytes]
+                if len(self.replays) - len(others) < MAX_REPLAYS:
+                    sequence = int.from_bytes(request[1].bytes, "big")
+                    self.replays.append((client.bytes, self._replay(peers, client.bytes, descriptor, sequence)))
+                else:  # a router that requests too many at once gets none
+                    self.replays = deque(others)
+                    self.guard.close(peers, descriptor)
 
-    def _begin_replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> None:
-        """Start a replay. A router with too many at once gets none."""
-        if sum(replay.client == client for replay in self._replays) < MAX_REPLAYS:
-            self._replays.append(Replay(client, descriptor, self._options.topic, self._list_batches(sequence)))
-        else:
-            self._replays = deque(replay for replay in self._replays if replay.client != client)
-            self.sockets.guard.close(peers, descriptor)
-
-    def _replay_some(self, peers: Peers) -> None:
+    def _replay_some(self) -> None:
         """Send to the first router that accepts something."""
-        for _ in range(min(len(self._replays), MAX_REPLAYS_TRIED)):
-            replay = self._replays.popleft()
-            num_sent = replay.send(peers.watched, REPLAY_HWM)
-            if not replay.is_at_end:
-                self._replays.append(replay)
-            elif replay.is_given_up:
-                self.sockets.guard.close(peers, replay.descriptor)
-            if num_sent:
+        for _ in range(min(len(self.replays), MAX_REPLAYS_TRIED)):
+            client, replay = self.replays.popleft()
+            has_sent = next(replay, None)
+            if has_sent is not None:
+                self.replays.append((client, replay))
+            if has_sent is not False:
                 return
 
-    def _list_batches(self, sequence: int) -> Iterator[Batch]:
-        """Yield batches from `sequence` on, or from a self-contained one, up to the current last one.
+    def _replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> Iterator[bool]:
+        """Send a replay to a router as it reads it: at most `REPLAY_HWM` messages, or until it accepts no more; then yield
+        whether any was sent. The connection of a router that does not read is closed.
+        """
+        num_sent, give_up_at = 0, time.monotonic() + PATIENCE
+        for message in self._list_messages(client, sequence):
+            is_sent = False
+            while not is_sent:
+                try:
+                    peers.watched.send_multipart(message, zmq.DONTWAIT)
+                    is_sent, num_sent, give_up_at = True, num_sent + 1, time.monotonic() + PATIENCE
+                except zmq.Again:
+                    if time.monotonic() >= give_up_at:
+                        return self.guard.close(peers, descriptor)
+                except zmq.ZMQError:
+                    return  # the router is gone
+                if not is_sent or num_sent == REPLAY_HWM:
+                    yield num_sent > 0
+                    num_sent = 0
+
+    def _list_messages(self, client: bytes, sequence: int) -> Iterator[list[Any]]:
+        """Yield batches from `sequence` on, or from a self-contained one, up to the current last one; and the end.
 
         Batches are looked up as they are sent, so that a slow router keeps none in memory.
         """
-        stop = self._history.next_sequence
+        stop = self.next_sequence
         while sequence != stop:
-            batch = self._history.find(sequence) or self._find_start()
+            place = sequence - self.next_sequence + len(self.batches)
+            batch = self.batches[place] if 0 <= place < len(self.batches) else self._find_start()
             if batch is None:
-                return
-            yield batch
-            sequence = batch[0] + 1
+                break
+            sequence, payload = batch
+            yield [client, b"", self.topic, sequence.to_bytes(8, "big"), payload]
+            sequence += 1
             stop = max(stop, sequence)
+        yield [client, b"", b"", END, b""]
 
     def _find_start(self) -> Batch | None:
         """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
-        start = self._history.find_start()
-        if start is None and self._source is not None and self._history.next_sequence:
-            events, snapshot = self._source.take_with_snapshot()
-            if events:
-                self._publish_batch(events)
-            self._history.set_start(share(encode(snapshot, self._options.data_parallel_rank)[0]))
-            start = self._history.find_start()
-        return start or self._history.find_first()
+        num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
+        if num_behind <= len(self.batches):
+            return self._start
+        if self.source is None or self.next_sequence == 0:
+            return next(iter(self.batches), None)
+        events, snapshot = self.source.take_with_snapshot()
+        if events:
+            self._publish(*self.encode(events))
+        self._start = (self.next_sequence - 1, self.encode(snapshot)[0])
+        return self._start
 
 
-def share(payload: bytes) -> "zmq.Frame":
-    """Return a copy owned by libzmq, which all routers share."""
-    with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
-        return zmq.Frame(view, copy=True)
-
-
-def encode(events: Sequence[Event], data_parallel_rank: int) -> tuple[bytes, bool]:
-    """Return the payload, and whether it is self-contained."""
-    is_start = bool(events) and isinstance(events[0], AllBlocksCleared)
-    return encode_batch(EventBatch(time.time(), events, data_parallel_rank)), is_start
-
-
-WORKERS: "weakref.WeakKeyDictionary[EventSource, Worker]" = weakref.WeakKeyDictionary()
-"""The worker of each source of events."""
-
-LIVE: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-"""All workers. In a forked process they have no threads."""
+WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
+"""Workers by their ids, and the last one of each source of events by the id of the source."""
 
 
 def _forget_workers() -> None:
-    for worker in LIVE:
-        worker.forget()
-    LIVE.clear()
+    """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
+    for worker in WORKERS.values():
+        if worker.authenticator is not None:
+            worker.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
+        worker.guard.forget()
+    WORKERS.clear()
 
 
 os.register_at_fork(after_in_child=_forget_workers)
 
 
-class EventPublisher:
+class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     """Publishes the events of a manager, or events passed to `publish`, in its own thread.
 
     The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
     misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last `buffer_steps` batches and sends a
     snapshot of the cache to a router that asks later. The first batch is a snapshot too. After `heartbeat` seconds without a
-    batch, and then at doubling intervals up to a minute, the thread sends an empty batch.
+    batch, and then at doubling intervals up to a minute, the thread sends a batch without events: its number shows a gap to a
+    router that has lost the last batches, and other routers ignore it.
 
     Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and an eighth of the descriptors
     that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes.
@@ -422,15 +408,7 @@ class EventPublisher:
     Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
     routers on other machines, use keys: with `curve_secretkey`, its own from ``zmq.curve_keypair()``, both endpoints encrypt,
     and only routers with one of the public keys `curve_client_keys` receive anything. A router sets pyzmq's
-    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
-
-    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
-    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-    >>> manager.enable_events()
-    >>> with EventPublisher(manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
-    ...     publisher.endpoint.startswith("tcp://127.0.0.1:")
-    True
+    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects. Examples are in ``docs/routers.md``.
     """
 
     def __init__(
@@ -462,36 +440,36 @@ class EventPublisher:
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
         source = None if manager is None else manager._require_event_source()
-        other = None if source is None else WORKERS.get(source)
+        other = WORKERS.get(id(source))
         if other is not None and other.is_open:
             raise ArgumentError("manager: got one whose events another publisher takes")
-        options = Options(
-            _as_topic(topic),
+        if not isinstance(topic, str):
+            raise ArgumentTypeError(f"topic: got {type(topic).__name__}, allowed: a string")
+        self._worker = Worker(
+            source,
+            endpoint,
+            replay_endpoint,
+            require_flag("is_connecting", is_connecting),
+            _as_curve(curve_secretkey, curve_client_keys),
+            topic.encode("utf-8", "backslashreplace"),
             _as_seconds("interval", interval),
             require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
             require_int("hwm", hwm, 1, MAX_INT32),
             require_int("data_parallel_rank", data_parallel_rank, 0, MAX_INT32),
             math.inf if heartbeat is None else _as_seconds("heartbeat", heartbeat),
+            require_int("max_connections", max_connections, 1, MAX_INT32),
             require_int("max_subscription_bytes", max_subscription_bytes, 1, MAX_INT32),
         )
-        max_connections = require_int("max_connections", max_connections, 1, MAX_INT32)
-        curve = _as_curve(curve_secretkey, curve_client_keys)
-        is_connecting = require_flag("is_connecting", is_connecting)
-        sockets = Sockets(endpoint, replay_endpoint, is_connecting, curve, options.hwm, max_connections)
-        self.endpoint = sockets.published.endpoint
-        self.replay_endpoint = sockets.replayed and sockets.replayed.endpoint
-        self._data_parallel_rank = options.data_parallel_rank
-        self._worker = Worker(source, sockets, options)
+        self.endpoint = self._worker.published.endpoint
+        self.replay_endpoint = self._worker.replayed and self._worker.replayed.endpoint
         self._close = weakref.finalize(self, self._worker.close)
-        if source is not None:
-            WORKERS[source] = self._worker
 
     def publish(self, events: Sequence[Event]) -> None:
         """Send a batch of events, with or without a manager. Waits while `hwm` batches wait to be sent.
 
         ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
         """
-        encoded = encode(as_list("events", events, "a list"), self._data_parallel_rank)
+        encoded = self._worker.encode(as_list("events", events, "a list"))
         while True:
             self._worker.require_open()
             with contextlib.suppress(queue.Full):
@@ -507,25 +485,13 @@ class EventPublisher:
         """Send pending events and stop, in up to two seconds if a router reads slowly. Has no effect if it is closed."""
         self._close()
 
-    def __enter__(self) -> Self:
-        """Return the publisher."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Call `close`."""
         self.close()
 
 
-def _as_topic(topic: object) -> bytes:
-    if not isinstance(topic, str):
-        raise ArgumentTypeError(f"topic: got {type(topic).__name__}, allowed: a string")
-    return topic.encode("utf-8", "backslashreplace")
-
-
-def _as_seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
-    if not 0 < value < math.inf:
+def _as_seconds(name: str, value: float) -> float:
+    if not 0 < require_seconds(name, value) < math.inf:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: more than 0 seconds")
     return float(min(value, MAX_WAIT))
 
@@ -543,7 +509,7 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
     keys = frozenset(_as_key("curve_client_keys", key) for key in client_keys)
     if not keys:
         raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
-    return Curve(_as_key("curve_secretkey", secret_key), keys)
+    return _as_key("curve_secretkey", secret_key), keys
 
 
 def _as_key(name: str, key: object) -> bytes:

@@ -41,20 +41,18 @@ class Contexts:
         self._num_at_sweep = MIN_CONTEXTS
 
     def hold(self, value: RequestExtraKeys) -> int:
-        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1)."""
+        """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1). An interrupt may lose an int."""
         context = self._contexts.get(value)
-        if context is None:
-            return self._add(value)
-        self._journal.hold_context(context)
-        return context
-
-    def release(self, context: int) -> None:
-        """Release an int. It is reused when no page or row has it any more."""
-        self._journal.release_context(context)
-
-    def _add(self, value: RequestExtraKeys) -> int:
-        """Add a value. An interrupt may lose an int, and cannot give one to two values."""
-        self._sweep()
+        if context is not None:
+            self._journal.hold_context(context)
+            return context
+        kept = self._journal.kept_contexts() if len(self._values) >= self._num_at_sweep else None
+        if kept is not None:  # the number of values has doubled since the unused ones were dropped
+            unused = [context for context in self._values if context not in kept]
+            for context in unused:
+                self._contexts.pop(self._values.pop(context), None)
+            self._unused += unused
+            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
         if self._unused:
             context = self._unused.pop()
             self._journal.hold_context(context)
@@ -64,15 +62,9 @@ class Contexts:
         self._contexts[value] = context
         return context
 
-    def _sweep(self) -> None:
-        """Drop unused values once their number has doubled since the last sweep."""
-        kept = self._journal.kept_contexts() if len(self._values) >= self._num_at_sweep else None
-        if kept is not None:
-            unused = [context for context in self._values if context not in kept]
-            for context in unused:
-                self._contexts.pop(self._values.pop(context), None)
-            self._unused += unused
-            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
+    def release(self, context: int) -> None:
+        """Release an int. It is reused when no page or row has it any more."""
+        self._journal.release_context(context)
 
     def __getitem__(self, context: int) -> RequestExtraKeys:
         """Return the value of an int."""
@@ -133,34 +125,15 @@ class EventSource:
                     snapshot = [AllBlocksCleared(), *self._list_entries(entries, tier_entries)]
                 if must_start_over:
                     return snapshot, snapshot
-                return self._list_changes(is_cleared, (removed, new), (tier_removed, tier_new)), snapshot
+                events: list[Event] = [AllBlocksCleared()] if is_cleared else []
+                for keys, medium in ((removed, GPU), (tier_removed, CPU)):
+                    events += [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+                return [*events, *self._list_entries(new, tier_new)], snapshot
             finally:
                 self._journal.end_report()
 
-    def _list_changes(self, is_cleared: bool, changes: tuple[Keys, Entries], tier_changes: tuple[Keys, Keys]) -> list[Event]:
-        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        events += [*self._list_removed(changes[0], GPU), *self._list_removed(tier_changes[0], CPU)]
-        return [*events, *self._list_entries(changes[1], tier_changes[1])]
-
-    def _list_removed(self, keys: Keys, medium: str) -> list[Event]:
-        return [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
-
     def _list_entries(self, entries: Entries, tier_entries: Keys) -> list[Event]:
-        """Return the events for pages of the pool, and for those of the tier, one for each group."""
-        described = self._described[CPU]
-        saved = [BlockStored(hashes, None, NO_TOKENS, *described[group]) for group, hashes in self._split(tier_entries)]
-        return [*self._list_stored(entries), *saved]
-
-    def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
-        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
-        all_keys, groups = keys
-        for group in range(len(self._described[GPU]) if len(groups) else 0):
-            is_one = groups == group
-            if is_one.any():
-                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
-
-    def _list_stored(self, entries: Entries) -> list[Event]:
-        """Return an event for each run of pages. The parent, if any, is in a run that begins earlier in its request."""
+        """Return an event for each run of pages of the pool, parents before children, and one for each group of the tier."""
         keys, runs, token_ids = entries
         described = self._described[GPU]
         hashes = self._hashes_of(keys)
@@ -175,8 +148,18 @@ class EventSource:
                     _add_extra_keys(event, self.contexts[context], start_page, num_pages)
                 events.append((start_page, event))
             page, token = stop_page, stop_token
-        events.sort(key=itemgetter(0))
-        return [event for _, event in events]
+        events.sort(key=itemgetter(0))  # a parent is in a run that begins earlier in its request
+        saved = self._split(tier_entries)
+        tier_events = [BlockStored(hashes, None, NO_TOKENS, *self._described[CPU][group]) for group, hashes in saved]
+        return [*(event for _, event in events), *tier_events]
+
+    def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
+        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
+        all_keys, groups = keys
+        for group in range(len(self._described[GPU]) if len(groups) else 0):
+            is_one = groups == group
+            if is_one.any():
+                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
         """Return the hashes in events for keys of the index, ``[2 n]``."""
@@ -194,23 +177,18 @@ class EventSource:
 
 
 def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:
-    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys. A state is told as the last hash
-    page before it.
-    """
-    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    page_size = hash_page_size if isinstance(spec, MambaSpec) else spec.page_size
-    return page_size, None, medium, None, None, group, _kind_of(spec), window
-
-
-def _kind_of(spec: CacheSpec) -> str:
-    """Return vLLM's name for a kind of attention."""
-    if isinstance(spec, SlidingWindowSpec):
-        return "sliding_window"
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return "chunked_local_attention"
-    if isinstance(spec, MambaSpec):
-        return "mamba"
-    return "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+    page_size, window = spec.page_size, None
+    match spec:
+        case SlidingWindowSpec():
+            kind, window = "sliding_window", spec.sliding_window
+        case ChunkedLocalAttentionSpec():
+            kind = "chunked_local_attention"
+        case MambaSpec():
+            kind, page_size = "mamba", hash_page_size  # the hash of a state is that of the last hash page before it
+        case _:
+            kind = "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
+    return page_size, None, medium, None, None, group, kind, window
 
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
