@@ -13,9 +13,7 @@ from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttent
 
 __all__ = ["CacheCoordinator"]
 
-KINDS = [
-    spec.__name__.removesuffix("Spec") for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-]
+SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
 
 
 class CacheCoordinator:
@@ -66,17 +64,10 @@ class CacheCoordinator:
                 allowed = f"multiples of {self.hash_page_size}, the tokens of a hash"
                 raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: {allowed}")
         self._described = [self._describe_group(i, kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True))]
-        self.groups = CacheGroups(
-            [
-                (
-                    self._rules_of(described, spec),
-                    described["index_group_id"] if self.enable_caching else None,
-                    described["num_hashes_per_page"],
-                )
-                for described, spec in zip(self._described, specs, strict=True)
-            ],
-            self.use_eagle,
-        )
+        rules = [self._rules_of(described, spec) for described, spec in zip(self._described, specs, strict=True)]
+        index_ids = [described["index_group_id"] if self.enable_caching else None for described in self._described]
+        num_hashes = [described["num_hashes_per_page"] for described in self._described]
+        self.groups = CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), self.use_eagle)
 
     def _describe_group(self, group_id: int, kind: str, spec: Any) -> dict[str, Any]:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
@@ -115,12 +106,10 @@ def kind_of(kv_cache_spec: Any) -> str:
     """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec". So an engine's own
     spec classes work. ArgumentError for other names.
     """
-    names = [cls.__name__.removesuffix("Spec") for cls in type(kv_cache_spec).__mro__ if cls.__name__.endswith("Spec")]
-    for name in names:
-        if name in KINDS:
-            return name
-    allowed = ", ".join(f"{kind}Spec" for kind in KINDS)
-    raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {allowed}")
+    for cls in type(kv_cache_spec).__mro__:
+        if cls.__name__ in SPECS:
+            return cls.__name__.removesuffix("Spec")
+    raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {', '.join(SPECS)}")
 
 
 def _size_of(kv_cache_spec: Any, name: str) -> int | None:

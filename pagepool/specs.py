@@ -214,14 +214,6 @@ class AttentionSpec(CacheSpec):
         return num_bytes(num_vectors * self.head_size, self.dtype)
 
 
-def _only_size(name: str, sizes: Iterable[int | None]) -> int | None:
-    """Return the one size that is set, or None."""
-    distinct = {size for size in sizes if size is not None}
-    if len(distinct) > 1:
-        raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
-    return distinct.pop() if distinct else None
-
-
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
     """Each token attends to all before it, so every page stays until the request ends.
@@ -260,12 +252,14 @@ class FullAttentionSpec(AttentionSpec):
 
         ArgumentError also for two windows, two chunk sizes, or a window and a chunk size.
         """
+        sizes: dict[str, Any] = {}
         merged = super().merge(specs)
-        return replace(
-            merged,
-            sliding_window=_only_size("sliding_window", (spec.sliding_window for spec in specs)),
-            attention_chunk_size=_only_size("attention_chunk_size", (spec.attention_chunk_size for spec in specs)),
-        )
+        for name in ("sliding_window", "attention_chunk_size"):
+            distinct = {getattr(spec, name) for spec in specs} - {None}
+            if len(distinct) > 1:
+                raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
+            sizes[name] = next(iter(distinct), None)
+        return replace(merged, **sizes)
 
 
 @dataclass(frozen=True)
