@@ -1,9 +1,8 @@
 """The programs that write page tables on the device. A commit sends only what changed, by one donated scatter for all groups.
 
 A commit copies the dirty 64-column windows into a new payload, which is never written again, and passes it to one compiled
-program. Later writes to the host table therefore cannot reach the device, whatever jax aliases or reads late; jax on CPU does
-alias 64-byte-aligned NumPy buffers (jax issue 37830). Payloads come in few sizes, so the number of compilations depends only
-on the size of the table. docs/design.md compares this approach with others that were measured.
+program. Later writes to the host table therefore cannot reach the device, although jax on CPU aliases 64-byte-aligned NumPy
+buffers (jax issue 37830). docs/design.md compares this approach with others that were measured.
 
 jax is imported when a device copy is first requested.
 """
@@ -166,25 +165,19 @@ class LocalScatter:
 
     def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """Write the payload, and return the new tables."""
-        local = self._program(*self._localize(tables, windows, starts))
-        return tuple(self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True))
+        local = self._program(*self.localize(tables, windows, starts))
+        make, sharding = import_jax().make_array_from_single_device_arrays, self._sharding
+        parts = [[shard.data for shard in array.addressable_shards] for array in local]
+        return tuple(make(table.shape, sharding, own) for table, own in zip(tables, parts, strict=True))
 
-    def lower(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> Any:
-        """Return the program lowered for these tables, for inspection."""
-        return self._program.lower(*self._localize(tables, windows, starts))
-
-    def _localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
-        """Return the program's arguments."""
-        first_rows = self._find_first_rows(tables[0].shape)
-        return tuple([self._as_local(table) for table in tables]), windows, starts, first_rows
-
-    def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
-        """Return the first table row of each local device's part."""
-        slices = self._sharding.addressable_devices_indices_map(shape)
-        for _, columns in slices.values():
-            if columns.indices(shape[1]) != (0, shape[1], 1):
-                raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
-        return np.array([slices[device][0].indices(shape[0])[0] for device in self._devices], dtype=np.int32)
+    def localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
+        """Return the program's arguments, last the first table row of each local device's part."""
+        num_rows, num_columns = tables[0].shape
+        slices = self._sharding.addressable_devices_indices_map(tables[0].shape)
+        if any(columns.indices(num_columns) != (0, num_columns, 1) for _, columns in slices.values()):
+            raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
+        first_rows = [slices[device][0].indices(num_rows)[0] for device in self._devices]
+        return tuple([self._as_local(table) for table in tables]), windows, starts, np.array(first_rows, dtype=np.int32)
 
     def _as_local(self, table: Any) -> Any:
         parts = {shard.device: shard.data for shard in table.addressable_shards}
@@ -192,13 +185,9 @@ class LocalScatter:
         shape = (sum(part.shape[0] for part in ordered), table.shape[1])
         return import_jax().make_array_from_single_device_arrays(shape, self._local_sharding, ordered)
 
-    def _as_global(self, local: Any, shape: tuple[int, int]) -> Any:
-        parts = [shard.data for shard in local.addressable_shards]
-        return import_jax().make_array_from_single_device_arrays(shape, self._sharding, parts)
-
 
 def get_shard_map(is_checked: bool = True) -> Callable[..., Any]:
-    """`shard_map`, where this version of jax has it. `is_checked`: whether it checks that what is replicated is equal."""
+    """Return jax's `shard_map`. With `is_checked` it checks that replicated values are equal."""
     jax = import_jax()
     if hasattr(jax, "shard_map"):
         return jax.shard_map if is_checked else partial(jax.shard_map, check_vma=False)

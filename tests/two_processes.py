@@ -80,7 +80,8 @@ def check_program(sharding: NamedSharding) -> None:
     table = pagepool.PageTable(NUM_ROWS, NUM_COLUMNS, 64, sharding)
     scatter = get_scatter((sharding,), True)
     assert isinstance(scatter, LocalScatter)
-    text = scatter.lower((table.page_table,), *pack_dirty_windows((table,), 0, 16)).compile().as_text()
+    arguments = scatter.localize((table.page_table,), *pack_dirty_windows((table,), 0, 16))
+    text = scatter._program.lower(*arguments).compile().as_text()
     assert not [name for name in COLLECTIVES if name in text]
     assert "input_output_alias" in text
 
