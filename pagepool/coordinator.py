@@ -42,8 +42,12 @@ class CacheCoordinator:
         self.max_model_len = max_model_len
         self.use_eagle = require_flag("use_eagle", use_eagle)
         self.enable_caching = require_flag("enable_caching", enable_caching)
-        _check_pool(page_pool, num_pages, self.enable_caching)
+        if page_pool is not None and not isinstance(page_pool, PagePool):
+            raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
         self.page_pool = page_pool or PagePool(num_pages, self.enable_caching)
+        if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, self.enable_caching):
+            got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"
+            raise ArgumentError(f"page_pool: got {got}; allowed: {shown(num_pages)} pages, caching {self.enable_caching}")
         self.num_pages = self.page_pool.num_pages
         self.requests: dict[str, RequestPages] = {}
         specs: list[Any] = [group.kv_cache_spec for group in kv_cache_groups]
@@ -116,14 +120,3 @@ def _size_of(kv_cache_spec: Any, name: str) -> int | None:
     """Return a size of a spec, or None if it has no such size."""
     size = getattr(kv_cache_spec, name, None)
     return None if size is None else int(size)
-
-
-def _check_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool) -> None:
-    """Raise ArgumentError for a pool of another size or with another `enable_caching`."""
-    if page_pool is not None and not isinstance(page_pool, PagePool):
-        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
-    if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
-        raise ArgumentError(
-            f"page_pool: got {page_pool.num_pages} pages, caching {page_pool.enable_caching}; "
-            f"allowed: {shown(num_pages)} pages, caching {enable_caching}"
-        )

@@ -180,10 +180,8 @@ class HostPages:
 
     def poll(self) -> list[FinishedTransfers]:
         """Return the transfers that are done, each once, in the order of their start. It does not block. O(pages in flight)."""
-        is_ready = {
-            number: all(copy.is_ready() for copies in both for copy in copies) for number, both in self._pending.items()
-        }
-        return [self._finish(number) for number, ready in is_ready.items() if ready]
+        ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for copy in copies)]
+        return [self._finish(number) for number in ready]
 
     def wait(self) -> list[FinishedTransfers]:
         """Wait until all transfers are done, and return those that were not returned before."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from pagepool.arguments import as_list, refuse_incomplete, require_int, require_short, require_slice
+from pagepool.arguments import as_list, read, require_int, require_short, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.forking import NAMES, make_lock
 from pagepool.hashing.extra_keys import LORA, ExtraKeys, RequestExtraKeys, VllmExtraKeys, encode_extra_keys, list_features
@@ -252,10 +252,7 @@ def hash_next_pages(
     hash_function: HashFunction, page_size: int, request: Any, page_hashes: Sequence[PageHash], num_pages: int | None
 ) -> list[PageHash]:
     """Return the hashes behind `page_hashes` of a request's first `num_pages` pages; None: of all full ones."""
-    try:
-        all_token_ids = request.all_token_ids
-    except AttributeError as error:
-        refuse_incomplete(request, error)
+    all_token_ids = read(request, "all_token_ids")
     extra_keys = RequestExtraKeys.of(request)
     parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
     num_tokens = (len(all_token_ids) // page_size if num_pages is None else num_pages) * page_size

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids
-from pagepool.arguments import refuse_incomplete
+from pagepool.arguments import read
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     MAX_KEY,
@@ -86,10 +86,7 @@ class PageHasher(KeyHolder):
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
         start, stop = start_page * self.page_size, stop_page * self.page_size
-        try:
-            all_ids = request.all_token_ids
-        except AttributeError as error:
-            refuse_incomplete(request, error)
+        all_ids = read(request, "all_token_ids")
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except (TypeError, IndexError, KeyError) as error:

@@ -100,6 +100,7 @@ class RequestExtraKeys:
     SALT: ClassVar[str] = "salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("mm_hash", "identifier")
     TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
+    IN_ALL_PAGES: ClassVar[tuple[str, ...]] = ()
 
     request_keys: ExtraKeys
     features: Features
@@ -137,15 +138,13 @@ class RequestExtraKeys:
 
         O(log features), and O(log features) for each feature of the page.
         """
-        page = self.find_next_page(start_page * page_size, page_size)
-        return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
-
-    def find_next_page(self, start: int, page_size: int) -> int | None:
-        """Return the index of the first page at or after token `start` (a page boundary) that has keys, or None."""
-        if start == 0 and self.request_keys:
-            return 0
-        token = self.features.find_next(start)
-        return None if token is None else token // page_size
+        start = start_page * page_size
+        is_keyed = any(start == 0 or key[0] in self.IN_ALL_PAGES for key in self.request_keys)
+        token = start if is_keyed else self.features.find_next(start)
+        if token is None:
+            return None, None
+        page = token // page_size
+        return page, self.of_page(page * page_size, (page + 1) * page_size)
 
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
         """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
@@ -163,6 +162,7 @@ class VllmExtraKeys(RequestExtraKeys):
     SALT: ClassVar[str] = "cache_salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("identifier", "mm_hash")
     TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
+    IN_ALL_PAGES: ClassVar[tuple[str, ...]] = (LORA,)
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Return the keys of the page with tokens ``[start, end)``, or None."""
@@ -173,12 +173,6 @@ class VllmExtraKeys(RequestExtraKeys):
     def _feature_keys(self, start: int, end: int) -> ExtraKeys:
         whole = RequestExtraKeys._feature_keys(self, start, end)
         return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
-
-    def find_next_page(self, start: int, page_size: int) -> int | None:
-        """Return that page itself if there is an adapter."""
-        if any(key[0] == LORA for key in self.request_keys):
-            return start // page_size
-        return RequestExtraKeys.find_next_page(self, start, page_size)
 
 
 def list_features(mm_features: Any) -> tuple[Any, ...]:
