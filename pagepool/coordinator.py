@@ -20,10 +20,10 @@ class CacheCoordinator:
     """The rules of a model's cache groups, and what requests hold in them.
 
     ``requests`` maps request ids to the pages that they hold; ``groups`` are the rules for the core. A hash covers
-    ``hash_page_size`` tokens, the greatest common divisor of the page sizes of groups with attention; ``max_cached_page_size``
-    is the largest of these. Hits have a multiple of their least common multiple, and that of the intervals at which states are
-    kept. All states are kept at multiples of it: ``checkpoint_interval``, None without such states. If ``has_state``, a group
-    has states, kept or not.
+    ``hash_page_size`` tokens, the greatest common divisor of the page sizes of groups with attention, of which
+    ``max_cached_page_size`` is the largest. The length of a hit is a multiple of all these sizes, and of the intervals at which
+    states are kept. ``checkpoint_interval`` is their least common multiple, None without states that are kept. ``has_state``
+    says whether a group has states, kept or not.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class CacheCoordinator:
 
 
 def kind_of(kv_cache_spec: Any) -> str:
-    """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec". So an engine's own
-    spec classes work. ArgumentError for other names.
+    """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec".
+
+    An engine's own spec classes therefore work. ArgumentError for other names.
     """
     for cls in type(kv_cache_spec).__mro__:
         if cls.__name__ in SPECS:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.arguments import require_int
-from pagepool.device_table import call_with_payload, get_shard_map, import_jax
+from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Cache specs: what a layer keeps for each token, and which layers share page ids; numbers of pages, and sizes of dtypes.
 
-Specs are frozen. They are checked at construction, and can be shared and compared. Sizes are in tokens unless the name
-ends in `_bytes`.
+Specs are frozen, and can be shared and compared. Making one raises ArgumentError or ArgumentTypeError for sizes that are not
+positive integers and for unknown dtypes. Sizes are in tokens unless the name ends in `_bytes`.
 
 A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
 of ml_dtypes. It is kept as it was given. JAX is never imported, and ml_dtypes need not be installed.
@@ -146,10 +146,7 @@ SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Base of the cache specs: a layer with pages of `page_size` tokens.
-
-    Raises `ArgumentError` or `ArgumentTypeError` if `page_size` is not a positive integer.
-    """
+    """Base of the cache specs: a layer with pages of `page_size` tokens."""
 
     page_size: int
 
@@ -176,10 +173,7 @@ class CacheSpec:
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return one spec for layers of the same `type_id`.
-
-        ArgumentError if there are none, or if they differ in `type_id`.
-        """
+        """Return one spec for layers of the same `type_id`. ArgumentError if there are none, or if they differ in it."""
         if not specs:
             raise ArgumentError("merge needs at least one spec")
         type_ids = {spec.type_id for spec in specs}
@@ -190,11 +184,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(CacheSpec):
-    """A layer that keeps a key and a value for each token and head. With `use_mla` one vector is both.
-
-    `head_size` counts elements of `dtype`. Raises `ArgumentError` or `ArgumentTypeError` on sizes that are
-    not positive integers and on an unknown dtype.
-    """
+    """A layer with a key and a value of `head_size` elements for each token and head. With `use_mla` one vector is both."""
 
     num_kv_heads: int
     head_size: int
@@ -264,10 +254,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Each token attends to earlier tokens in its own chunk of `attention_chunk_size` tokens.
-
-    Pages of earlier chunks are freed.
-    """
+    """Each token attends to earlier tokens in its chunk of `attention_chunk_size` tokens. Pages of earlier chunks are freed."""
 
     attention_chunk_size: int
 

@@ -21,8 +21,8 @@ from table_model import Work, make_grouped_work, make_work
 
 import pagepool
 from pagepool._core import pack_dirty_windows
-from pagepool.device_table import LocalScatter, get_payload_sizes, get_scatter, is_lost
 from pagepool.errors import ArgumentError
+from pagepool.page_table import LocalScatter, get_payload_sizes, get_scatter, is_lost
 
 NUM_ROWS = 16
 NUM_COLUMNS = 257

@@ -1,8 +1,7 @@
 """Hashes of pages: seeds, names of hashes that differ from the key in the prefix index, and the hash functions in Python.
 
 The hash of a page covers everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes mean equal
-contents from the first token on, so two requests can share the page. Extra keys are what changes keys and values without being
-in the tokens: a LoRA adapter, an image, a tenant's salt.
+contents from the first token on, so two requests can share the page.
 
 The manager's default algorithm, SipHash-2-4-128, runs in the compiled core, with the secret key of `get_siphash_key`.
 """

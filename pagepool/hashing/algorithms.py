@@ -177,9 +177,7 @@ class VllmHasher(Sha256Hasher):
 
 
 class CallableHasher(PythonHasher):
-    """Any callable. Users see its values; the key of the index is a SipHash chain over the same contents, so that prompts which
-    collide under a weak callable never share a page.
-    """
+    """Any callable, whose values users see. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
         """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
@@ -209,10 +207,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 
 
 def sha256_cbor(content: Any) -> bytes:
-    """Return SHA-256 of the canonical CBOR encoding of `content`, like vLLM's function of that name: 32 bytes.
-
-    Needs the package cbor2 (the extra ``pagepool[events]``).
-    """
+    """Return the 32 bytes of vLLM's function of that name: SHA-256 of canonical CBOR. Needs cbor2 (``pagepool[events]``)."""
     try:
         import cbor2
     except ImportError:
@@ -234,10 +229,7 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
 
 
 class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
-    """A live, read-only view of each request's hashes as lists of `PageHash`, by request id. An unknown id has no hashes.
-
-    Each read makes new objects, in O(pages).
-    """
+    """A live, read-only view of hashes by request id: new lists of `PageHash`, in O(pages). An unknown id has no hashes."""
 
     def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
         """View `hashes`, which `hasher` made."""

@@ -1,4 +1,4 @@
-"""Extra keys: what changes keys and values without being in the tokens. Multimodal features are searched by position."""
+"""Extra keys: a LoRA adapter, an image, a tenant's salt, which change keys and values without being in the tokens."""
 
 import os
 from bisect import bisect_right
