@@ -60,27 +60,14 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `siphash.pxd`          digests of pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
-`queue.pxd`            the free queue, and its parts: which page is evicted next
-`ghost.pxd`            keys of evicted pages, which a policy remembers
-`adaptive.pxd`         the policy that learns when pages are used again
-`references.pxd`       references given back, and pins
-`levels.pxd`           priorities and protection of cached pages, and when they end
-`notes.pxd`            the journal's notes of entries that come and go
-`twins.pxd`            pages of equal content
-`index.pxd`            the prefix index: `find`, `enter`, `drop`
+`queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
+`adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
+`index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
 `transfers.pxd`        transfers between a pool and its tier, noted
-`holdings.pxd`         what requests and rows hold; `count_free_hits` checks hits
-`entering.pxd`         pages that got full are hashed and entered
-`copies.pxd`           copies that are due before the next step
-`checkpoints.pxd`      states become checkpoints
-`allocation.pxd`       pages that tokens need are taken all or nothing: `Demand`, `price`, `fit`, `attach`
-`forks.pxd`            a request or row goes on twice
+`holdings.pxd`         what requests and rows hold: taken all or nothing (`price`, `fit`, `attach`), entered, kept, copied, forked
 `rows.pxd`             rows of page tables
-`batch.pxd`            records of running rows, which become free, change places, and may have their pages in the tier
-`row_hashes.pxd`       pages of running rows are hashed
-`growth.pxd`           rows grow (`grow_row`); those with the same tokens share pages
-`shrinking.pxd`        rows are cut, or growth is taken back
+`batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `groups.pyx`           `CacheGroups` of a model, and the `PageRules` of each

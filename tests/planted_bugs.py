@@ -183,8 +183,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
     if not are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-cimport {+give_back, +}note_request
-from pagepool.core.queue cimport count_free_in
+cimport find_unheld, find_untouchable, {+give_back, +}note_request
 ...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
@@ -201,8 +200,6 @@ from pagepool.core.queue cimport count_free_in
 == a checkpoint that becomes a working page keeps its entry
     {+if BUG: touch_all(pool, ids + n - 1, 1)
     else: +}take_this(pool, ids[n - 1])
-...
-from pagepool.core.pages cimport take_from, take_this{+, touch_all+}
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}

@@ -1,17 +1,23 @@
 # Records of rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.string cimport memcmp, memcpy
 
-from pagepool.core.copies cimport has_copies_due
-from pagepool.core.entering cimport Contents, Waiting
-from pagepool.core.holdings cimport Held, Holding, Limits, empty, limits_of
-from pagepool.core.notes cimport is_journaled
+from pagepool.core.holdings cimport (
+    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Source, Waiting, are_checkpoints_due, can_restart,
+    count_new_pages, empty, enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart,
+    forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, recompute_from, restart_from,
+    skip_pages, take_missing,
+)
+from pagepool.core.index cimport drop, find_within, is_journaled
+from pagepool.core.pages cimport find_unheld, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
-from pagepool.core.records cimport NO_GROUP, Pool
-from pagepool.core.references cimport put_back_all
-from pagepool.core.rows cimport Rows, clear_from, write_ids
-from pagepool.core.rules cimport Group, is_state
-from pagepool.core.siphash cimport Digest
+from pagepool.core.queue cimport count_free_in, put_back, put_back_all, put_back_held
+from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_pinned
+from pagepool.core.rows cimport Rows, blank, clear_from, mark, write_ids
+from pagepool.core.rules cimport Group, full_pages, is_state
+from pagepool.core.siphash cimport Digest, hash_after
+
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
     const uint8_t *data       # NULL ends a row's keys
@@ -273,3 +279,534 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
         show_row(batch, first, g)
         show_row(batch, second, g)
+
+
+# Pages of running rows are hashed.
+
+
+cdef inline Digest hash_page_of(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
+) noexcept nogil:
+    """The digest of a row's page behind `parent`; `next_key` goes on to the first extra key that is not before the page."""
+    cdef const ExtraKey *key = next_key[0]
+    while key != NULL and key.data != NULL and key.page < page:
+        key += 1
+    next_key[0] = key
+    if key != NULL and key.data != NULL and key.page == page:
+        parent = hash_after(batch.extra_key, parent, key.data, key.size)
+    return hash_after(
+        batch.waiting.key,
+        parent,
+        <const uint8_t *>(tokens_of(batch, row) + page * batch.hash_page_size),
+        batch.hash_page_size * sizeof(int32_t),
+    )
+
+
+cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Hash the pages that `num_tokens` tokens fill, as far as they are not yet. Returns a value below 0 if one of these tokens
+    is: while a page is hashed its tokens are at hand.
+    """
+    cdef const int32_t *tokens = tokens_of(batch, row)
+    cdef int32_t signs = 0
+    cdef Digest *digests = digests_of(batch, row)
+    cdef const ExtraKey *key = batch.extra_keys[row]
+    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
+    while (i + 1) * batch.hash_page_size <= num_tokens:
+        signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
+        parent = hash_page_of(batch, row, i, parent, &key)
+        digests[i] = parent
+        i += 1
+    batch.states[row].num_hashed = <int32_t>i
+    return signs
+
+
+cdef inline Py_ssize_t count_hashed_before(
+    const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n
+) noexcept nogil:
+    """How many pages of `token_ids` a free row has hashed already, because its last request began with them."""
+    cdef const int32_t *tokens = tokens_of(batch, row)
+    cdef Py_ssize_t i, size = batch.hash_page_size
+    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.states[row].num_hashed, n // size)
+    for i in range(num_pages):
+        if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
+            return i
+    return num_pages
+
+
+cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """`hash_row`, but a single page, which is what decoding fills, waits for another row's: two are hashed at once."""
+    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Digest *digests = digests_of(batch, row)
+    cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
+    cdef bint is_alone = batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING
+    if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
+        hash_row(batch, row, num_tokens)
+    else:
+        page.parent = digests[i - 1] if i else Digest(0, 0)
+        page.digest = &digests[i]
+        page.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
+        batch.waiting.num_to_hash += 1
+        batch.states[row].num_hashed += 1
+
+
+cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Hash the pages that `num_tokens` tokens fill, and have them entered."""
+    cdef Contents contents
+    cdef Held *held
+    cdef Py_ssize_t g
+    if not batch.hash_page_size:
+        return
+    if (batch.states[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
+        hash_later(batch, row, num_tokens)
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if has_full_page(&batch.groups[g], held, num_tokens):
+            contents = contents_of(batch, row, num_tokens)
+            enter_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
+
+
+# Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
+
+
+# Rows that compute the same tokens share pages: one that fills a page as another has before takes the other's, and gives its
+# own back. Only when the step that filled it is over, so that nothing is written to a shared page.
+
+cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
+    """The page cached first with the content of a page, among those that the row may hold; NULL_PAGE if it is not cached."""
+    cdef const Page *page = &batch.pool.pages[page_id]
+    if page_id == NULL_PAGE or page.group == NO_GROUP:
+        return NULL_PAGE
+    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.states[row].shard))
+
+
+cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Let a row share the pages that its first `num_computed` tokens fill, as far as they were not compared before."""
+    cdef const Group *group
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t place, page_id, first
+    for g in range(batch.num_groups):
+        group, held = &batch.groups[g], held_by(batch, row, g)
+        for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
+            page_id = held.ids[place]
+            first = find_first_twin(batch, row, page_id)
+            if find_load_number(batch.pool, &first, 1):
+                continue
+            if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
+                touch_all(batch.pool, &first, 1)
+                drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run
+                put_back_held(batch.pool, page_id)
+                held.ids[place] = first
+                batch.tables[g].table[row * batch.tables[g].num_columns + place] = first
+                mark(batch.tables[g], row, place, place + 1)
+                batch.tables[g].version += 1
+        if not is_state(&group.rules):
+            held.num_unique = max(held.num_unique, full_pages(&group.rules, num_computed))
+
+
+# What is due for a row that grows.
+
+cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to, in the table too."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t start
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        start = held.num_skipped
+        skip_pages(batch.pool, &batch.groups[g], held, num_computed)
+        if held.num_skipped > start:
+            blank(batch.tables[g], row, start, held.num_skipped)
+
+
+cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
+    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Source source = Source(batch.states[row].shard, 0)
+    cdef Holding holding = holding_of(batch, row)
+    cdef Held *held
+    cdef Py_ssize_t g
+    hash_row(batch, row, num_computed)
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, &source):
+            write_ids(batch.tables[g], row, 0, held.ids, 1)
+            batch.tables[g].version += 1
+
+
+cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Enter the states of a row whose pages were just given back, as far as they are due."""
+    cdef int32_t num_computed = batch.states[row].num_computed
+    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Holding holding = holding_of(batch, row)
+    hash_row(batch, row, num_computed)
+    enter_states(batch.pool, &holding, &contents, num_computed)
+
+
+cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
+    """Give a row the pages that it is short of, and that are free: group by group, in the table too."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t j, n
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)
+        if n:
+            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
+            batch.tables[g].version += 1
+        for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
+            growth.new_ids[growth.num_new] = held.ids[j]
+            growth.new_rows[growth.num_new] = <int32_t>row
+            growth.new_groups[growth.num_new] = <int32_t>g
+            growth.num_new += 1
+
+
+cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
+    """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
+    cdef int32_t row = batch.checked_rows[due.at]
+    cdef int32_t num_tokens = batch.states[row].num_computed
+    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef Holding holding = holding_of(batch, row)
+    if rare(batch.unifies_pages):
+        unify_pages(batch, row, num_before)
+    if rare(batch.skips_pages):
+        skip_row(batch, row, num_before)
+    if due.num_new_pages:
+        if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
+            return False
+        if rare(batch.pool.tier != NULL):
+            drop_swapped(batch, row)
+        take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
+    if rare(batch.keeps_states) and are_checkpoints_due(&holding, num_before):
+        keep_row_states(batch, row, num_before)
+    enter_row(batch, row, num_tokens)
+    plan_next_event(batch, row)
+    return True
+
+
+cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+    """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
+    cdef int32_t row = batch.checked_rows[i]
+    cdef const RowState *state = &batch.states[row]
+    cdef Holding holding = holding_of(batch, row)
+    cdef bint is_step = growth.token_ids != NULL
+    if GUARDS and not (state.is_admitted and state.num_tokens + is_step <= batch.max_num_tokens):
+        return False
+    if rare(state.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
+        return False
+    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, state.num_computed))):
+        if find_lost_page(batch.pool, &holding, state.num_computed) != NULL_PAGE:
+            return False
+    batch.due_rows[growth.num_due] = DueRow(
+        <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
+    )
+    growth.max_num_new += batch.due_rows[growth.num_due].num_new_pages
+    growth.num_due += 1
+    return True
+
+
+cdef inline bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
+    cdef const int32_t *copied = batch.checked_rows
+    cdef int32_t signs = 0
+    cdef Py_ssize_t i
+    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # as in the step before
+        return True
+    batch.num_ascending = 0
+    if n > batch.num_rows:
+        return False
+    memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
+    for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
+        signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
+    if GUARDS and (signs < 0 or copied[0] < 0 or copied[n - 1] >= batch.num_rows):
+        return False
+    batch.num_ascending = n
+    return True
+
+
+cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows, so that they cannot change during the call. Returns how many there are before the first that is outside the
+    table, free, or there already.
+    """
+    cdef Py_ssize_t i
+    if copy_ascending(batch, rows, n):
+        return n
+    start_call(batch)
+    for i in range(n):
+        if not claim_row(batch, rows[i], i):
+            return i
+    return n
+
+
+cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Undo what `check_step` or `check_growth` counted for copied rows."""
+    cdef Py_ssize_t i, row
+    for i in range(start, stop):
+        row = batch.checked_rows[i]
+        batch.states[row].num_tokens -= growth.token_ids != NULL
+        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
+
+
+# A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
+
+cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
+    """Count one token more as known and computed."""
+    grown[0] = Grown(state.num_tokens + 1, state.num_computed + 1)
+    state.num_tokens, state.num_computed = grown.num_tokens, grown.num_computed
+
+
+cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row from `start` on, up to the first for which more is due; return where that stands."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef const int32_t *new_ids = growth.token_ids
+    cdef int32_t *token_ids = batch.token_ids
+    cdef RowState *states = batch.states
+    cdef RowState *state
+    cdef Grown *grown = growth.grown
+    cdef Py_ssize_t i = start, stride = batch.tokens_stride
+    cdef int32_t signs = 0
+    while i < n:
+        state = &states[rows[i]]
+        if state.num_computed + 1 >= state.next_event:
+            break
+        signs |= new_ids[i]
+        token_ids[rows[i] * stride + state.num_tokens] = new_ids[i]
+        count_token(state, &grown[i])
+        i += 1
+    growth.signs |= signs
+    return i
+
+
+cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
+    if a token is negative.
+    """
+    cdef RowState *state
+    cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
+    while i < n:
+        state = &batch.states[batch.checked_rows[i]]
+        if not check_due(batch, growth, i, state.num_computed + 1):
+            break
+        growth.signs |= growth.token_ids[i]
+        tokens_of(batch, batch.checked_rows[i])[state.num_tokens] = growth.token_ids[i]
+        count_token(state, &growth.grown[i])
+        i = step_plain_rows(batch, growth, i + 1, n)
+    if growth.signs < 0:
+        uncount(batch, growth, 0, i)
+        return 0
+    return i
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Count known tokens of each row as computed."""
+    cdef RowState *state
+    cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
+    cdef Py_ssize_t i
+    for i in range(n):
+        state = &batch.states[batch.checked_rows[i]]
+        num_new, num_ahead = amount(&growth.num_new_tokens, i), amount(&growth.num_ahead, i)
+        if num_new < 0 or num_ahead < 0 or num_new > state.num_tokens - state.num_computed:
+            return i
+        num_computed = state.num_computed + num_new
+        num_room_tokens = room_for(batch, num_computed, num_ahead)
+        if max(num_room_tokens, state.num_computed + 1) >= state.next_event:
+            if not check_due(batch, growth, i, num_room_tokens):
+                return i
+        state.num_computed = num_computed
+        growth.grown[i] = Grown(state.num_tokens, num_computed)
+    return n
+
+
+cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
+    rows there are. Those from there on are as they were.
+    """
+    cdef Py_ssize_t k, num_grown = growth.num_rows
+    memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
+    for k in range(growth.num_due):
+        if not grow_row(batch, growth, &batch.due_rows[k]):
+            num_grown = batch.due_rows[k].at
+            break
+    enter_waiting(&batch.waiting)
+    uncount(batch, growth, num_grown, growth.num_rows)
+    return num_grown
+
+
+cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
+    """Append a token to each row, in order; returns how many fit, and if not all do, nothing is appended."""
+    cdef Py_ssize_t i, num_done = 0
+    cdef int32_t row
+    while num_done < n:
+        row = rows[num_done]
+        if not is_row(batch, row) or batch.states[row].num_tokens >= batch.max_num_tokens:
+            break
+        tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
+        batch.states[row].num_tokens += 1
+        batch.states[row].next_event = <int32_t>min(<int64_t>batch.states[row].next_event, last_token_event(batch, row) + 1)
+        num_done += 1
+    if num_done < n:
+        for i in range(num_done):
+            batch.states[rows[i]].num_tokens -= 1
+    return num_done
+
+
+# Rows get shorter. A cut row forgets tokens. If computed ones are among them, the page that the cut goes through is overwritten
+# by the next ones, so it must have no other holder. Or a call that grew rows is taken back. What was scheduled and never
+# computed must not hit: its pages lose their prefix entries.
+
+
+cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""
+    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed
+
+
+cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
+
+
+cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
+    if num_tokens >= batch.states[row].num_computed:
+        return not batch.num_external[row]
+    return not has_state_behind(batch, row, num_tokens) and can_go_back(batch, row, num_tokens, num_tokens)
+
+
+cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
+    """How many rows there are before the first that is wrong. Copies the rows."""
+    cdef Holding holding
+    cdef Py_ssize_t i
+    start_call(batch)
+    for i in range(n):
+        if not claim_row(batch, rows[i], i):
+            return i
+        holding = holding_of(batch, batch.checked_rows[i])
+        if has_copies_due(batch.pool, &holding):
+            return i
+        if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
+            return i
+        if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
+            return i
+    return n
+
+
+cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
+    drop_swapped(batch, row)
+    batch.states[row].num_tokens = num_tokens
+    if batch.hash_page_size:
+        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+    plan_next_event(batch, row)
+
+
+cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    cdef Holding holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    cdef Py_ssize_t g
+    restart_from(batch.pool, &holding, restart, num_tokens)
+    for g in range(batch.num_groups):
+        end_row(batch, row, g)
+    batch.states[row].num_computed = restart
+    batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
+    cut_tokens(batch, row, num_tokens)
+
+
+cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Cut a row that `can_trim`."""
+    if num_tokens < batch.states[row].num_computed:
+        go_back(batch, row, num_tokens, num_tokens)
+    else:
+        cut_tokens(batch, row, num_tokens)
+
+
+cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Drop the entries that a row made for pages with tokens from `num_computed` on."""
+    cdef Holding holding = holding_of(batch, row)
+    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.states[row].num_hashed)
+
+
+cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
+    cdef const Grown *grown = &growth.grown[i]
+    cdef int32_t row = growth.grown_rows[i]
+    cdef const RowState *state = &batch.states[row]
+    if not state.is_admitted or batch.admissions[row] > growth.num_admissions:
+        return False
+    return state.num_computed == grown.num_computed and (growth.token_ids == NULL or state.num_tokens == grown.num_tokens)
+
+
+cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """The tokens that a row had computed before the call."""
+    return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
+
+
+cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
+    """Where the new pages of a row in a group begin, which end at `stop`."""
+    while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
+        stop -= 1
+    return stop
+
+
+cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
+    """Whether a page at place `start` or behind has other holders, pins aside."""
+    cdef int32_t i
+    for i in range(start, held.num_pages):
+        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].ref_cnt - is_pinned(pool, held.ids[i]) > 1:
+            return True
+    return False
+
+
+cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+    """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
+    needs again, without other holders where it writes. `stop` goes on to the first of them.
+    """
+    cdef const Held *held
+    cdef Py_ssize_t g, start, num_new, num_kept
+    cdef int32_t row = growth.grown_rows[i]
+    cdef Holding holding = holding_of(batch, row)
+    if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, &holding):
+        return False
+    for g in range(batch.num_groups - 1, -1, -1):
+        held = held_by(batch, row, g)
+        start = find_taken(growth, stop[0], row, g)
+        num_new = stop[0] - start
+        num_kept = held.num_pages - num_new
+        if num_kept < 0 or (num_new and memcmp(held.ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
+            return False
+        if lacks_page(&batch.groups[g], held, computed_before(growth, i), num_kept):
+            return False
+        if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
+            return False
+        if is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, computed_before(growth, i))):
+            return False
+        stop[0] = start
+    return True
+
+
+cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+    """Let a row that `can_undo` go back."""
+    cdef Held *held
+    cdef Py_ssize_t g, start
+    cdef int32_t row = growth.grown_rows[i]
+    cdef int32_t num_computed = computed_before(growth, i)
+    cdef RowState *state = &batch.states[row]
+    forget_row(batch, row, num_computed)
+    for g in range(batch.num_groups - 1, -1, -1):
+        held = held_by(batch, row, g)
+        start = find_taken(growth, stop[0], row, g)
+        while stop[0] > start:
+            stop[0] -= 1
+            put_back(batch.pool, growth.new_ids[stop[0]])
+            held.num_pages -= 1
+        held.num_skipped = min(held.num_skipped, held.num_pages)
+        recompute_from(&batch.groups[g], held, num_computed)
+        end_row(batch, row, g)
+    state.num_computed = num_computed
+    state.num_tokens -= growth.token_ids != NULL
+    if batch.hash_page_size:
+        state.num_hashed = min(state.num_hashed, state.num_tokens // batch.hash_page_size)
+    plan_next_event(batch, row)

@@ -1,7 +1,6 @@
 """Copies of pages that are due before the next step, and forks of requests and rows, which need them."""
 
 cimport cython
-import numpy as np
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
@@ -11,11 +10,10 @@ from pagepool.core.batch cimport (
     Batch, ExtraKey, RowState, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, start_call,
     tokens_of,
 )
-from pagepool.core.copies cimport awaits_copies, end_copies
-from pagepool.core.forks cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, check_fork, count_open_pages, fork_group,
+from pagepool.core.holdings cimport (
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Holding, awaits_copies, check_fork, count_open_pages,
+    end_copies, fork_group, lacks_page,
 )
-from pagepool.core.holdings cimport Holding, lacks_page
 from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport Pool
@@ -24,6 +22,8 @@ from pagepool.core.rules cimport Group, pages_for
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
+
+import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, OutOfPagesError, PageIdError, RowIndexError
 

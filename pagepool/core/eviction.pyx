@@ -5,7 +5,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport UINT32_MAX, uint32_t
 
 from pagepool.core cimport adaptive
-from pagepool.core.ghost cimport SAMPLE_INTERVAL
+from pagepool.core.adaptive cimport SAMPLE_INTERVAL
 from pagepool.core.platform cimport CACHE_LINE
 from pagepool.core.queue cimport link_mark
 from pagepool.core.records cimport BLANK, NEW, NULL_PAGE, SET_SIZE, GhostEntry, Policy, Pool

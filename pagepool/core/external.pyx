@@ -3,11 +3,8 @@
 from libc.stdint cimport int32_t
 
 from pagepool.core.arguments cimport size_of
-from pagepool.core.batch cimport Batch, end_row, held_by, holding_of, plan_next_event
-from pagepool.core.copies cimport has_copies_due
-from pagepool.core.entering cimport enter_waiting
-from pagepool.core.holdings cimport Holding, put_back_behind, skip_unread
-from pagepool.core.row_hashes cimport enter_row
+from pagepool.core.batch cimport Batch, end_row, enter_row, held_by, holding_of, plan_next_event
+from pagepool.core.holdings cimport Holding, enter_waiting, has_copies_due, put_back_behind, skip_unread
 from pagepool.core.rows cimport blank
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows

@@ -4,14 +4,13 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list
-from pagepool.core.batch cimport Batch, ExtraKey, RowState, SwappedGroup, digests_of, held_by, plan_next_event
+from pagepool.core.batch cimport Batch, ExtraKey, RowState, SwappedGroup, digests_of, hash_page_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.row_hashes cimport hash_page_of
-from pagepool.core.running cimport RunningRows
 from pagepool.core.rows cimport Rows
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
+from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 

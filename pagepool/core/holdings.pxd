@@ -1,19 +1,23 @@
 # What a request or a running row holds in each cache group. The caller holds the store's lock.
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.index cimport drop, find
-from pagepool.core.pages cimport find_unheld, take_from, touch_all
-from pagepool.core.platform cimport GUARDS, rare
-from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
-from pagepool.core.references cimport put_back_held
+from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.pages cimport find_unheld, find_untouchable, note_request, share, take_from, take_this, touch_all
+from pagepool.core.platform cimport GUARDS, fetch, rare
+from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
+from pagepool.core.records cimport (
+    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
+    resize, shard_of,
+)
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,
     pages_for,
 )
-from pagepool.core.siphash cimport Digest
+from pagepool.core.siphash cimport Digest, hash_two_after
 from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
+
 
 cdef enum:
     STALE = -1                # a hit has another content by now
@@ -404,3 +408,543 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         trim_group(pool, &holding.groups[g], &holding.held[g], num_tokens, restart)
+
+
+# Copies of pages that are due before the next step: noted here, done by whoever takes the list.
+
+
+cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
+    """Allocate room for `n` copies more; False where memory is short."""
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
+    while capacity < pool.copies.num + n:
+        capacity *= 2
+    if n and capacity > pool.copies.capacity:
+        if not resize(<void **>&pool.copies.items, capacity * sizeof(PageCopy)):
+            return False
+        pool.copies.capacity = capacity
+    return True
+
+
+cdef inline void note_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
+    """Note a copy into the page at `place` of what a request or row holds in a group. It takes over a reference to `src`. There
+    is room for it.
+    """
+    cdef Copies *copies = &pool.copies
+    copies.list_number += copies.num == 0
+    copies.items[copies.num] = PageCopy(src, target.ids[place], group)
+    copies.num += 1
+    target.written_list = copies.list_number
+
+
+cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if pool.copies.num else 0):
+        if holding.held[g].written_list == pool.copies.list_number:
+            return True
+    return False
+
+
+cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due, or a transfer of them is."""
+    return are_destinations(pool, holding) or has_transfers_due(pool, holding)
+
+
+cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
+    """Whether a page is held; one of the last is found first."""
+    cdef int32_t i
+    for i in range(held.num_pages - 1, -1, -1):
+        if held.ids[i] == page_id:
+            return True
+    return False
+
+
+cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the source of a copy that is due."""
+    cdef const Held *held
+    cdef Py_ssize_t g, i
+    for g in range(holding.num_groups if pool.copies.num else 0):
+        held = &holding.held[g]
+        for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
+            if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
+                return True
+    return False
+
+
+cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
+    return rare(pool.copies.num or pool.tier != NULL) and (are_sources(pool, holding) or awaits_copies(pool, holding))
+
+
+cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
+    """Drop the copies into pages that were just given back."""
+    cdef Copies *copies = &pool.copies
+    cdef Py_ssize_t i, num_kept = 0
+    if not are_destinations(pool, holding):
+        return
+    for i in range(copies.num):
+        if is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
+            put_back_held(pool, copies.items[i].src)
+        else:
+            copies.items[num_kept] = copies.items[i]
+            num_kept += 1
+    copies.num = num_kept
+
+
+cdef inline void end_copies(Pool *pool) noexcept nogil:
+    """Give back the references to the sources of copies that were taken, and begin the next list."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num):
+        put_back_held(pool, pool.copies.items[i].src)
+    pool.copies.num = 0
+
+
+cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The references to a page of copies that are due, and of loads that did not end."""
+    cdef Py_ssize_t i
+    cdef int32_t count = 0
+    for i in range(pool.copies.num):
+        count += pool.copies.items[i].src == page_id
+    for i in range(pool.tier.num if pool.tier != NULL and pool.tier.loading[page_id] else 0):
+        count += pool.tier.items[i].is_load and pool.tier.items[i].page_id == page_id
+    return count
+
+
+# Pages that got full are hashed, and entered in the prefix index, before a call ends: several at once, so that memory is
+# fetched and two pages are hashed side by side.
+
+
+cdef enum:
+    NUM_WAITING = 16          # pages
+
+cdef struct Contents:         # what a request's pages hold
+    const Digest *digests
+    const int32_t *token_ids
+    Py_ssize_t num_token_ids
+    int32_t context           # see `Origin`
+
+cdef struct PageToHash:
+    Digest parent
+    Digest *digest            # where the result goes
+    const uint8_t *tokens
+
+cdef struct PageToEnter:
+    const Digest *digest
+    const int32_t *token_ids
+    int32_t num_tokens        # 0: they are not known
+    int32_t page_id
+    int32_t group
+    int32_t place             # in its request
+    Held *held
+    const Digest *parent      # NULL for the first page; this and the rest only for a journal
+    int32_t context
+
+cdef struct Waiting:
+    Pool *pool
+    Digest key
+    Py_ssize_t num_page_bytes  # of the tokens of a hashed page
+    PageToHash to_hash[NUM_WAITING]
+    Py_ssize_t num_to_hash
+    PageToEnter to_enter[NUM_WAITING]
+    Py_ssize_t num_to_enter
+
+
+cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
+    """Hash the pages that wait for it, two at a time; the last of an odd number twice."""
+    cdef const uint8_t *tokens[2]
+    cdef Digest[2] parents
+    cdef Digest[2] digests
+    cdef PageToHash *page
+    cdef Py_ssize_t i, lane
+    for i in range(0, waiting.num_to_hash, 2):
+        for lane in range(2):
+            page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
+            parents[lane] = page.parent
+            tokens[lane] = page.tokens
+        hash_two_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests)
+        for lane in range(2):
+            waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)].digest[0] = digests[lane]
+    waiting.num_to_hash = 0
+
+
+cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
+    """Hash and enter the pages that wait for it, in order. A page that has an entry keeps it. The slots of the index, likely
+    far away, are all fetched before the first is read.
+    """
+    cdef Pool *pool = waiting.pool
+    cdef const PageToEnter *page
+    cdef Py_ssize_t i
+    hash_waiting(waiting)
+    for i in range(waiting.num_to_enter):
+        fetch(home_of(pool, waiting.to_enter[i].digest[0], waiting.to_enter[i].group))
+    for i in range(waiting.num_to_enter):
+        page = &waiting.to_enter[i]
+        if pool.pages[page.page_id].group == NO_GROUP:
+            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
+                rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
+            if is_journaled(pool):
+                note_entry(
+                    pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
+                )
+            keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
+    waiting.num_to_enter = 0
+
+
+cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
+    """Whether `num_tokens` tokens fill a page that was not entered yet."""
+    if group.id == NO_GROUP or is_state(&group.rules):
+        return False
+    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
+
+
+cdef inline void enter_full_pages(
+    Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
+) noexcept nogil:
+    """Have the pages of a group entered that `num_tokens` tokens fill. Their records, likely far away, are fetched."""
+    cdef PageToEnter *page
+    cdef int32_t place, size = group.rules.page_size
+    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
+        return
+    while (held.num_cached + <int64_t>1) * size <= num_tokens:
+        place = held.num_cached
+        held.num_cached += 1
+        if held.ids[place] == NULL_PAGE:
+            continue
+        if waiting.num_to_enter == NUM_WAITING:
+            enter_waiting(waiting)
+        page = &waiting.to_enter[waiting.num_to_enter]
+        waiting.num_to_enter += 1
+        page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
+        page.digest = contents.digests + (place + 1) * group.stride - 1
+        page.token_ids = contents.token_ids + <Py_ssize_t>place * size
+        page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
+        fetch(&waiting.pool.pages[page.page_id])
+        if is_journaled(waiting.pool):
+            page.context = contents.context
+            page.parent = contents.digests + place * group.stride - 1 if place else NULL
+            fetch(&waiting.pool.journal.notes[page.page_id])
+            fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
+
+
+# States of models without attention over all tokens, one working page a request, are kept as checkpoints: at multiples of an
+# interval the working page enters the prefix index, and a copy of it is the next working page.
+
+
+cdef struct Source:           # where pages come from
+    int32_t shard             # -1: anywhere
+    Py_ssize_t num_reserved   # pages to leave free
+
+
+cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+    """Whether a state has come to, or past, the next multiple of the interval."""
+    return keeps_checkpoints(group) and held.num_pages and full_entries(&group.rules, num_computed) > held.num_cached
+
+
+cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Whether any state has. O(groups)."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            return True
+    return False
+
+
+cdef inline bint enter_state(
+    Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Enter the working page under the digest of the first `num_computed` tokens; whether it was. Not between multiples of the
+    interval, and not where there is such a checkpoint, in the same shard.
+    """
+    cdef int32_t page_id = held.ids[0], num_tokens = group.rules.entry_size // group.stride
+    cdef Py_ssize_t last = <Py_ssize_t>full_entries(&group.rules, num_computed) * group.stride - 1
+    cdef Py_ssize_t start = last * num_tokens
+    cdef Ranking ranking = Ranking(0, 0)
+    cdef Digest key
+    if num_computed % group.rules.entry_size or last < 0:
+        return False
+    key = contents.digests[last]
+    if find_within(pool, key, group.id, ids_in_shard(pool, shard_of(pool, page_id) if pool.num_shards else -1)) != NULL_PAGE:
+        return False
+    if enter(pool, page_id, key, group.id) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, group.id)
+    if is_journaled(pool):
+        note_entry(
+            pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
+        )
+    keep_tokens(
+        pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0
+    )
+    return True
+
+
+cdef inline bint keep_state(
+    Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, const Source *source
+) noexcept nogil:
+    """If the state of a group is due, make its working page a checkpoint and take the next one; True if that was done. Without
+    contents, or where no page is free, the checkpoint is passed over, since the step that follows writes the working page.
+    There is room for a copy.
+    """
+    cdef const Group *group = &holding.groups[g]
+    cdef Held *held = &holding.held[g]
+    cdef int32_t page_id
+    cdef bint is_kept = contents != NULL
+    if not is_checkpoint_due(group, held, num_computed):
+        return False
+    page_id = held.ids[0]
+    is_kept = is_kept and has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
+    is_kept = is_kept and not waits_for_loads(pool, held) and enter_state(pool, group, held, contents, num_computed)
+    if is_kept:
+        take_from(pool, held.ids, 1, source.shard)
+        note_taken(pool, held)
+        note_copy(pool, page_id, held, 0, g)
+    held.num_cached = full_entries(&group.rules, num_computed)
+    return is_kept
+
+
+cdef inline void enter_states(
+    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Enter the states of what ends and was just given back, as far as they are due."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if waits_for_loads(pool, &holding.held[g]):
+            continue
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
+
+
+cdef inline void adopt_state(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
+    """Make the checkpoint that is hit, the last of `n` places and a free page, the working page."""
+    take_this(pool, ids[n - 1])
+    held.ids[0] = ids[n - 1]
+    held.num_pages = 1
+    held.num_cached = held.num_hits = n
+
+
+# Pages that tokens need are taken all or nothing, by the same functions for a request and for a row.
+#
+# A `Demand` says what is asked of a pool. `price` counts what it takes, and refuses hits that are wrong by now; `fit` decides
+# whether that many pages are free. Neither changes anything. Then the caller, which has room for the ids, calls `attach`, takes
+# the missing pages of each group by `take_missing`, and ends with `copy_states`: none of these can fail.
+#
+# Always: hits are asked for only where nothing is held; `num_new` counts a working page for each state, whether its checkpoint
+# is copied into it or adopted as it; `num_adopted` is 0, or the number of states with hits, all of whose checkpoints are free.
+
+
+cdef enum Fit:
+    FITS
+    SHORT                     # too few pages are free beside the reserved ones
+    SHORT_IN_SHARD            # only the shard has too few
+
+cdef struct Hits:             # leading pages of a group, null pages first, that a look-up found
+    const int32_t *ids
+    int32_t num
+
+cdef struct Demand:
+    const Hits *hits          # [num_groups]; NULL: none
+    int64_t num_tokens        # tokens that are to have slots
+    Py_ssize_t num_reserved   # pages to leave free
+    int32_t shard             # shard of new pages; -1: any
+    int64_t num_new           # pages behind the hits; this and the rest by `price` and `fit`
+    Py_ssize_t num_free_hits  # hits in the free queue
+    Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
+
+
+cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
+    """Pages that the hits of a group put into its places: none for a state, whose checkpoint is copied."""
+    return 0 if demand.hits == NULL or is_state(&holding.groups[g].rules) else demand.hits[g].num
+
+
+cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
+    """New pages that a group needs behind the hits."""
+    return count_missing(
+        &holding.groups[g], holding.held[g].num_pages + count_attached(holding, demand, g), demand.num_tokens
+    )
+
+
+cdef inline Py_ssize_t price_hits(
+    const Pool *pool, const Holding *holding, const Hits *hits, const Digest *digests, Py_ssize_t num_digests
+) noexcept nogil:
+    """Hits in the free queue; negative if one has another content than the digests say, if there are any, or cannot be held."""
+    cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
+    for g in range(holding.num_groups):
+        num_hits += hits[g].num
+    for g in range(holding.num_groups):
+        if hits[g].num * <Py_ssize_t>holding.groups[g].stride > num_digests:
+            return STALE
+        num_free = count_free_hits(pool, &holding.groups[g], digests, hits[g].ids, hits[g].num, num_hits)
+        if num_free < 0:
+            return num_free
+        num_all += num_free
+    return num_all
+
+
+cdef inline bint price(
+    const Pool *pool, const Holding *holding, Demand *demand, const Digest *digests, Py_ssize_t num_digests
+) noexcept nogil:
+    """Count what a demand takes; False for a hit that is wrong by now. O(hits)."""
+    cdef Py_ssize_t g
+    demand.num_new = demand.num_free_hits = demand.num_adopted = 0
+    for g in range(holding.num_groups):
+        demand.num_new += min(count_needed(holding, demand, g), (INT64_MAX >> 1) - demand.num_new)
+    if demand.hits != NULL:
+        demand.num_free_hits = price_hits(pool, holding, demand.hits, digests, num_digests)
+    return demand.num_free_hits >= 0
+
+
+cdef inline int64_t count_demanded(const Demand *demand) noexcept nogil:
+    """Pages of the free queue that a priced demand takes, unless it adopts checkpoints."""
+    return demand.num_new + demand.num_free_hits
+
+
+cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits) noexcept nogil:
+    """Checkpoints that are hit, each of which needs a copy unless it is adopted."""
+    cdef Py_ssize_t g, count = 0
+    for g in range(holding.num_groups if hits != NULL else 0):
+        count += is_state(&holding.groups[g].rules) and hits[g].num > 0
+    return count
+
+
+cdef inline Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
+    """Checkpoints that are hit, if all of them are free pages; else 0."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if hits != NULL else 0):
+        if is_state(&holding.groups[g].rules) and hits[g].num and not is_free(pool, hits[g].ids[hits[g].num - 1]):
+            return 0
+    return count_state_hits(holding, hits)
+
+
+cdef inline Py_ssize_t count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Hits that are free pages of other shards than the demand's."""
+    cdef Range inside = ids_in_shard(pool, demand.shard)
+    cdef const Hits *hits
+    cdef Py_ssize_t g, i, count = 0
+    for g in range(holding.num_groups if demand.shard >= 0 and demand.hits != NULL else 0):
+        hits = &demand.hits[g]
+        for i in range(hits.num):
+            if hits.ids[i] != NULL_PAGE and is_free(pool, hits.ids[i]):
+                count += not inside.start <= hits.ids[i] < inside.stop
+    return count
+
+
+cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+    """Decide whether a priced demand fits; if not otherwise, by adopting its checkpoints."""
+    cdef int64_t num_needed = count_demanded(demand)
+    cdef int64_t num_inside = num_needed - count_outside(pool, holding, demand)
+    demand.num_adopted = 0
+    if num_needed + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
+        demand.num_adopted = count_adoptable(pool, holding, demand.hits)
+        if num_inside - demand.num_adopted > count_free_in(pool, demand.shard):
+            demand.num_adopted = 0
+    if num_needed and num_needed - demand.num_adopted + demand.num_reserved > pool.num_free:
+        return SHORT
+    return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
+
+
+cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Make the hits of a demand that fits the first pages. Checkpoints become working pages, or get a reference until
+    `copy_states` hands it to their copies.
+    """
+    cdef const Hits *hits
+    cdef Py_ssize_t g
+    cdef int64_t number = 0
+    if count_places(holding) == 0:
+        note_request(pool)
+    for g in range(holding.num_groups if demand.hits != NULL else 0):
+        hits = &demand.hits[g]
+        number = max(number, find_load_number(pool, hits.ids, hits.num))
+        if not demand.num_adopted or not is_state(&holding.groups[g].rules):
+            attach_hits(pool, &holding.groups[g], &holding.held[g], hits.ids, hits.num)
+    note_loads(pool, holding, number)
+    for g in range(holding.num_groups if demand.num_adopted else 0):
+        hits = &demand.hits[g]
+        if is_state(&holding.groups[g].rules) and hits.num:
+            adopt_state(pool, &holding.held[g], hits.ids, hits.num)
+            note_taken(pool, &holding.held[g])
+
+
+cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Note copies of the checkpoints that are hit into the working pages, which were taken for them."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if demand.hits != NULL and not demand.num_adopted else 0):
+        if is_state(&holding.groups[g].rules) and demand.hits[g].num:
+            note_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+
+
+# A request or row goes on twice: full pages are shared, the open page of each group and working pages of states are copied.
+
+
+cdef enum ForkOutcome:
+    FORKED
+    SHORT_OF_PAGES
+    UNSHAREABLE               # a page cannot have a further reference, or was given back, or a free page has one
+    SHORT_OF_MEMORY
+
+
+cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+    """Whether further tokens are written to a page that has some."""
+    cdef int32_t place = full_pages(&group.rules, num_computed)
+    return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
+
+
+cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
+    cdef Py_ssize_t g, count = 0
+    for g in range(holding.num_groups):
+        count += has_open_page(&holding.groups[g], &holding.held[g], num_computed)
+    return count
+
+
+cdef inline ForkOutcome check_fork(
+    Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
+) noexcept:
+    """Whether a fork can be made, for which there is room in the list of copies then."""
+    cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
+    if num_new > count_free_in(pool, shard):
+        return SHORT_OF_PAGES
+    if find_held_free(pool, num_new) != NULL_PAGE:
+        return UNSHAREABLE
+    for g in range(source.num_groups):
+        if find_untouchable(pool, source.held[g].ids, source.held[g].num_pages, num_targets) >= 0:
+            return UNSHAREABLE
+        if find_unheld(pool, source.held[g].ids, 0, source.held[g].num_pages) >= 0:
+            return UNSHAREABLE
+    return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
+
+
+cdef inline void note_forked(Pool *pool, int32_t page_id, int32_t copy_id) noexcept nogil:
+    """Note that a page, which may be being loaded, is copied: the copy is as wrong as it if that fails."""
+    if pool.tier != NULL and pool.tier.loading[page_id]:
+        pool.tier.loading[copy_id] = pool.tier.loading[page_id]
+        pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[page_id])
+
+
+cdef inline void fork_group(
+    Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
+) noexcept nogil:
+    """Let what holds nothing in a group, and has room for the pages, go on from the computed tokens of what is forked."""
+    cdef const Group *group = &forked.groups[g]
+    cdef Held *source = &forked.held[g]
+    cdef Held *target = &new.held[g]
+    cdef int32_t *ids = target.ids
+    cdef int32_t i, n = full_pages(&group.rules, num_computed)
+    for i in range(n):
+        if source.ids[i] != NULL_PAGE:
+            share(pool, source.ids[i])
+    if n:
+        memcpy(ids, source.ids, n * sizeof(int32_t))
+    target[0] = source[0]
+    target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
+    if not is_state(&group.rules):
+        target.num_cached = min(source.num_cached, n)
+        target.ranking.num_ranked = min(source.ranking.num_ranked, n)
+    target.num_hits = target.num_cached
+    target.num_unique = min(source.num_unique, n)
+    target.read_list = 0
+    if has_open_page(group, source, num_computed):
+        share(pool, source.ids[n])
+        take_from(pool, ids + n, 1, shard)
+        note_taken(pool, target)
+        target.num_pages += 1
+        note_copy(pool, source.ids[n], target, n, g)
+        source.read_list = target.written_list
+        note_forked(pool, source.ids[n], ids[n])

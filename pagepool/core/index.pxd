@@ -3,18 +3,191 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.ghost cimport hash_key, is_sampled
-from pagepool.core.notes cimport is_journaled, note_drop, note_entry
-from pagepool.core.levels cimport lose_level
+from pagepool.core.adaptive cimport hash_key, is_sampled
 from pagepool.core.platform cimport rare
-from pagepool.core.queue cimport pull, push, requeue
+from pagepool.core.queue cimport lose_level, lose_pins, pull, push, requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
-    has_level, is_free, is_pinned, learns,
+    BLANK, FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
+    Page, Pool, Range, Ranking, Removal, Slot, digest_of, has_level, is_free, is_pinned, learns, link_after, num_slots_of,
+    resize, shard_of, unlink,
 )
-from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
-from pagepool.core.twins cimport find_twin, join_twins, leave_twins
+
+
+# The journal. Only the net change is noted, so that its size is bounded: a new key that goes again leaves nothing behind.
+
+
+cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
+    return rare(pool.journal.notes != NULL)
+
+
+cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
+    """Record where a newly cached page came from."""
+    cdef Journal *journal = &pool.journal
+    journal.notes[page_id].origin = origin
+    journal.contexts[origin.context].num_users += 1
+    if not pool.pages[page_id].group & TWIN:
+        note_new(journal, page_id)
+
+
+cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
+    """Put a page behind the last in the ring."""
+    cdef Note *notes = journal.notes
+    cdef int32_t last = notes[NULL_PAGE].new.prev
+    notes[page_id].new = Links(last, NULL_PAGE)
+    notes[last].new.next = page_id
+    notes[NULL_PAGE].new.prev = page_id
+    journal.num_new += 1
+
+
+cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
+    cdef Note *notes = journal.notes
+    cdef Links links = notes[page_id].new
+    notes[links.prev].new.next = links.next
+    notes[links.next].new.prev = links.prev
+    notes[page_id].new = Links(NOT_NEW, NOT_NEW)
+    journal.num_new -= 1
+
+
+cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
+    """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
+    cdef Journal *journal = &pool.journal
+    cdef Note *note = &journal.notes[page_id]
+    cdef Page *page = &pool.pages[page_id]
+    journal.contexts[note.origin.context].num_users -= 1
+    if note.new.next != NOT_NEW:
+        forget_new(journal, page_id)
+        if page.group & TWIN:
+            note_new(journal, pool.twins[page_id].next)
+    elif not page.group & TWIN:
+        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
+        journal.num_removed += 1
+
+
+cdef inline void note_clear(Journal *journal) noexcept nogil:
+    """Record that all entries were dropped."""
+    journal.num_removed = 0
+    journal.is_cleared = 1
+
+
+cdef inline int32_t add_context(Journal *journal) noexcept:
+    """Append a context, held once; -1 if memory is short."""
+    cdef int32_t context = journal.num_contexts
+    if context & (context - 1) == 0:  # as many as there is room for
+        if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
+            return -1
+    journal.contexts[context] = Context(0, 1)
+    journal.num_contexts += 1
+    return context
+
+
+cdef inline void end_journal(Journal *journal) noexcept nogil:
+    """Begin it anew: what is in it was copied."""
+    cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
+    while page_id != NULL_PAGE:
+        following = journal.notes[page_id].new.next
+        journal.notes[page_id].new = Links(NOT_NEW, NOT_NEW)
+        page_id = following
+    journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
+    journal.num_new = journal.num_removed = 0
+    journal.is_cleared = 0
+
+
+# Pages of equal content: a ring for each key, and with shards one for each shard of it.
+
+
+cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
+    """The page cached first in `ids` among the twins of `first`, or NULL_PAGE. O(shards) where the ids are those of a shard;
+    else O(pages of equal content).
+    """
+    cdef Links *ring = pool.twins
+    cdef int32_t page_id
+    if pool.num_shards and shard_of(pool, ids.start) == shard_of(pool, ids.stop - 1):
+        ring = pool.shard_twins
+        first = find_shard_first(pool, first, shard_of(pool, ids.start))
+    page_id = first
+    while page_id != NULL_PAGE and not ids.start <= page_id < ids.stop:
+        page_id = ring[page_id].next
+        if page_id == first:
+            return NULL_PAGE
+    return page_id
+
+
+cdef inline int32_t find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
+    """The page cached first in a shard among the twins of `first`, which was cached first of all; or NULL_PAGE. O(shards)."""
+    cdef int32_t page_id = first
+    while shard_of(pool, page_id) != shard:
+        page_id = pool.shard_firsts[page_id].next
+        if page_id == first:
+            return NULL_PAGE
+    return page_id
+
+
+cdef inline void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Put `page_id` at the end of the ring that begins with `first`. O(1), in a pool of shards O(shards)."""
+    if not pool.pages[first].group & TWIN:
+        pool.twins[first] = Links(first, first)
+        pool.pages[first].group |= TWIN
+        if pool.num_shards:
+            begin_shard_twins(pool, first)
+    link_after(pool.twins, pool.twins[first].prev, page_id)
+    pool.pages[page_id].group |= TWIN
+    if pool.num_shards:
+        join_shard_twins(pool, first, page_id)
+
+
+cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page be the only one of its shard, and of those that are the first of theirs."""
+    pool.shard_twins[page_id] = Links(page_id, page_id)
+    pool.shard_firsts[page_id] = Links(page_id, page_id)
+
+
+cdef inline void join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Put a page that was cached after the twins of `first` behind those of its shard."""
+    cdef int32_t shard_first = find_shard_first(pool, first, shard_of(pool, page_id))
+    if shard_first == NULL_PAGE:
+        begin_shard_twins(pool, page_id)
+        link_after(pool.shard_firsts, first, page_id)
+    else:
+        pool.shard_firsts[page_id] = Links(NOT_FIRST, NOT_FIRST)
+        link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
+
+
+cdef inline void leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """If the page was the first of its shard, the next one there takes its place."""
+    cdef int32_t following = pool.shard_twins[page_id].next
+    unlink(pool.shard_twins, page_id)
+    if pool.shard_firsts[page_id].next != NOT_FIRST:
+        if following != page_id:
+            link_after(pool.shard_firsts, page_id, following)
+        unlink(pool.shard_firsts, page_id)
+
+
+cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
+    """Build the rings of the shards from those of all twins. O(pool + twins x shards)."""
+    cdef Py_ssize_t i
+    cdef int32_t first, page_id
+    for i in range(num_slots_of(pool)):
+        first = pool.slots[i].page_id
+        if first != NULL_PAGE and pool.pages[first].group & TWIN:
+            begin_shard_twins(pool, first)
+            page_id = pool.twins[first].next
+            while page_id != first:
+                join_shard_twins(pool, first, page_id)
+                page_id = pool.twins[page_id].next
+
+
+cdef inline void leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
+    """The key's `slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
+    cdef int32_t following = pool.twins[page_id].next
+    unlink(pool.twins, page_id)
+    if pool.num_shards:
+        leave_shard_twins(pool, page_id)
+    if pool.twins[following].next == following:
+        pool.pages[following].group &= ~TWIN
+    if slot.page_id == page_id:
+        slot.page_id = following
+
 
 cdef enum:
     MAX_UNSEEN = 4            # sampled keys

@@ -10,8 +10,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.arguments cimport int_of_digest
 from pagepool.core.ids cimport PageIds
-from pagepool.core.index cimport find, is_first
-from pagepool.core.notes cimport add_context, end_journal, is_journaled
+from pagepool.core.index cimport add_context, end_journal, find, is_first, is_journaled
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.records cimport (
     FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,

@@ -3,10 +3,9 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
-from pagepool.core.levels cimport end_retention
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
+    end_of_queue, end_retention, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
 )
 from pagepool.core.records cimport (
     BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LOW, WATCHED, Histogram, Page, Pool, Stay,

@@ -3,11 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.allocation cimport Demand, Hits
 from pagepool.core.chain cimport HashChain
-from pagepool.core.entering cimport Contents
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Holding, Limits
+from pagepool.core.holdings cimport Contents, Demand, Hits, Holding, Limits
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.rules cimport Group

@@ -7,17 +7,13 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.allocation cimport (
-    FITS, SHORT_IN_SHARD, Demand, Fit, Hits, attach, copy_states, count_attached, count_demanded, count_needed,
-    count_state_hits, fit, price,
-)
 from pagepool.core.arguments cimport as_list, as_shard, size_of
-from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, keep_state
-from pagepool.core.copies cimport awaits_copies, count_moves, drop_copies, has_copies_due, reserve_copies
-from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
-    STALE, UNTOUCHABLE, Held, count_free_hits, count_places, empty, find_lost_page, forget_uncomputed, limits_of,
-    list_last_first, put_back_behind, recompute_from, skip_pages, skip_unread, take_missing,
+    FITS, SHORT_IN_SHARD, STALE, UNTOUCHABLE, Contents, Demand, Fit, Held, Hits, Source, Waiting, are_checkpoints_due, attach,
+    awaits_copies, copy_states, count_attached, count_demanded, count_free_hits, count_moves, count_needed, count_places,
+    count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting, find_lost_page, fit,
+    forget_uncomputed, has_copies_due, keep_state, limits_of, list_last_first, price, put_back_behind, recompute_from,
+    reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport is_entered_otherwise

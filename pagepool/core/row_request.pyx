@@ -6,27 +6,24 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.allocation cimport (
-    FITS, Demand, Hits, attach, copy_states, count_attached, count_demanded, count_state_hits, fit, price,
-)
 from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.batch cimport (
-    Batch, ExtraKey, begin_admission, digests_of, holding_of, plan_next_event, set_context, show_row, tokens_of,
+    Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
+    set_context, show_row, take_pages, tokens_of,
 )
-from pagepool.core.copies cimport reserve_copies
-from pagepool.core.entering cimport Contents, enter_waiting
-from pagepool.core.growth cimport take_pages
-from pagepool.core.holdings cimport Holding
+from pagepool.core.holdings cimport (
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_demanded, count_state_hits,
+    enter_waiting, fit, price, reserve_copies,
+)
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
+from pagepool.core.lookups cimport (
+    Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
+)
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.lookups cimport (
-    Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
-)
 from pagepool.core.request_pages cimport new_hits, set_hits
-from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
 from pagepool.core.rules cimport MAX_TOKENS, Group, hits_leading_pages
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter

@@ -6,24 +6,22 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport require_instance
 from pagepool.core.batch cimport (
-    Batch, Swapped, SwappedGroup, begin_admission, digests_of, drop_swapped, end_row, held_by, holding_of, plan_next_event,
-    show_row,
+    Batch, Swapped, SwappedGroup, begin_admission, can_go_back, digests_of, drop_swapped, end_row, go_back, held_by,
+    holding_of, plan_next_event, show_row,
 )
-from pagepool.core.copies cimport are_destinations, are_sources, has_copies_due
 from pagepool.core.holdings cimport (
-    Held, Holding, count_places, empty, find_load_number, find_wrong, list_last_first, note_loads, note_taken, waits_for_loads,
+    Held, Holding, are_destinations, are_sources, count_places, empty, find_load_number, find_wrong, has_copies_due,
+    list_last_first, note_loads, note_taken, waits_for_loads,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport find, find_within
 from pagepool.core.pages cimport share, take_from, touch_all
-from pagepool.core.queue cimport find_held_free, has_free_pages
+from pagepool.core.queue cimport find_held_free, has_free_pages, put_back_all
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.references cimport put_back_all
 from pagepool.core.rules cimport Group, is_state, pages_for
 from pagepool.core.running cimport RunningRows
-from pagepool.core.shrinking cimport can_go_back, go_back
 from pagepool.core.siphash cimport Digest
 from pagepool.core.tier cimport FailedLoads
 from pagepool.core.transfers cimport find_oldest_load, note_save, note_transfer, reserve_transfers

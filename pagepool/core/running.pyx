@@ -9,13 +9,15 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowState, Swapped, amount, claim_row, empty_row, exchange_rows, held_by, holding_of, is_row,
-    set_context, start_call, tokens_of,
+    DueRow, ExtraKey, Grown, RowState, Swapped, amount, append_tokens, can_undo, check_growth, check_step, check_trim,
+    claim_row, copy_rows, empty_row, exchange_rows, forget_row, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
+    is_row, keep_last_states, set_context, start_call, tokens_of, trim_row, uncount, undo_row,
 )
 from pagepool.core.chain cimport extra_key_of
-from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, reserve_copies
-from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
-from pagepool.core.holdings cimport Holding, count_new_pages, count_places, find_lost_page, list_last_first
+from pagepool.core.holdings cimport (
+    Holding, awaits_copies, count_new_pages, count_places, drop_copies, find_lost_page, has_copies_due, list_last_first,
+    reserve_copies,
+)
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
@@ -23,9 +25,6 @@ from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_r
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
 from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
-from pagepool.core.shrinking cimport (
-    can_undo, check_trim, forget_row, has_state_behind, is_as_grown, trim_row, undo_row,
-)
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 

@@ -1,19 +1,18 @@
 """A pool copied, to be checked or saved, and loaded."""
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
+from pagepool.core.adaptive cimport set_of
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
-from pagepool.core.ghost cimport set_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.queue cimport pull, push, push_marked
+from pagepool.core.queue cimport pull, push, push_marked, put_back
 from pagepool.core.records cimport (
     BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
     Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, learns,
     num_slots_of,
 )
-from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of
 

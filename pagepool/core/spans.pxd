@@ -8,8 +8,8 @@ from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Range
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport Group
+from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 

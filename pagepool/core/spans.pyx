@@ -7,26 +7,25 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
-from pagepool.core.batch cimport digests_of, holding_of
+from pagepool.core.batch cimport digests_of, hash_row, holding_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
-from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
 from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
-from pagepool.core.queue cimport begin_level_parts
+from pagepool.core.queue cimport (
+    begin_level_parts, end_retention, find_pinned, remove_deadline, set_deadline, set_level, take_pin_back,
+)
 from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
-from pagepool.core.references cimport find_pinned, take_pin_back
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.row_hashes cimport hash_row
-from pagepool.core.running cimport RunningRows
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
+from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 

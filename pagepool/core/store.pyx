@@ -9,23 +9,22 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
 from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
-from pagepool.core.index cimport drop, enter, enter_all, find_within, keep_tokens
-from pagepool.core.levels cimport end_retention, forget_deadlines
+from pagepool.core.index cimport (
+    drop, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_clear, note_entry,
+)
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
-from pagepool.core.notes cimport is_journaled, note_clear, note_entry
 from pagepool.core.pages cimport find_outside, find_untouchable, give_back, note_request, pick, take_from, touch_all
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
-    begin_parts, blank_all, count_free_in, find_held_free, link_shards, page_before, page_behind, pull, push, push_all,
+    begin_parts, blank_all, count_free_in, end_retention, find_held_free, forget_deadlines, link_shards, lose_pins,
+    page_before, page_behind, pull, push, push_all,
 )
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
     Slot, Stay, count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
 )
-from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
 from pagepool.core.transfers cimport drop_everywhere, empty_tier
-from pagepool.core.twins cimport link_shard_twins
 
 import os
 

@@ -3,8 +3,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.entering cimport Contents
 from pagepool.core.groups cimport CacheGroups
+from pagepool.core.holdings cimport Contents
 from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport Query
 from pagepool.core.records cimport Pool, Tier

@@ -1,7 +1,6 @@
 """The tier behind a pool: host memory behind device memory. Transfers, taken and ended; a prefix loaded from it."""
 
 cimport cython
-import numpy as np
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
@@ -10,20 +9,16 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
-from pagepool.core.copies cimport are_destinations, are_sources
-from pagepool.core.entering cimport Contents
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Holding, can_restart, find_restart, find_wrong, restart_from
-from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport enter, find, keep_tokens, rank
-from pagepool.core.lookups cimport (
-    Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
+from pagepool.core.holdings cimport (
+    Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
 )
-from pagepool.core.notes cimport is_journaled, note_entry
+from pagepool.core.ids cimport PageIds, new_ids
+from pagepool.core.index cimport enter, find, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
 from pagepool.core.pages cimport take_from, touch_all
-from pagepool.core.queue cimport has_free_pages, pull
+from pagepool.core.queue cimport has_free_pages, let_go, pull
 from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
-from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport RequestPages, set_contents
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
@@ -31,6 +26,8 @@ from pagepool.core.store cimport PageStore
 from pagepool.core.transfers cimport (
     end_load, end_save, find_oldest_load, note_cached, note_transfer, reserve_transfers, save_evicted, save_fresh,
 )
+
+import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 

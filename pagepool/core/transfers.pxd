@@ -3,15 +3,13 @@
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.index cimport drop, enter, find, has_key, rank
-from pagepool.core.notes cimport is_journaled, note_clear, note_entry
+from pagepool.core.index cimport drop, enter, find, has_key, is_journaled, note_clear, note_entry, rank
 from pagepool.core.pages cimport fetch_entry, take_from, touch_all
-from pagepool.core.queue cimport end_of_queue, record_behind
+from pagepool.core.queue cimport end_of_queue, put_back, record_behind
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, TWIN, UNFILLED, FreshPage, Origin, Page, Pool, Ranking, Tier, Transfer,
     digest_of, resize,
 )
-from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
 
 

@@ -8,7 +8,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport int32_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
