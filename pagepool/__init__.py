@@ -28,7 +28,6 @@ from pagepool.specs import (
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
-    create_kv_cache_specs_from_config,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
@@ -70,7 +69,6 @@ __all__ = [
     "TimeHistogram",
     "Transfers",
     "__version__",
-    "create_kv_cache_specs_from_config",
     "device_slot_mapping",
     "errors",
     "hash_page_tokens",

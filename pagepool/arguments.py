@@ -18,6 +18,7 @@ __all__ = [
     "as_list",
     "has_status",
     "id_of",
+    "read",
     "read_count",
     "refuse_incomplete",
     "require_flag",
@@ -141,6 +142,14 @@ def refuse_incomplete(request: object, error: AttributeError) -> NoReturn:
     raise error
 
 
+def read(request: Any, name: str) -> Any:
+    """Return an attribute of a request; ArgumentTypeError if it is missing."""
+    try:
+        return getattr(request, name)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+
+
 def id_of(request: Any) -> str:
     """Return the id of a request; ArgumentTypeError if it is missing or unhashable."""
     try:
@@ -166,8 +175,6 @@ def read_count(request: Any, name: str) -> int:
 def has_status(request: Any, status: int) -> bool:
     """Whether a request is in that state."""
     try:
-        return bool(request.status == status)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
+        return bool(read(request, "status") == status)
     except ValueError:  # from comparing an array
         raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None

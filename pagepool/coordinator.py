@@ -13,19 +13,17 @@ from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttent
 
 __all__ = ["CacheCoordinator"]
 
-KINDS = [
-    spec.__name__.removesuffix("Spec") for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-]
+SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
 
 
 class CacheCoordinator:
     """The rules of a model's cache groups, and what requests hold in them.
 
     ``requests`` maps request ids to the pages that they hold; ``groups`` are the rules for the core. A hash covers
-    ``hash_page_size`` tokens, the greatest common divisor of the page sizes of groups with attention; ``max_cached_page_size``
-    is the largest of these. Hits have a multiple of their least common multiple, and that of the intervals at which states are
-    kept. All states are kept at multiples of it: ``checkpoint_interval``, None without such states. If ``has_state``, a group
-    has states, kept or not.
+    ``hash_page_size`` tokens, the greatest common divisor of the page sizes of groups with attention, of which
+    ``max_cached_page_size`` is the largest. The length of a hit is a multiple of all these sizes, and of the intervals at which
+    states are kept. ``checkpoint_interval`` is their least common multiple, None without states that are kept. ``has_state``
+    says whether a group has states, kept or not.
     """
 
     def __init__(
@@ -44,8 +42,12 @@ class CacheCoordinator:
         self.max_model_len = max_model_len
         self.use_eagle = require_flag("use_eagle", use_eagle)
         self.enable_caching = require_flag("enable_caching", enable_caching)
-        _check_pool(page_pool, num_pages, self.enable_caching)
+        if page_pool is not None and not isinstance(page_pool, PagePool):
+            raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
         self.page_pool = page_pool or PagePool(num_pages, self.enable_caching)
+        if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, self.enable_caching):
+            got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"
+            raise ArgumentError(f"page_pool: got {got}; allowed: {shown(num_pages)} pages, caching {self.enable_caching}")
         self.num_pages = self.page_pool.num_pages
         self.requests: dict[str, RequestPages] = {}
         specs: list[Any] = [group.kv_cache_spec for group in kv_cache_groups]
@@ -66,17 +68,10 @@ class CacheCoordinator:
                 allowed = f"multiples of {self.hash_page_size}, the tokens of a hash"
                 raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: {allowed}")
         self._described = [self._describe_group(i, kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True))]
-        self.groups = CacheGroups(
-            [
-                (
-                    self._rules_of(described, spec),
-                    described["index_group_id"] if self.enable_caching else None,
-                    described["num_hashes_per_page"],
-                )
-                for described, spec in zip(self._described, specs, strict=True)
-            ],
-            self.use_eagle,
-        )
+        rules = [self._rules_of(described, spec) for described, spec in zip(self._described, specs, strict=True)]
+        index_ids = [described["index_group_id"] if self.enable_caching else None for described in self._described]
+        num_hashes = [described["num_hashes_per_page"] for described in self._described]
+        self.groups = CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), self.use_eagle)
 
     def _describe_group(self, group_id: int, kind: str, spec: Any) -> dict[str, Any]:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
@@ -112,29 +107,17 @@ class CacheCoordinator:
 
 
 def kind_of(kv_cache_spec: Any) -> str:
-    """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec". So an engine's own
-    spec classes work. ArgumentError for other names.
+    """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec".
+
+    An engine's own spec classes therefore work. ArgumentError for other names.
     """
-    names = [cls.__name__.removesuffix("Spec") for cls in type(kv_cache_spec).__mro__ if cls.__name__.endswith("Spec")]
-    for name in names:
-        if name in KINDS:
-            return name
-    allowed = ", ".join(f"{kind}Spec" for kind in KINDS)
-    raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {allowed}")
+    for cls in type(kv_cache_spec).__mro__:
+        if cls.__name__ in SPECS:
+            return cls.__name__.removesuffix("Spec")
+    raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {', '.join(SPECS)}")
 
 
 def _size_of(kv_cache_spec: Any, name: str) -> int | None:
     """Return a size of a spec, or None if it has no such size."""
     size = getattr(kv_cache_spec, name, None)
     return None if size is None else int(size)
-
-
-def _check_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool) -> None:
-    """Raise ArgumentError for a pool of another size or with another `enable_caching`."""
-    if page_pool is not None and not isinstance(page_pool, PagePool):
-        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
-    if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
-        raise ArgumentError(
-            f"page_pool: got {page_pool.num_pages} pages, caching {page_pool.enable_caching}; "
-            f"allowed: {shown(num_pages)} pages, caching {enable_caching}"
-        )

@@ -34,16 +34,10 @@ class _Entry(NamedTuple):
     attribute: str
 
 
-class _Thread(threading.local):
-    """The locks that a thread holds while it forks."""
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-
-
 _entries: dict[int, _Entry] = {}
 _numbers = itertools.count()
-_thread = _Thread()
+_thread = threading.local()
+"""``held``: the locks that a thread holds while it forks."""
 
 
 class LostLock:
@@ -84,16 +78,15 @@ def _list_locks() -> list[tuple[Any, str, Any]]:
 
 def hold_locks() -> None:
     """Take all locks for a fork, except those that are not released in time."""
-    deadline = time.monotonic() + MAX_WAIT_SECONDS
+    deadline, held = time.monotonic() + MAX_WAIT_SECONDS, vars(_thread).setdefault("held", [])
     for _, _, lock in _list_locks():
         if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            _thread.held.append(lock)
+            held.append(lock)
 
 
 def release_locks() -> None:
     """Release what `hold_locks` took, in one call that cannot be interrupted."""
-    held, _thread.held = _thread.held, []
-    deque(map(methodcaller("release"), held), maxlen=0)
+    deque(map(methodcaller("release"), vars(_thread).pop("held", ())), maxlen=0)
 
 
 def replace_lost_locks() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.arguments import MAX_SIZE, require_int
-from pagepool.device_table import call_with_payload, get_shard_map, import_jax
+from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.page_copies import (
     Axes,
@@ -54,9 +54,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Transfers(Protocol):
-    """What `HostPages.run` reads of `pagepool.Transfers`: the number under which they were taken, and int32 arrays of equal
-    length for saves, from pages of the device to pages of the host, and for loads, from the host to the device.
-    """
+    """The attributes of `pagepool.Transfers` that `HostPages.run` reads: its number, and int32 arrays of ids and groups."""
 
     @property
     def number(self) -> int: ...
@@ -75,9 +73,7 @@ class Transfers(Protocol):
 
 
 class FinishedTransfers(NamedTuple):
-    """The end of the transfers of a number, for `CacheManager.fail_transfers`: the places of the saves and of the loads that
-    failed, and the first error. Without an error all are done.
-    """
+    """Finished transfers, for `CacheManager.fail_transfers`: indices of saves and loads that failed, and the first error."""
 
     number: int
     failed_saves: list[int]
@@ -180,10 +176,8 @@ class HostPages:
 
     def poll(self) -> list[FinishedTransfers]:
         """Return the transfers that are done, each once, in the order of their start. It does not block. O(pages in flight)."""
-        is_ready = {
-            number: all(copy.is_ready() for copies in both for copy in copies) for number, both in self._pending.items()
-        }
-        return [self._finish(number) for number, ready in is_ready.items() if ready]
+        ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for copy in copies)]
+        return [self._finish(number) for number in ready]
 
     def wait(self) -> list[FinishedTransfers]:
         """Wait until all transfers are done, and return those that were not returned before."""

@@ -1,10 +1,7 @@
 """Page copies on the device: `copy_pages` copies the pages that `take_copies` lists within an engine's arrays.
 
-A call writes the page ids into a new payload, which is never written again, since jax may alias it or read it late. One
-compiled program for all arrays gathers every source before it scatters. Payloads come in powers of two, so the number of
-compilations depends only on the most copies in a call. Arrays with a `NamedSharding` are copied by `shard_map`, each part on
-its own device: devices communicate only where the page axis is divided and a page is copied into another part.
-
+A call writes the page ids into a new payload, since jax may alias it or read it late. One compiled program for all arrays
+gathers every source before it scatters. Arrays with a `NamedSharding` are copied by `shard_map`, each part on its own device.
 jax is imported by the first call that copies something.
 """
 
@@ -18,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool.arguments import require_int
-from pagepool.device_table import call_with_payload, get_shard_map, import_jax
+from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Copies(Protocol):
-    """What `copy_pages` reads of `pagepool.PageCopies`: int32 arrays of equal length. They are not changed."""
+    """The attributes of `pagepool.PageCopies` that `copy_pages` reads: int32 arrays of equal length. They are not changed."""
 
     @property
     def src(self) -> Int32Array: ...
@@ -112,7 +109,7 @@ def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> I
 
 
 def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.NDArray[np.intp]:
-    """Return the places of those of some groups; None: of all."""
+    """Return the indices of the entries of `group`, one group or several, in `groups`; None means all."""
     if group is None:
         return np.arange(len(groups))
     wanted = group if isinstance(group, Iterable) else [group]
@@ -120,7 +117,7 @@ def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.ND
 
 
 def check_moves(name: str, pairs: Int32Array, num_src: int, num_dst: int) -> None:
-    """Check that sources and destinations are pages, but no null page, and that none is written twice. O(n log n)."""
+    """Check that sources and destinations are pages other than null pages, and that none is written twice. O(n log n)."""
     for field, ids, num_pages in (("src", pairs[0], num_src), ("dst", pairs[1], num_dst)):
         wrong = ids[(ids < 1) | (ids >= num_pages)]
         if wrong.size:
@@ -187,7 +184,13 @@ def pad(pairs: Int32Array, filler: int) -> Int32Array:
 def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, crosses: bool) -> Callable[..., Any]:
     """Return the program for arrays with these shardings. jax compiles it once per size of the payload."""
     jax = import_jax()
-    copies = [get_copy(sharding, page_axis, crosses) for sharding in shardings]
+    copies = []
+    for sharding in shardings:
+        copy = partial(copy_in_part, page_axis=page_axis, axes=get_page_axes(sharding, page_axis), crosses=crosses)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            specs = {"in_specs": (sharding.spec, jax.sharding.PartitionSpec()), "out_specs": sharding.spec}
+            copy = get_shard_map()(copy, mesh=sharding.mesh, **specs)
+        copies.append(copy)
 
     def copy_all(arrays: Sequence[Any], pairs: Any) -> list[Any]:
         return [copy(array, pairs) for copy, array in zip(copies, arrays, strict=True)]
@@ -195,16 +198,6 @@ def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, cr
     # An array on one device may be uncommitted, and stays so: a committed result would need another program.
     kept = [None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding for sharding in shardings]
     return jax.jit(copy_all, donate_argnums=0, out_shardings=kept)  # type: ignore[no-any-return]
-
-
-def get_copy(sharding: jax.sharding.Sharding, page_axis: int, crosses: bool) -> Callable[[Any, Any], Any]:
-    """Return the function, to be traced, that copies pages in an array with this sharding."""
-    jax = import_jax()
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return partial(copy_in_part, page_axis=page_axis)
-    copy = partial(copy_in_part, page_axis=page_axis, axes=get_page_axes(sharding, page_axis), crosses=crosses)
-    specs = {"in_specs": (sharding.spec, jax.sharding.PartitionSpec()), "out_specs": sharding.spec}
-    return get_shard_map()(copy, mesh=sharding.mesh, **specs)  # type: ignore[no-any-return]
 
 
 Axes = str | tuple[str, ...]
@@ -217,7 +210,7 @@ def get_page_axes(sharding: jax.sharding.Sharding, page_axis: int) -> Axes:
     return axes or ()
 
 
-def copy_in_part(part: Any, pairs: Any, page_axis: int, axes: Axes = (), crosses: bool = False) -> Any:
+def copy_in_part(part: Any, pairs: Any, page_axis: int, axes: Axes, crosses: bool) -> Any:
     """Copy pages within one device's part of an array (traced). The mesh `axes` divide the page axis."""
     return write_in_part(part, read_in_part(part, pairs[0], page_axis, axes), pairs, page_axis, axes, crosses)
 

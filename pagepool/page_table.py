@@ -1,9 +1,15 @@
-"""Page tables: which pages hold each running request's tokens, on the host and on the device."""
+"""Page tables: which pages hold each running request's tokens, on the host and on the device.
+
+A commit copies the dirty 64-column windows of all groups into a new payload, which is never written again, and passes it to one
+compiled program, a donated scatter. Later writes to the host table therefore cannot reach the device, although jax on CPU
+aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares this with other approaches that were measured.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,16 +17,8 @@ import numpy.typing as npt
 
 from pagepool._core import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
-from pagepool.device_table import (
-    call_with_payload,
-    get_max_num_windows,
-    get_payload_sizes,
-    get_scatter,
-    import_jax,
-    is_lost,
-    upload,
-)
-from pagepool.errors import ArgumentTypeError, IntegrityError
+from pagepool.device import call_with_payload, get_shard_map, import_jax
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 from pagepool.forking import COMMITS, make_lock
 from pagepool.specs import cdiv
 
@@ -34,6 +32,17 @@ PAGE_TABLE_PADDING_VAL = 0
 
 SLOT_MAPPING_PADDING_VAL = 0
 """The slot of padding tokens: the first slot of the null page."""
+
+WINDOW = 64
+"""Columns per window, the unit of transfer."""
+
+SMALLEST_PAYLOAD = 16
+"""In windows; each payload size is four times the previous one."""
+
+FULL_UPLOAD_SHARE = 16
+"""If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
+
+Int32Array = npt.NDArray[np.int32]
 
 COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
 """Serialises commits: two that donate the same array would lose it."""
@@ -227,10 +236,7 @@ def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: i
 
 
 def commit_tables(tables: tuple[PageTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
-    """Send the changes in the first `num_reqs` rows and return the arrays; later rows stay dirty.
-
-    If sending fails, the rows are dirty again. O(dirty windows + rows).
-    """
+    """Send the changes in the first `num_reqs` rows and return the arrays. If that fails they stay dirty. O(windows + rows)."""
     with COMMIT_LOCK:
         num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
         if num_dirty:
@@ -264,7 +270,7 @@ def warmup_tables(tables: tuple[PageTable, ...]) -> None:
             scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
-def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]) -> None:
+def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[Int32Array, Int32Array]) -> None:
     """Write a payload, and replace the device arrays by the results."""
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     arrays = call_with_payload(scatter, tuple([table.page_table for table in tables]), *payload)
@@ -275,3 +281,123 @@ def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[npt.NDArray[np
 def count_values(tables: Sequence[PageTable]) -> int:
     """Return the number of page ids that all tables together have room for."""
     return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
+
+
+def is_lost(array: jax.Array) -> bool:
+    """Whether an array, or one of its shards, was donated or deleted."""
+    return array.is_deleted() or any(shard.data.is_deleted() for shard in array.addressable_shards)
+
+
+def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Send an array that is never written again. Each process sends its own part: `device_put` would first compare them all."""
+    module = import_jax()
+    array: jax.Array
+    with module.transfer_guard_host_to_device("allow"):
+        if sharding.is_fully_addressable:
+            array = module.device_put(table, sharding)
+        else:
+            array = module.make_array_from_callback(table.shape, sharding, lambda index: table[index])
+    return array
+
+
+@lru_cache(maxsize=64)
+def get_payload_sizes(num_values: int) -> tuple[int, ...]:
+    """Return the payload sizes in windows. The last holds the most windows that are sent instead of all `num_values` ids."""
+    sizes = [SMALLEST_PAYLOAD]
+    last = get_max_num_windows(num_values)
+    while sizes[-1] < last:
+        sizes.append(4 * sizes[-1])
+    return tuple(sizes)
+
+
+def get_max_num_windows(num_values: int) -> int:
+    """Return the most dirty windows that are sent instead of all ids. The smallest payload is cheaper than any table."""
+    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
+
+
+Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]
+
+
+@lru_cache(maxsize=64)
+def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Scatter:
+    """Return the program that writes a payload into tables with these shardings. jax compiles it once per shape."""
+    jax = import_jax()
+    donated = (0,) if donate else ()
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.jit(write_windows, donate_argnums=donated, out_shardings=shardings)  # type: ignore[no-any-return]
+    return LocalScatter(shardings, donated)
+
+
+def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
+    """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
+
+    Without it nothing is computed: jax on CPU runs trivial programs immediately, and others later, on a thread.
+    """
+    written = []
+    for table, at in zip(tables, starts, strict=True):
+        local = at if first_rows is None else find_local_starts(at, first_rows[0], table.shape[0])
+        written.append(scatter_windows(table, local, windows[:, : table.shape[1]]))
+    return tuple(written)
+
+
+def find_local_starts(starts: Any, first_row: Any, num_rows: int) -> Any:
+    """Return starts relative to a part of a table (traced). Starts in other parts get distinct rows outside this part."""
+    jax = import_jax()
+    rows, columns = starts[:, 0] - first_row, starts[:, 1]
+    outside = num_rows + jax.lax.iota(rows.dtype, rows.shape[0])
+    return jax.numpy.stack([jax.numpy.where((rows >= 0) & (rows < num_rows), rows, outside), columns], axis=1)
+
+
+def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
+    """Set ``table[row, column:column + width] = windows[i]`` for each ``starts[i]`` (traced); starts outside are dropped."""
+    lax = import_jax().lax
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    return lax.scatter(table, starts, windows, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+class LocalScatter:
+    """Writes a payload into this process's parts of tables that span several processes.
+
+    The parts are treated as one array over the local devices, so no process waits for another, and each may send its own
+    payload or none. Tables may be replicated or sharded by rows.
+    """
+
+    def __init__(self, shardings: tuple[jax.sharding.Sharding, ...], donated: tuple[int, ...]) -> None:
+        """ArgumentError if the tables' shardings differ."""
+        jax = import_jax()
+        if len(set(shardings)) != 1:
+            raise ArgumentError("sharding: tables that span processes must all have the same sharding")
+        self._sharding: Any = shardings[0]
+        devices: list[Any] = list(self._sharding.addressable_devices)
+        self._devices = sorted(devices, key=lambda device: int(device.id))
+        mesh = jax.sharding.Mesh(np.array(self._devices), ("local",))
+        by_device, everywhere = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
+        self._local_sharding = jax.sharding.NamedSharding(mesh, by_device)
+        program = get_shard_map()(
+            write_windows, mesh=mesh, in_specs=(by_device, everywhere, everywhere, by_device), out_specs=by_device
+        )
+        self._program = jax.jit(program, donate_argnums=donated)
+
+    def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
+        """Write the payload, and return the new tables."""
+        local = self._program(*self.localize(tables, windows, starts))
+        make, sharding = import_jax().make_array_from_single_device_arrays, self._sharding
+        parts = [[shard.data for shard in array.addressable_shards] for array in local]
+        return tuple(make(table.shape, sharding, own) for table, own in zip(tables, parts, strict=True))
+
+    def localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
+        """Return the program's arguments, last the first table row of each local device's part."""
+        num_rows, num_columns = tables[0].shape
+        slices = self._sharding.addressable_devices_indices_map(tables[0].shape)
+        if any(columns.indices(num_columns) != (0, num_columns, 1) for _, columns in slices.values()):
+            raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
+        first_rows = [slices[device][0].indices(num_rows)[0] for device in self._devices]
+        return tuple([self._as_local(table) for table in tables]), windows, starts, np.array(first_rows, dtype=np.int32)
+
+    def _as_local(self, table: Any) -> Any:
+        parts = {shard.device: shard.data for shard in table.addressable_shards}
+        ordered = [parts[device] for device in self._devices]
+        shape = (sum(part.shape[0] for part in ordered), table.shape[1])
+        return import_jax().make_array_from_single_device_arrays(shape, self._local_sharding, ordered)

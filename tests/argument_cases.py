@@ -32,7 +32,6 @@ from pagepool import (
     PagePool,
     PageTable,
     RunningBatch,
-    create_kv_cache_specs_from_config,
     specs,
 )
 from pagepool.compat import easydel
@@ -373,7 +372,7 @@ def max_memory(spec: Any, max_model_len: Any) -> Any:
 def specs_of(layer: Any = 0, **detail: Any) -> Any:
     details = [(layer, SimpleNamespace(**detail))]
     config = SimpleNamespace(get_mask_details=lambda: SimpleNamespace(items=lambda: details))
-    return create_kv_cache_specs_from_config(config, 4, 1, 8, "float16")
+    return easydel.create_kv_cache_specs_from_config(config, 4, 1, 8, "float16")
 
 
 def record(use: InUse, *requests: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from table_model import make_grouped_work, make_work
 
 import pagepool
 from pagepool._core import pack_dirty_windows
-from pagepool.device_table import get_payload_sizes, get_scatter
+from pagepool.page_table import get_payload_sizes, get_scatter
 
 SPECS = [PartitionSpec(), PartitionSpec("rows"), PartitionSpec("rows", None), PartitionSpec(("rows", "copies"))]
 

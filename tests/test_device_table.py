@@ -34,7 +34,7 @@ from settings import NUM_OPERATIONS  # noqa: E402
 from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
 
 import pagepool  # noqa: E402
-from pagepool import MultiGroupPageTable, PageTable, device_table, page_table  # noqa: E402
+from pagepool import MultiGroupPageTable, PageTable, device, page_table  # noqa: E402
 from pagepool._core import pack_dirty_windows  # noqa: E402
 from pagepool.errors import ArgumentError, IntegrityError  # noqa: E402
 
@@ -457,12 +457,12 @@ def test_tables_that_span_processes_have_one_sharding() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",))
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("rows")
     with pytest.raises(ArgumentError, match="sharding: tables that span processes must all have the same"):
-        device_table.LocalScatter(tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs), ())
+        page_table.LocalScatter(tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs), ())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_shard_map_is_found_where_older_versions_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     older = pytest.importorskip("jax.experimental.shard_map")
     monkeypatch.delattr(jax, "shard_map", raising=False)
-    assert device_table.get_shard_map() is older.shard_map
-    assert device_table.get_shard_map(is_checked=False).func is older.shard_map
+    assert device.get_shard_map() is older.shard_map
+    assert device.get_shard_map(is_checked=False).func is older.shard_map

@@ -20,8 +20,7 @@ from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBa
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key
-from pagepool.hashing.algorithms import Sha256Hasher, make_page_hasher
-from pagepool.hashing.request_hashes import PageHasher, RequestHashes, RequestPageHashes
+from pagepool.hashing.algorithms import PageHasher, RequestHashes, RequestPageHashes, Sha256Hasher, make_page_hasher
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
 

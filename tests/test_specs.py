@@ -15,6 +15,7 @@ from sources import run_python
 from pagepool.compat.easydel import (
     CacheGroupsConfig,
     RuntimePageBudgetEstimate,
+    create_kv_cache_specs_from_config,
     dp_shard_for_page_id,
     estimate_runtime_page_budget,
 )
@@ -27,7 +28,6 @@ from pagepool.specs import (
     MambaSpec,
     SlidingWindowSpec,
     cdiv,
-    create_kv_cache_specs_from_config,
     dp_shard_page_bounds,
     dtype_bits,
     pages_per_dp_shard,

@@ -11,7 +11,7 @@ from pagepool._core import EntryJournal, PageStore
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
-from pagepool.hashing.request_hashes import PageHasher
+from pagepool.hashing.algorithms import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = ["Contexts", "EventSource"]

@@ -1,28 +1,35 @@
-"""The algorithms that hash pages: SipHash in the core, SHA-256 in two forms, and any callable."""
+"""The algorithms that hash the pages of requests: SipHash in the core, SHA-256 in two forms, and any callable."""
 
 import hashlib
+import hmac
 import os
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pagepool._core import PageIds, RequestHashes
-from pagepool.errors import ArgumentError, shown
+import numpy as np
+
+from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids
+from pagepool.arguments import read
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     MAX_KEY,
     ExtraKeys,
     HashFunction,
+    HashNames,
+    KeyHolder,
     PageHash,
+    RequestExtraKeys,
     VllmExtraKeys,
     encode_extra_keys,
     get_hash_seed,
+    get_siphash_key,
     hash_page_tokens,
 )
-from pagepool.hashing.request_hashes import PageHasher
-from pagepool.request import TokenIds
+from pagepool.request import Request, TokenIds
 
-__all__ = ["HashAlgorithm", "make_page_hasher", "sha256_cbor", "sha256_page"]
+__all__ = ["HashAlgorithm", "PageHasher", "RequestPageHashes", "make_page_hasher", "sha256_cbor", "sha256_page"]
 
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
@@ -31,28 +38,86 @@ VLLM_SEED = "vllm-none-hash"
 """The seed of vLLM 0.33 for the parent of first pages if no seed is set."""
 
 
-class SipHasher(PageHasher):
-    """SipHash-2-4-128 in the compiled core: the key of the index is the hash."""
+class PageHasher(KeyHolder):
+    """SipHash-2-4-128 in the compiled core, and the base of the other algorithms. Each manager has one.
 
+    It hashes pages of `page_size` tokens. A digest has ``num_digest_bytes``. The key of the index is its lower half, or all of
+    it. The hashes of equal contents depend on ``_root``, which may be secret.
+    """
+
+    num_digest_bytes = 16
     algorithm = "siphash128"
+    extra_keys: type[RequestExtraKeys] = RequestExtraKeys
+
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
+        """See `CacheManager` for the seed. Setting ``keep_token_ids`` later affects requests that start after that."""
+        self.page_size = page_size
+        self.keep_token_ids = False
+        self._key = self._root = get_siphash_key(hash_seed)
 
     @property
     def native_key(self) -> bytes | None:
-        """The key of the chain."""
+        """The SipHash key if the core can make the hashes alone, else None."""
         return self._key
 
+    def describe(self) -> dict[str, str]:
+        """Return the algorithm, and a keyed digest that identifies the seed without revealing it."""
+        digest = hmac.digest(self._root, b"pagepool configuration", "sha256")
+        return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
+
+    def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
+        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request."""
+        extra_keys = known.extra_keys if known is not None and known.request is request else self.extra_keys.of(request)
+        return RequestHashes(request, HashChain(self.page_size, self._key, self.keep_token_ids), extra_keys)
+
+    def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
+        """Hash up to `num_pages` pages of the request. ArgumentError for missing or negative tokens. O(new tokens)."""
+        num_hashed = len(hashes.chain)
+        while num_hashed < num_pages:
+            keyed_page, keys = None, None
+            if hashes.extra_keys is not None:
+                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size)
+            if keyed_page == num_hashed:
+                stop = num_hashed + 1
+            else:
+                stop, keys = min(num_pages, keyed_page or num_pages), None
+            self.hash_pages(hashes, self._read_tokens(request, num_hashed, stop), keys)
+            num_hashed = stop
+
+    def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
+        start, stop = start_page * self.page_size, stop_page * self.page_size
+        all_ids = read(request, "all_token_ids")
+        try:
+            token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
+        except (TypeError, IndexError, KeyError) as error:
+            name = f"request {shown(request.request_id)}: all_token_ids"
+            raise ArgumentTypeError(f"{name}: got {type(all_ids).__name__}, allowed: a list or an int32 array") from error
+        if not isinstance(token_ids, PageIds | np.ndarray):
+            token_ids = PageIds(token_ids)
+        if len(token_ids) != stop - start:
+            raise ArgumentError(
+                f"request {shown(request.request_id)}: all_token_ids ends at {start + len(token_ids)}, "
+                f"but its pages up to token {shown(stop)} are to be hashed"
+            )
+        require_token_ids(token_ids, start)
+        return token_ids
+
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Hash all pages in one native call."""
+        """Append the hashes of the next pages; `extra_keys` belong to the first of them."""
         hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
 
-    def list_page_hashes(self, hashes: RequestHashes) -> list[PageHash]:
-        """Make the objects from the chain."""
-        chain = hashes.chain
-        return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
+    def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
+        """Name the keys in ``[start, stop)`` of the chain."""
+        for i in range(start, min(stop, len(hashes.page_hashes))):
+            names.add(hashes.chain[i], hashes.page_hashes[i])
 
 
 class PythonHasher(PageHasher):
     """Base of algorithms that hash page by page in Python."""
+
+    @property
+    def native_key(self) -> None:
+        """None: the core cannot make the hashes."""
 
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """Hash page by page, each from the preceding hash."""
@@ -66,33 +131,28 @@ class PythonHasher(PageHasher):
 
 
 class Sha256Hasher(PythonHasher):
-    """SHA-256 in one of its two forms. The key of the index is the lower half of the hash value, which is the digest."""
+    """SHA-256 by `sha256_page`. The hash value is the digest, and the key of the index its lower half."""
 
     num_digest_bytes = 32
     algorithm = "sha256"
 
-    def __init__(
-        self,
-        page_size: int,
-        hash_seed: int | str | bytes | None,
-        root: bytes,
-        hash_page_bytes: Callable[[bytes, Sequence[int], ExtraKeys | None], bytes],
-    ) -> None:
-        """`root` is the parent of first pages; `hash_page_bytes` maps parent, tokens and extra keys to 32 bytes."""
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
+        """The root is the parent of first pages."""
         super().__init__(page_size, hash_seed)
-        self._root = root
-        self._hash_page_bytes = hash_page_bytes
+        self._root = self._make_root(hash_seed)
 
-    def _get_root(self) -> bytes:
-        """Return the parent of first pages. The SipHash key is not used."""
-        return self._root
+    def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
+        """Return zeros unless a seed is given: the same in every process."""
+        return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
+
+    def _digest(self, parent: bytes, token_ids: list[int], extra_keys: ExtraKeys | None) -> bytes:
+        return sha256_page(parent, token_ids, extra_keys)
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
         """Append one digest."""
         parent = hashes.page_hashes[-1].hash_value.to_bytes(32, "big") if hashes.page_hashes else self._root
-        digest = self._hash_page_bytes(parent, token_ids, extra_keys)
+        hash_value = int.from_bytes(self._digest(parent, token_ids, extra_keys), "big")
         kept = tuple(token_ids) if self.keep_token_ids else ()
-        hash_value = int.from_bytes(digest, "big")
         hashes.chain.append_key(hash_value & MAX_KEY, kept)
         hashes.page_hashes.append(PageHash(hash_value, kept))
 
@@ -103,15 +163,21 @@ class VllmHasher(Sha256Hasher):
     extra_keys = VllmExtraKeys
     algorithm = "sha256_cbor"
 
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
-        """The root is the hash of the seed as a string."""
-        super().__init__(page_size, hash_seed, sha256_cbor(_vllm_seed(hash_seed)), _sha256_cbor_page)
+    def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
+        """Return the hash of `hash_seed` as text if given, else that of any ``PYTHONHASHSEED`` that is set, or `VLLM_SEED`."""
+        if hash_seed is None:
+            return sha256_cbor(os.environ.get("PYTHONHASHSEED", VLLM_SEED))
+        try:
+            return sha256_cbor((get_hash_seed(hash_seed) or b"").decode())
+        except UnicodeDecodeError as error:
+            raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
+
+    def _digest(self, parent: bytes, token_ids: list[int], extra_keys: ExtraKeys | None) -> bytes:
+        return sha256_cbor((parent, tuple(token_ids), extra_keys))
 
 
 class CallableHasher(PythonHasher):
-    """Any callable. Users see its values; the key of the index is a SipHash chain over the same contents, so that prompts which
-    collide under a weak callable never share a page.
-    """
+    """Any callable, whose values users see. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
         """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
@@ -141,10 +207,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 
 
 def sha256_cbor(content: Any) -> bytes:
-    """Return SHA-256 of the canonical CBOR encoding of `content`, like vLLM's function of that name: 32 bytes.
-
-    Needs the package cbor2 (the extra ``pagepool[events]``).
-    """
+    """Return the 32 bytes of vLLM's function of that name: SHA-256 of canonical CBOR. Needs cbor2 (``pagepool[events]``)."""
     try:
         import cbor2
     except ImportError:
@@ -155,34 +218,40 @@ def sha256_cbor(content: Any) -> bytes:
         raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None
 
 
-def _sha256_cbor_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
-    return sha256_cbor((parent, tuple(token_ids), extra_keys))
-
-
 def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None) -> PageHasher:
     """Return the hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
     if callable(hash_algo):
         return CallableHasher(page_size, hash_seed, hash_algo)
-    name = hash_algo if isinstance(hash_algo, str) else None
-    if name == "siphash128":
-        return SipHasher(page_size, hash_seed)
-    if name == "sha256":
-        return Sha256Hasher(page_size, hash_seed, _sha256_root(hash_seed), sha256_page)
-    if name == "sha256_cbor":
-        return VllmHasher(page_size, hash_seed)
+    for hasher in (PageHasher, Sha256Hasher, VllmHasher):
+        if isinstance(hash_algo, str) and hash_algo == hasher.algorithm:
+            return hasher(page_size, hash_seed)
     raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
 
 
-def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:
-    """Return zeros unless a seed is given: the same in every process."""
-    return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
+class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
+    """A live, read-only view of hashes by request id: new lists of `PageHash`, in O(pages). An unknown id has no hashes."""
 
+    def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
+        """View `hashes`, which `hasher` made."""
+        self._is_native = hasher.native_key is not None
+        self._hashes = hashes
 
-def _vllm_seed(hash_seed: int | str | bytes | None) -> str:
-    """Return `hash_seed` if given, else the seed of vLLM: any ``PYTHONHASHSEED`` that is set, or `VLLM_SEED`."""
-    if hash_seed is None:
-        return os.environ.get("PYTHONHASHSEED", VLLM_SEED)
-    try:
-        return (get_hash_seed(hash_seed) or b"").decode()
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
+    def __getitem__(self, request_id: str) -> list[PageHash]:
+        """Return the hashes made so far for a request. Natively made ones are in its chain alone."""
+        hashes = self._hashes.get(request_id)
+        if hashes is None or not self._is_native:
+            return [] if hashes is None else list(hashes.page_hashes)
+        chain = hashes.chain
+        return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether hashes are kept for the request."""
+        return request_id in self._hashes
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over a copy of the ids, since other threads may add some."""
+        return iter(list(self._hashes))
+
+    def __len__(self) -> int:
+        """Number of requests with hashes."""
+        return len(self._hashes)

@@ -1,7 +1,7 @@
-"""Extra keys: what changes keys and values without being in the tokens. Multimodal features are searched by position."""
+"""Extra keys: a LoRA adapter, an image, a tenant's salt, which change keys and values without being in the tokens."""
 
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,19 +21,30 @@ VISION = "vision"
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
 
-MAX_SEARCHED_FEATURES = 8
-"""Up to this number, a linear search is faster than a tree."""
-
 
 class Features:
-    """The features of a request, with linear search."""
+    """The features of a request. A search finds each of a page's features among n in O(log n).
 
-    __slots__ = ("_hash", "_ranges")
+    It uses trees over the features, sorted by their starts, that hold the first start and the last end below each node; the
+    children of node i are at 2 i and 2 i + 1.
+    """
+
+    __slots__ = ("_ends", "_first_starts", "_hash", "_last_ends", "_order", "_ranges", "_starts")
 
     def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
-        """`ranges` are in the request's order."""
-        self._ranges = ranges
-        self._hash = hash(ranges)
+        """`ranges` are in the request's order. O(n log n)."""
+        self._ranges, self._hash = ranges, hash(ranges)
+        self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
+        self._starts = [ranges[i][0] for i in self._order]
+        ends = [ranges[i][1] for i in self._order]
+        self._last_ends = list(accumulate(ends, max))
+        num_leaves = 1 << (len(ends) - 1).bit_length()
+        unused = [0] * (num_leaves - len(ends))
+        self._first_starts = [0] * num_leaves + self._starts + unused
+        self._ends = [0] * num_leaves + ends + unused
+        for i in range(num_leaves - 1, 0, -1):
+            self._first_starts[i] = self._first_starts[2 * i]
+            self._ends[i] = max(self._ends[2 * i], self._ends[2 * i + 1])
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same features in the same order."""
@@ -44,50 +55,21 @@ class Features:
         return self._hash
 
     def find_next(self, start: int) -> int | None:
-        """Return the first token from `start` on at a feature, an empty one included; None after the last feature."""
-        return min([max(start, begin) for begin, end, _, _ in self._ranges if end > start], default=None)
-
-    def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """Return the features that overlap ``[start, stop)``, empty ones within it included, in the request's order."""
-        return [feature for feature in self._ranges if feature[0] < stop and start < feature[1]]
-
-
-class SortedFeatures(Features):
-    """Features sorted by their starts.
-
-    A search finds each of a page's features among n in O(log n). It uses a tree over the sorted features that holds the last
-    end below each node; the children of node i are at 2 i and 2 i + 1.
-    """
-
-    __slots__ = ("_ends", "_last_ends", "_order", "_starts")
-
-    def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
-        """O(n log n)."""
-        super().__init__(ranges)
-        self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
-        self._starts = [ranges[i][0] for i in self._order]
-        ends = [ranges[i][1] for i in self._order]
-        self._last_ends = list(accumulate(ends, max))
-        num_leaves = 1 << (len(ends) - 1).bit_length()
-        self._ends = [0] * num_leaves + ends + [0] * (num_leaves - len(ends))
-        for i in range(num_leaves - 1, 0, -1):
-            self._ends[i] = max(self._ends[2 * i], self._ends[2 * i + 1])
-
-    def find_next(self, start: int) -> int | None:
-        """O(log n)."""
+        """Return the first token from `start` on at a feature, an empty one included; None after the last feature. O(log n)."""
         num = bisect_right(self._starts, start)
         if num and self._last_ends[num - 1] > start:
             return start
         return self._starts[num] if num < len(self._starts) else None
 
     def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """O(log n), and O(log n) for each feature found."""
-        found: list[int] = []
-        num_leaves = len(self._ends) // 2
-        nodes = self._list_nodes(bisect_left(self._starts, stop), num_leaves)
+        """Return the features that overlap ``[start, stop)``, empty ones within it included, in the request's order.
+
+        O(log n), and O(log n) for each feature found.
+        """
+        found, nodes, num_leaves = [], [1], len(self._ends) // 2
         while nodes:
             node = nodes.pop()
-            if self._ends[node] <= start:
+            if self._ends[node] <= start or self._first_starts[node] >= stop:
                 continue
             if node < num_leaves:
                 nodes += (2 * node, 2 * node + 1)
@@ -95,25 +77,8 @@ class SortedFeatures(Features):
                 found.append(self._order[node - num_leaves])
         return [self._ranges[i] for i in sorted(found)]
 
-    @staticmethod
-    def _list_nodes(num: int, num_leaves: int) -> list[int]:
-        """Return the largest nodes that together cover exactly the first `num` leaves."""
-        nodes = []
-        while num:
-            num_below = num & -num
-            num -= num_below
-            nodes.append((num_leaves + num) // num_below)
-        return nodes
-
 
 NO_FEATURES = Features(())
-
-
-def make_features(ranges: tuple[FeatureRange, ...]) -> Features:
-    """Return the features in the form that is searched fastest."""
-    if not ranges:
-        return NO_FEATURES
-    return SortedFeatures(ranges) if len(ranges) > MAX_SEARCHED_FEATURES else Features(ranges)
 
 
 def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
@@ -135,6 +100,7 @@ class RequestExtraKeys:
     SALT: ClassVar[str] = "salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("mm_hash", "identifier")
     TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
+    IN_ALL_PAGES: ClassVar[tuple[str, ...]] = ()
 
     request_keys: ExtraKeys
     features: Features
@@ -149,7 +115,7 @@ class RequestExtraKeys:
         if not mm_features and getattr(request, "has_vision", False):
             keys.append((VISION, os.urandom(16).hex()))
         ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features)
-        return cls(tuple(keys), make_features(ranges)) if keys or ranges else None
+        return cls(tuple(keys), Features(ranges) if ranges else NO_FEATURES) if keys or ranges else None
 
     @property
     def has_nonce(self) -> bool:
@@ -172,15 +138,13 @@ class RequestExtraKeys:
 
         O(log features), and O(log features) for each feature of the page.
         """
-        page = self.find_next_page(start_page * page_size, page_size)
-        return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
-
-    def find_next_page(self, start: int, page_size: int) -> int | None:
-        """Return the index of the first page at or after token `start` (a page boundary) that has keys, or None."""
-        if start == 0 and self.request_keys:
-            return 0
-        token = self.features.find_next(start)
-        return None if token is None else token // page_size
+        start = start_page * page_size
+        is_keyed = any(start == 0 or key[0] in self.IN_ALL_PAGES for key in self.request_keys)
+        token = start if is_keyed else self.features.find_next(start)
+        if token is None:
+            return None, None
+        page = token // page_size
+        return page, self.of_page(page * page_size, (page + 1) * page_size)
 
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
         """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
@@ -198,6 +162,7 @@ class VllmExtraKeys(RequestExtraKeys):
     SALT: ClassVar[str] = "cache_salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("identifier", "mm_hash")
     TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
+    IN_ALL_PAGES: ClassVar[tuple[str, ...]] = (LORA,)
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Return the keys of the page with tokens ``[start, end)``, or None."""
@@ -208,12 +173,6 @@ class VllmExtraKeys(RequestExtraKeys):
     def _feature_keys(self, start: int, end: int) -> ExtraKeys:
         whole = RequestExtraKeys._feature_keys(self, start, end)
         return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
-
-    def find_next_page(self, start: int, page_size: int) -> int | None:
-        """Return that page itself if there is an adapter."""
-        if any(key[0] == LORA for key in self.request_keys):
-            return start // page_size
-        return RequestExtraKeys.find_next_page(self, start, page_size)
 
 
 def list_features(mm_features: Any) -> tuple[Any, ...]:

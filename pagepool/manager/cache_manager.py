@@ -37,8 +37,7 @@ from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
-from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
-from pagepool.hashing.request_hashes import RequestPageHashes
+from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
 from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import ANY_PAGE, PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool

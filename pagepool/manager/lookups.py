@@ -9,7 +9,7 @@ from pagepool._core import PageIds, QueryCounter, RequestHashes, find_prefix, lo
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
 from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
-from pagepool.hashing.request_hashes import PageHasher
+from pagepool.hashing.algorithms import PageHasher
 from pagepool.request import EngineRequestStatus, Request
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ if it imports pagepool, set ``PAGEPOOL_EASYDEL=1`` in the environment.
 in all modules of EasyDeL, including those imported or reloaded later. References held by code outside EasyDeL are not changed.
 The engine keeps its own requests and cache specs; pagepool accepts them.
 
-The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, page
-budgets, and arithmetic of pages and shards. pagepool itself has the rest, such as `pagepool.FreeCachePageQueue`.
+The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, the
+groups of a model's config, page budgets, and arithmetic of pages and shards. pagepool itself has the rest, such as
+`pagepool.FreeCachePageQueue`.
 """
 
 import logging
@@ -37,6 +38,7 @@ from pagepool.compat.easydel.coordinators import (
     get_kv_cache_coordinator,
     get_manager_for_kv_cache_spec,
 )
+from pagepool.compat.easydel.model_config import create_kv_cache_specs_from_config
 from pagepool.compat.easydel.names import (
     CacheGroupsConfig,
     RuntimePageBudgetEstimate,
@@ -73,6 +75,7 @@ __all__ = [
     "SlidingWindowManager",
     "UnitaryCacheCoordinator",
     "cdiv",
+    "create_kv_cache_specs_from_config",
     "dp_shard_for_page_id",
     "dp_shard_page_bounds",
     "estimate_runtime_page_budget",

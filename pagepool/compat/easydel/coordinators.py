@@ -1,6 +1,8 @@
 """The managers by kind of attention and the coordinators of EasyDeL's allocator, by their names, over pagepool's look-up."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from pagepool._core import HashChain, PageIds, find_prefix
@@ -65,24 +67,16 @@ def get_manager_for_kv_cache_spec(kv_cache_spec: Any, **kwargs: Any) -> SingleTy
 class HybridCacheCoordinator(CacheCoordinator):
     """Any number of groups of any kinds, page sizes and order."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        kv_cache_groups: Sequence[CacheGroupSpec],
-        max_model_len: int,
-        use_eagle: bool,
-        enable_caching: bool,
-        page_pool: PagePool | None = None,
-    ) -> None:
-        """See `CacheCoordinator`."""
-        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
-        self.single_type_managers = tuple(
-            get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id)
-            for group_id, group in enumerate(kv_cache_groups)
-        )
+    @cached_property
+    def single_type_managers(self) -> tuple[SingleTypeCacheManager, ...]:
+        """The manager of each group, made when it is first read."""
         described = self.describe()
-        for i, manager in enumerate(self.single_type_managers):
+        managers = []
+        for i, group in enumerate(self.kv_cache_groups):
+            manager = get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=i)
             manager.num_hashes_per_page = int(described[f"kv_cache_groups[{i}].num_hashes_per_page"] or 1)
+            managers.append(manager)
+        return tuple(managers)
 
     def find_longest_cache_hit(self, chain: HashChain, max_cache_hit_length: int) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
@@ -96,21 +90,15 @@ class HybridCacheCoordinator(CacheCoordinator):
 
 
 class UnitaryCacheCoordinator(HybridCacheCoordinator):
-    """One group."""
+    """One group: ArgumentError for another number of them."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        kv_cache_groups: Sequence[CacheGroupSpec],
-        max_model_len: int,
-        use_eagle: bool,
-        enable_caching: bool,
-        page_pool: PagePool | None = None,
-    ) -> None:
-        """ArgumentError unless there is exactly one group."""
+    __signature__ = signature(CacheCoordinator)
+
+    def __init__(self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], *args: Any, **kwargs: Any) -> None:
+        """The parameters are those of `CacheCoordinator`."""
         if len(kv_cache_groups) != 1:
             raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
-        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
+        super().__init__(num_pages, kv_cache_groups, *args, **kwargs)
 
 
 class CacheCoordinatorNoPrefixCache(HybridCacheCoordinator):

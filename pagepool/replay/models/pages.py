@@ -8,11 +8,12 @@ bytes of a page in a layer, and the other is padded.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from pagepool.compat.easydel import create_kv_cache_specs_from_config
 from pagepool.errors import ArgumentError, count_of
 from pagepool.replay.models.config import Config, find_dtype, read_config, read_int
 from pagepool.replay.models.layers import list_attention_layers, list_state_layers, list_types
 from pagepool.replay.models.states import count_state_bytes
-from pagepool.specs import CacheGroupSpec, CacheSpec, FullAttentionSpec, MambaSpec, cdiv, create_kv_cache_specs_from_config
+from pagepool.specs import CacheGroupSpec, CacheSpec, FullAttentionSpec, MambaSpec, cdiv
 
 __all__ = ["PAGE_SIZE", "ModelPages", "list_intervals", "read_model"]
 

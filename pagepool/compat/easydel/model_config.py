@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast
 
 from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs.layers import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 __all__ = ["create_kv_cache_specs_from_config"]
 

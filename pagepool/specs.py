@@ -1,17 +1,21 @@
-"""Cache specs: what a layer keeps for each token, and which layers share page ids.
+"""Cache specs: what a layer keeps for each token, and which layers share page ids; numbers of pages, and sizes of dtypes.
 
-Specs are frozen. They are checked at construction, and can be shared and compared. Sizes are in tokens unless the name
-ends in `_bytes`. A `dtype` (see `pagepool.specs.sizes`) is kept as it was given.
+Specs are frozen, and can be shared and compared. Making one raises ArgumentError or ArgumentTypeError for sizes that are not
+positive integers and for unknown dtypes. Sizes are in tokens unless the name ends in `_bytes`.
+
+A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
+of ml_dtypes. It is kept as it was given. JAX is never imported, and ml_dtypes need not be installed.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, cast
+
+import numpy as np
 
 from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.specs.sizes import cdiv, dtype_bits, num_bytes
 
 __all__ = [
     "AttentionSpec",
@@ -21,26 +25,137 @@ __all__ = [
     "FullAttentionSpec",
     "MambaSpec",
     "SlidingWindowSpec",
+    "cdiv",
     "check_groups",
+    "dp_shard_page_bounds",
+    "dtype_bits",
+    "find_shard",
+    "find_shard_bounds",
+    "pages_per_dp_shard",
+    "usable_pages_count",
 ]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return the quotient rounded up: the number of pages of `b` tokens for `a` tokens.
+
+    ArgumentError unless `b` is positive, ArgumentTypeError unless both are integers.
+
+    >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
+    (1, 2, 0)
+    """
+    return -(-require_int("a", a) // require_int("b", b, 1))
+
+
+def usable_pages_count(num_pages: int) -> int:
+    """Return the number of pages without the null page.
+
+    >>> usable_pages_count(1024)
+    1023
+    """
+    return max(0, require_int("num_pages", num_pages) - 1)
+
+
+def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | None:
+    """Return the pages of one data-parallel shard; None for one shard, or if `num_pages` does not divide evenly.
+
+    >>> pages_per_dp_shard(1024, 4), pages_per_dp_shard(1023, 4), pages_per_dp_shard(1024, 1)
+    (256, None, None)
+    """
+    num_pages = require_int("num_pages", num_pages)
+    num_shards = 1 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size)
+    if num_shards <= 1 or num_pages <= 0 or num_pages % num_shards:
+        return None
+    return num_pages // num_shards
+
+
+def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, int]:
+    """Return the half-open range of page ids of a shard. The first shard starts after the null page.
+
+    >>> dp_shard_page_bounds(0, 256), dp_shard_page_bounds(1, 256)
+    ((1, 256), (256, 512))
+    """
+    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
+    start = max(0, require_int("shard_index", shard_index)) * pages_per_shard
+    return max(1, start), start + pages_per_shard
+
+
+_BITS_OF_DTYPES = {
+    "bfloat16": 16,
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"), 8),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8),
+    **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn"), 6),
+    **dict.fromkeys(("float4_e2m1fn", "int4", "uint4"), 4),
+    **dict.fromkeys(("int2", "uint2"), 2),
+    **dict.fromkeys(("int1", "uint1"), 1),
+}
+"""Accelerator dtypes that NumPy does not know by name, or reports as one byte because it does not pack them; caches do."""
+
+
+def dtype_bits(dtype: object) -> int:
+    """Return the size of one element in bits. Types below 8 bits are packed.
+
+    ArgumentTypeError unless it is a number type of NumPy or of the table of accelerator types.
+
+    >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn")
+    (16, 32, 4)
+    """
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
+    if isinstance(name, str) and name in _BITS_OF_DTYPES:
+        return _BITS_OF_DTYPES[name]
+    try:
+        resolved: np.dtype[Any] = np.dtype(cast(Any, dtype))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy or JAX knows") from error
+    if dtype is None or resolved.kind not in "biufc":
+        raise ArgumentTypeError(f"dtype must be a number type, got {shown(dtype)}")
+    return resolved.itemsize * 8
+
+
+def num_bytes(num_elements: int, dtype: object) -> int:
+    """Return the size of `num_elements` in bytes, rounded up."""
+    return cdiv(num_elements * dtype_bits(dtype), 8)
+
+
+def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
+    """Return the hinted shard of a pool, modulo the size, and that size; None if the pool is not divided.
+
+    >>> find_shard(1024, 5, 4), find_shard(1023, 5, 4)
+    ((1, 4), None)
+    """
+    pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
+    hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
+    if hint is None or pages_per_shard is None:
+        return None
+    num_shards = num_pages // pages_per_shard
+    return hint % num_shards, num_shards
+
+
+def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
+    """Return the half-open range of page ids that may hit with a hint; None: up to the last."""
+    shard = find_shard(num_pages, dp_shard_hint, data_parallel_size)
+    if shard is None:
+        return 0, None
+    shard_index, num_shards = shard
+    return dp_shard_page_bounds(shard_index, num_pages // num_shards)
+
+
+SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "checkpoint_interval")
+"""The fields of specs that are positive integers; those with the default None may be None."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Base of the cache specs: a layer with pages of `page_size` tokens.
-
-    Raises `ArgumentError` or `ArgumentTypeError` if `page_size` is not a positive integer.
-    """
+    """Base of the cache specs: a layer with pages of `page_size` tokens."""
 
     page_size: int
 
     def __post_init__(self) -> None:
-        """Check the fields."""
-        self._set_int("page_size")
-
-    def _set_int(self, name: str, minimum: int = 1) -> None:
-        """Check a field, and store it as a Python int, since products of NumPy ints wrap around."""
-        object.__setattr__(self, name, require_int(name, getattr(self, name), minimum, MAX_SIZE))
+        """Check the sizes, and store them as Python ints, since products of NumPy ints wrap around."""
+        for size in fields(self):
+            value = getattr(self, size.name)
+            if size.name in SIZES and (value is not None or size.default is not None):
+                object.__setattr__(self, size.name, require_int(size.name, value, 1, MAX_SIZE))
 
     @property
     def type_id(self) -> str:
@@ -58,10 +173,7 @@ class CacheSpec:
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return one spec for layers of the same `type_id`.
-
-        ArgumentError if there are none, or if they differ in `type_id`.
-        """
+        """Return one spec for layers of the same `type_id`. ArgumentError if there are none, or if they differ in it."""
         if not specs:
             raise ArgumentError("merge needs at least one spec")
         type_ids = {spec.type_id for spec in specs}
@@ -72,11 +184,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(CacheSpec):
-    """A layer that keeps a key and a value for each token and head. With `use_mla` one vector is both.
-
-    `head_size` counts elements of `dtype`. Raises `ArgumentError` or `ArgumentTypeError` on sizes that are
-    not positive integers and on an unknown dtype.
-    """
+    """A layer with a key and a value of `head_size` elements for each token and head. With `use_mla` one vector is both."""
 
     num_kv_heads: int
     head_size: int
@@ -86,8 +194,6 @@ class AttentionSpec(CacheSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._set_int("num_kv_heads")
-        self._set_int("head_size")
         dtype_bits(self.dtype)
         object.__setattr__(self, "use_mla", require_flag("use_mla", self.use_mla))
 
@@ -96,14 +202,6 @@ class AttentionSpec(CacheSpec):
         """Bytes of a page's keys and values, or of its latent vectors."""
         num_vectors = self.page_size * self.num_kv_heads * (1 if self.use_mla else 2)
         return num_bytes(num_vectors * self.head_size, self.dtype)
-
-
-def _only_size(name: str, sizes: Iterable[int | None]) -> int | None:
-    """Return the one size that is set, or None."""
-    distinct = {size for size in sizes if size is not None}
-    if len(distinct) > 1:
-        raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
-    return distinct.pop() if distinct else None
 
 
 @dataclass(frozen=True)
@@ -126,10 +224,6 @@ class FullAttentionSpec(AttentionSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        if self.sliding_window is not None:
-            self._set_int("sliding_window")
-        if self.attention_chunk_size is not None:
-            self._set_int("attention_chunk_size")
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ArgumentError("a layer has a sliding window or attention chunks, not both")
 
@@ -148,27 +242,21 @@ class FullAttentionSpec(AttentionSpec):
 
         ArgumentError also for two windows, two chunk sizes, or a window and a chunk size.
         """
+        sizes: dict[str, Any] = {}
         merged = super().merge(specs)
-        return replace(
-            merged,
-            sliding_window=_only_size("sliding_window", (spec.sliding_window for spec in specs)),
-            attention_chunk_size=_only_size("attention_chunk_size", (spec.attention_chunk_size for spec in specs)),
-        )
+        for name in ("sliding_window", "attention_chunk_size"):
+            distinct = {getattr(spec, name) for spec in specs} - {None}
+            if len(distinct) > 1:
+                raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
+            sizes[name] = next(iter(distinct), None)
+        return replace(merged, **sizes)
 
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Each token attends to earlier tokens in its own chunk of `attention_chunk_size` tokens.
-
-    Pages of earlier chunks are freed.
-    """
+    """Each token attends to earlier tokens in its chunk of `attention_chunk_size` tokens. Pages of earlier chunks are freed."""
 
     attention_chunk_size: int
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._set_int("attention_chunk_size")
 
     @property
     def type_id(self) -> str:
@@ -198,7 +286,6 @@ class SlidingWindowSpec(AttentionSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._set_int("sliding_window")
         if self.use_mla:
             raise ArgumentError("a sliding window with use_mla is not supported")
 
@@ -235,15 +322,6 @@ class MambaSpec(CacheSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._set_shapes()
-        if self.checkpoint_interval is not None:
-            self._set_int("checkpoint_interval")
-        state_bytes = num_bytes(self.num_elements, self.dtype)
-        if self.page_size_padded is not None:
-            self._set_int("page_size_padded", minimum=state_bytes)
-
-    def _set_shapes(self) -> None:
-        """Check the dimensions, and store them as Python ints."""
         try:
             shapes = [list(shape) for shape in self.shapes]
         except TypeError:
@@ -253,6 +331,10 @@ class MambaSpec(CacheSpec):
         checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
+        state_bytes = num_bytes(self.num_elements, self.dtype)
+        if self.page_size_padded is not None:
+            padded = require_int("page_size_padded", self.page_size_padded, state_bytes, MAX_SIZE)
+            object.__setattr__(self, "page_size_padded", padded)
 
     @property
     def num_elements(self) -> int:
@@ -268,9 +350,7 @@ class MambaSpec(CacheSpec):
     @property
     def page_size_bytes(self) -> int:
         """Bytes of the state, or of the padded page."""
-        if self.page_size_padded is not None:
-            return self.page_size_padded
-        return num_bytes(self.num_elements, self.dtype)
+        return num_bytes(self.num_elements, self.dtype) if self.page_size_padded is None else self.page_size_padded
 
     def max_memory_usage_bytes(self, **_: object) -> int:
         """Return the bytes of the one page."""
