@@ -1,28 +1,18 @@
 """The pool of pages, its free queue and its page objects, as engines know them."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_group_ids, require_list, require_slice
+from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, give_back_restored
+from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
-from pagepool.hashing import PageHash, checked_hash
+from pagepool.hashing import PageHash, checked_hash, hash_next_pages
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.pages import FreeCachePageQueue, Pages
-from pagepool.page_pool.prefix_index import (
-    CachedPages,
-    check_span,
-    enter_pages,
-    find_page_id,
-    find_page_ids,
-    forget_evicted_names,
-    forget_names,
-    is_own_key,
-)
+from pagepool.page_pool.pages import FreeCachePageQueue, Pages, PrefixIndex, find_page_id, forget_names, is_own_key
 from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats
@@ -31,10 +21,10 @@ __all__ = ["PagePool", "PageProbe"]
 
 logger = logging.getLogger(__package__)
 
-T = TypeVar("T")
-
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+Span = tuple[int, int, int]
+"""The pages of a request to enter in the index: how many are cached already and how many are full, and their size in tokens."""
 
 
 class PageProbe(NamedTuple):
@@ -89,9 +79,9 @@ class PagePool:
         return self.store.page(0)
 
     @property
-    def cached_page_hash_to_page(self) -> CachedPages:
+    def cached_page_hash_to_page(self) -> PrefixIndex:
         """A live view of the prefix index."""
-        return CachedPages(self.store)
+        return PrefixIndex(self.store)
 
     def __repr__(self) -> str:
         """The size and use of the pool."""
@@ -192,8 +182,7 @@ class PagePool:
         return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
-        return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
+        return self.store.take(num_pages, *(find_shard(self.num_pages, dp_shard_hint, data_parallel_size) or ()))
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Release one reference to each page.
@@ -242,8 +231,8 @@ class PagePool:
         page_hash = checked_hash(page_hash)
         if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
-        page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
-        return None if page_ids is None else [self.store.page(page_id) for page_id in page_ids]
+        page_ids = self._find_ids(page_hash, kv_cache_group_ids, bounds)
+        return None if page_ids is None else self.store.pages(page_ids)
 
     def get_cached_page_ids(
         self,
@@ -255,8 +244,18 @@ class PagePool:
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
         bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
-        page_ids = find_page_ids(self.store, checked_hash(page_hash), kv_cache_group_ids, bounds)
-        return None if page_ids is None else np.array(page_ids, dtype=np.int32)
+        page_ids = self._find_ids(checked_hash(page_hash), kv_cache_group_ids, bounds)
+        return None if page_ids is None else page_ids.to_array()
+
+    def _find_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> PageIds | None:
+        """Return the page of each group, with an id in these bounds; None if any group has none."""
+        page_ids = []
+        for group_id in require_group_ids(group_ids):
+            page_id = find_page_id(self.store, page_hash, group_id, *bounds)
+            if page_id is None:
+                return None
+            page_ids.append(page_id)
+        return PageIds(page_ids)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
         """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
@@ -281,9 +280,8 @@ class PagePool:
         ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
         hash. O(num_full_pages - num_cached_pages).
         """
-        span = check_span(num_cached_pages, num_full_pages, page_size)
-        ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
-        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
+        span = num_cached_pages, num_full_pages, page_size
+        self._enter(self.store.ids_of_pages, pages, request, page_hashes, span, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -296,13 +294,41 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = check_span(num_cached_pages, num_full_pages, page_size)
-        ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
-        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
+        span = num_cached_pages, num_full_pages, page_size
+        self._enter(PageIds, page_ids, request, page_hashes, span, kv_cache_group_id)
+
+    def _enter(
+        self, ids_of: Callable[[Any], PageIds], pages: Any, request: Any, page_hashes: list[PageHash], span: Span, group_id: int
+    ) -> None:
+        """Enter the full pages of a request that are not cached yet."""
+        num_cached_pages = require_int("num_cached_pages", span[0], 0)
+        num_full_pages = require_int("num_full_pages", span[1], 0)
+        page_size = require_int("page_size", span[2], 1)
+        ids = ids_of(require_slice("pages", pages, num_cached_pages, num_full_pages))
+        if not isinstance(page_hashes, list):
+            raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
+        if len(page_hashes) < num_cached_pages:
+            allowed = f"at least the {shown(num_cached_pages)} of the cached pages"
+            raise ArgumentError(f"page_hashes: got {len(page_hashes)}, allowed: {allowed}")
+        if len(ids) != max(0, num_full_pages - num_cached_pages):
+            raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
+        is_complete = len(page_hashes) >= num_full_pages
+        missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
+        first_place = max(0, num_cached_pages - 1)  # the place of the parent, which is not entered again
+        hashes = [*page_hashes, *missing][first_place : max(num_cached_pages, num_full_pages)]
+        chain = HashChain(page_size, bytes(16))
+        for page_hash in list(map(checked_hash, hashes)):
+            chain.append_key(self.store.names.key_of(page_hash))
+        num_parents = num_cached_pages - first_place
+        ids = PageIds.joined((PageIds([0] * num_parents), ids))
+        self.store.enter_pages(ids, chain, num_parents, group_id, first_place=first_place)
+        page_hashes.extend(missing)
+        self._forget_evicted_names()
 
     def _forget_evicted_names(self) -> None:
-        """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
-        forget_evicted_names(self.store)
+        """Drop the names of evicted pages once there are more than the pool can need. Amortised O(1)."""
+        if len(self.store.names) > 2 * EntryJournal(self.store).max_num_kept_keys + 1024:
+            forget_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """Count the leading pages that hit in every group, and report the group that missed."""
@@ -387,7 +413,7 @@ class PagePool:
         check_store(self.store)
 
 
-def _require_ids(page_ids: T) -> T:
+def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
     """Return the ids; ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
