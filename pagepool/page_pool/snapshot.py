@@ -5,8 +5,8 @@ A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` wr
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pagepool._core import PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
 from pagepool.hashing import PageHash
-from pagepool.page_pool.integrity import check_store, save_store
+from pagepool.page_pool.integrity import GROUP, PART, Records, check_store
 
 __all__ = ["Configuration", "Snapshot", "load", "save", "seal"]
 
@@ -52,33 +52,54 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...]]] = {
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
-    """Return the snapshot of a pool. O(pages)."""
-    arrays = save_store(store)
-    arrays["enable_caching"] = np.array([store.enable_caching])
-    arrays["names"] = _encode([[key, *map(_to_json, page_hash)] for key, page_hash in store.names.items()])
-    arrays["configuration"] = _encode(configuration)
-    arrays["eviction"] = _as_bytes(store.eviction.encode())
-    return seal(arrays)
+    """Return the snapshot of a pool. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(store)
+    cached = records.pages.take(records.cached_ids)
+    marks, counts = records.marks, records.policy_counts
+    if records.num_policy_parts > 1:  # parts by level are not saved: their pages count as if no page had a level
+        counts[: PART + 1] = np.bincount(marks.take(records.free_ids) & PART, minlength=PART + 1)
+    else:
+        marks, counts = marks[:0], counts[:0]
+    arrays = {
+        "enable_caching": np.array([store.enable_caching]),
+        "ref_counts": records.pages["ref_cnt"].copy(),
+        "free_page_ids": records.free_ids,
+        "cached_page_ids": records.cached_ids,
+        "cached_group_ids": cached["group"] & GROUP,
+        "cached_keys": np.stack((cached["low"], cached["high"]), axis=1),
+        "cached_pins": records.pins.take(records.cached_ids) if records.num_pinned else records.pins[:0],
+        "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
+        "names": _encode([[key, *map(_to_json, page_hash)] for key, page_hash in store.names.items()]),
+        "counters": np.array(records.counters, dtype=np.int64),
+        "num_shards": np.array([records.num_shards], dtype=np.int64),
+        "configuration": _encode(configuration),
+        "eviction": _as_bytes(store.eviction.encode()),
+        "policy_marks": marks,
+        "policy_ghosts": records.ghosts.view(np.uint32).reshape(-1, 2),
+        "policy_counts": counts,
+        "policy_learned": records.learned,
+    }
+    # A view would keep all copied records in memory.
+    return seal({name: array if array.base is None else array.copy() for name, array in arrays.items()})
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
-    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(pages)."""
+    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(num_pages)."""
     arrays = unseal(snapshot)
-    del arrays["format"], arrays["version"]
-    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
-    configuration = decode_configuration(arrays.pop("configuration"))
-    eviction = arrays.pop("eviction").tobytes().decode(errors="replace")
-    policy = tuple(arrays.pop(f"policy_{name}") for name in ("marks", "ghosts", "counts", "learned"))
-    if min(counters) < 0:
-        raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
-    enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
+    names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"])
     try:
-        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids", "pins"))
-        store = load_store((enable_caching, eviction), **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
+        store = load_store(
+            (bool(arrays["enable_caching"][0]), arrays["eviction"].tobytes().decode(errors="replace")),
+            arrays["ref_counts"],
+            arrays["free_page_ids"],
+            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "pins")),
+            tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
+            (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
+        )
         check_store(store)
     except (ArgumentError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
-    for key, page_hash in decode_names(names):
+    for key, page_hash in names:
         store.names.add(key, page_hash)
     return store, configuration
 
@@ -95,9 +116,7 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     ArgumentTypeError unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
     """
     if not isinstance(snapshot, Mapping):
-        raise ArgumentTypeError(
-            f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or what numpy.load returns"
-        )
+        raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
     found_format = _read(snapshot, "format").tobytes()
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
@@ -166,13 +185,14 @@ def _from_json(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
-def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
-    """Yield keys and their names from JSON. SnapshotError for other text."""
+def decode_names(text: npt.NDArray[np.uint8]) -> list[tuple[int, PageHash]]:
+    """Return keys and their names from JSON. SnapshotError for other text."""
     try:
-        for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
+        names = _from_json(json.loads(text.tobytes()))
+        for key, hash_value, token_ids, _ in names:
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
                 raise ValueError(f"got key {key!r}, hash {hash_value!r} and token ids {token_ids!r}")
-            yield key, PageHash(hash_value, token_ids, extra_keys)
+        return [(key, PageHash(*page_hash)) for key, *page_hash in names]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'names' are not page hashes: {error}") from None
 
@@ -181,10 +201,9 @@ def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
     """Return a configuration from JSON; null means unknown. SnapshotError for other text."""
     try:
         configuration = json.loads(text.tobytes())
+        is_object = isinstance(configuration, dict) and {*map(type, configuration.values())} <= {int, str, type(None)}
+        if configuration is not None and not is_object:
+            raise ValueError("allowed: an object of ints, strings and nulls, or null")
+        return cast("Configuration | None", configuration)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'configuration' is invalid: {error}") from None
-    if configuration is None:
-        return None
-    if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
-        raise SnapshotError("snapshot: 'configuration' is invalid, allowed: an object of ints, strings and nulls, or null")
-    return configuration
