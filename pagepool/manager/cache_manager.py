@@ -14,7 +14,6 @@ from pagepool._core import (
     PageCopies,
     PageIds,
     PinSpan,
-    QueryCounter,
     RequestPages,
     Retention,
     RetentionSpan,
@@ -112,10 +111,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         if page_pool is None:
-            eviction = "lru" if eviction is None else eviction
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
-        elif isinstance(page_pool, PagePool):
-            _require_eviction(page_pool, eviction)
+            page_pool = PagePool(num_pages, self.enable_caching, eviction="lru" if eviction is None else eviction)
+        elif isinstance(page_pool, PagePool) and eviction is not None:
+            if not isinstance(eviction, str):
+                raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+            if eviction != page_pool.eviction:
+                allowed = f"None, or its own, {page_pool.eviction!r}"
+                raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: {allowed}")
         self.coordinator = CacheCoordinator(
             num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
@@ -127,11 +129,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
-            if not keep_token_ids:
-                _require_kept_tokens(self._store.num_kept_token_ids, self.coordinator.max_cached_page_size)
+            num_kept, num_needed = self._store.num_kept_token_ids, self.coordinator.max_cached_page_size
+            if 0 < num_kept < num_needed and not keep_token_ids:
+                allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
+                got = f"one that keeps {num_kept} token ids of a page"
+                raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
             self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
-        if keep_token_ids and self.enable_caching:
-            self._store.keep_token_ids(self.coordinator.max_cached_page_size)
+            if keep_token_ids:
+                self._store.keep_token_ids(num_needed)
         self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
@@ -195,8 +200,17 @@ class CacheManager(KeyHolder, SlotAllocator):
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report what `get_computed_pages` would find, and why not more. Counters and stored hashes do not change."""
-        return self._lookups.probe(request)
+        """Report what `get_computed_pages` would find with room for what is loaded, and why not more. Nothing changes."""
+        query = self._lookups.read_query(request)
+        if query is None:
+            reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
+            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
+        num_queried = query[0]
+        chain = self._lookups.hash_apart(request, num_queried).chain
+        _, num_tokens = find_prefix(self._store, self.coordinator.groups, chain, num_queried, reaches_tier=True)
+        is_all = num_queried - num_tokens <= self.coordinator.hash_page_size
+        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
+        return PrefixProbe(num_tokens, num_queried, reason)
 
     # Slots.
 
@@ -285,7 +299,21 @@ class CacheManager(KeyHolder, SlotAllocator):
         of `request` are due. O(tokens): they are hashed.
         """
         with self._lock:
-            held, num_tokens = self._check_fork(request, new_request)
+            num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
+            held = self._require_held(request)
+            if id_of(new_request) in self._requests:
+                raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
+            if not num_new == num_tokens <= held.num_room_tokens:
+                raise ArgumentError(
+                    f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
+                    f"{held.num_room_tokens}, for which there are slots"
+                )
+            held.require_copies_taken(may_be_read=True)
+            if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
+                raise ArgumentError(
+                    f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those "
+                    f"of request {shown(request.request_id)}"
+                )
             target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
@@ -297,25 +325,6 @@ class CacheManager(KeyHolder, SlotAllocator):
                 if not is_forked:
                     self._lookups.hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
-
-    def _check_fork(self, request: Request, new_request: Request) -> tuple[RequestPages, int]:
-        """Return what a request holds, and the computed tokens of both; raise why the new one cannot go on from there."""
-        num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
-        held = self._require_held(request)
-        if id_of(new_request) in self._requests:
-            raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
-        if not num_new == num_tokens <= held.num_room_tokens:
-            raise ArgumentError(
-                f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
-                f"{held.num_room_tokens}, for which there are slots"
-            )
-        held.require_copies_taken(may_be_read=True)
-        if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
-            raise ArgumentError(
-                f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "
-                f"request {shown(request.request_id)}"
-            )
-        return held, num_tokens
 
     # The host tier.
 
@@ -389,9 +398,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         pages; CopiesDueError while copies or transfers of its pages are due: they are done before the transfer writes there.
         O(pages entered).
         """
-        with self._lock:
-            held, num_computed_tokens = self._check_external(request, "num_tokens", num_tokens)
-            self._end_external(request, held, num_computed_tokens, is_failed=False)
+        self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
         """`commit_external` for the first `num_valid_tokens` of the external tokens. The pages wholly behind them are given
@@ -400,33 +407,25 @@ class CacheManager(KeyHolder, SlotAllocator):
         With a state nothing stands, since it is of tokens that did not come: all pages are given back and 0 is returned; the
         request may be looked up again. Errors as in `commit_external`. O(pages given back and entered).
         """
+        return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
+
+    def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
+        """Enter the pages that a transfer has filled, of these tokens. Return the number of computed tokens."""
+        num_tokens = require_int(name, num_tokens, 0)
         with self._lock:
-            held, num_computed_tokens = self._check_external(request, "num_valid_tokens", num_valid_tokens)
-            if self.coordinator.has_state:
+            held = self._require_held(request)
+            start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
+            num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
+            if num_tokens > num_most_tokens:
+                raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
+            held.require_copies_taken()
+            if is_failed and self.coordinator.has_state:
                 self._give_back(request.request_id)
                 return 0
-            self._end_external(request, held, num_computed_tokens, is_failed=True)
-            return num_computed_tokens
-
-    def _check_external(self, request: Request, name: str, num_tokens: int) -> tuple[RequestPages, int]:
-        """Return what a request holds, and how many tokens are computed with the external ones; raise what is wrong."""
-        num_tokens = require_int(name, num_tokens, 0)
-        held = self._require_held(request)
-        start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
-        num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
-        if num_tokens > num_most_tokens:
-            raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
-        held.require_copies_taken()
-        return held, start + num_tokens
-
-    def _end_external(self, request: Request, held: RequestPages, num_computed_tokens: int, is_failed: bool) -> None:
-        """Enter the pages of a request that are filled by its first tokens, and that later ones attend to."""
-        if not self.enable_caching:
-            held.end_external(None, num_computed_tokens, is_failed)
-            return
-        hashes = self._lookups.extend(request, num_computed_tokens)
-        with self._lookups.naming(hashes, held.num_cached_hashes, num_computed_tokens) as context:
-            held.end_external(hashes.chain, num_computed_tokens, is_failed, context)
+            hashes = self._lookups.extend(request, start + num_tokens) if self.enable_caching else None
+            with self._lookups.naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
+                held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
+            return start + num_tokens
 
     def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
         """Keep pages that a transfer reads: until the lease is released they are not handed out, though their request is freed.
@@ -578,15 +577,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         listed = as_list("requests", requests, "a list of requests")
         with self._lock:
-            return protect_pages(self._store, [ids for request in listed for ids in self._find_hits(request)])
-
-    def _find_hits(self, request: Request) -> Sequence[PageIds]:
-        """Return the pages by group that a look-up would find, without counting it."""
-        query = self._lookups.read_query(request)
-        if query is None:
-            return ()
-        chain = self._lookups.hash_apart(request, query[0]).chain
-        return find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
+            hits: list[PageIds] = []
+            for request in listed:
+                query = self._lookups.read_query(request)
+                if query is not None:
+                    chain = self._lookups.hash_apart(request, query[0]).chain
+                    hits += find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
+            return protect_pages(self._store, hits)
 
     # Events.
 
@@ -717,7 +714,30 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters, self.host_tier)
+        store, totals = self._store, self.page_pool.stats
+        num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
+        lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
+        num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
+        return CacheStats(
+            num_pages=num_pages,
+            num_free_pages=num_free_pages,
+            num_held_pages=num_pages - num_free_pages,
+            num_cached_pages=store.num_cached_pages,
+            num_pinned_pages=store.num_pinned_pages,
+            max_num_pinned_pages=self.max_num_pinned_pages,
+            usage=(num_pages - num_free_pages) / max(1, num_pages),
+            queries=QueryCounts(*self.query_counters[0].counts),
+            preempted_queries=QueryCounts(*self.query_counters[1].counts),
+            num_allocated_pages=totals.num_allocated_pages,
+            num_freed_pages=totals.num_freed_pages,
+            num_evicted_pages=totals.num_evicted_pages,
+            lifetime=lifetime,
+            idle_before_eviction=idle_before_eviction,
+            reuse_gap=reuse_gap,
+            num_hit_pages=num_hit_pages,
+            num_lru_hit_pages=num_lru_hit_pages,
+            host_tier=None if self.host_tier is None else self.host_tier.stats(),
+        )
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, unless the pool and the references of requests are consistent.
@@ -761,51 +781,3 @@ class CacheManager(KeyHolder, SlotAllocator):
         if held is None:
             raise ArgumentError(f"request {shown(request_id)} holds no pages")
         return held
-
-
-def _require_eviction(pool: PagePool, eviction: str | None) -> None:
-    """Raise ArgumentError for a pool with another policy."""
-    if eviction is not None and not isinstance(eviction, str):
-        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-    if eviction not in (None, pool.eviction):
-        raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {pool.eviction!r}")
-
-
-def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
-    """Raise ArgumentError for a pool that keeps too few tokens of a page."""
-    if 0 < num_kept < num_needed:
-        raise ArgumentError(
-            f"page_pool: got one that keeps {num_kept} token ids of a page, allowed for pages of {num_needed}: none, "
-            f"at least {num_needed}, or any with keep_token_ids=True"
-        )
-
-
-def _collect_stats(
-    pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter], host_tier: HostTier | None
-) -> CacheStats:
-    store, totals = pool.store, pool.stats
-    queries, preempted_queries = (QueryCounts(*counter.counts) for counter in query_counters)
-    num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
-    num_held_pages = num_pages - num_free_pages
-    lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
-    num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
-    return CacheStats(
-        num_pages=num_pages,
-        num_free_pages=num_free_pages,
-        num_held_pages=num_held_pages,
-        num_cached_pages=store.num_cached_pages,
-        num_pinned_pages=store.num_pinned_pages,
-        max_num_pinned_pages=max_num_pinned_pages,
-        usage=num_held_pages / num_pages if num_pages else 0.0,
-        queries=queries,
-        preempted_queries=preempted_queries,
-        num_allocated_pages=totals.num_allocated_pages,
-        num_freed_pages=totals.num_freed_pages,
-        num_evicted_pages=totals.num_evicted_pages,
-        lifetime=lifetime,
-        idle_before_eviction=idle_before_eviction,
-        reuse_gap=reuse_gap,
-        num_hit_pages=num_hit_pages,
-        num_lru_hit_pages=num_lru_hit_pages,
-        host_tier=None if host_tier is None else host_tier.stats(),
-    )

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, QueryCounter, RequestHashes, find_prefix, load_prefix
-from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
+from pagepool._core import PageIds, QueryCounter, RequestHashes, load_prefix
+from pagepool.arguments import has_status, id_of, refuse_incomplete, require_int
 from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import PageHasher
@@ -66,10 +66,7 @@ class PrefixLookups(KeyHolder):
 
     def extend(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        try:
-            hashes = self.hashes.get(request.request_id)
-        except (AttributeError, TypeError):
-            hashes = self.hashes.get(id_of(request))
+        hashes = self.hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
@@ -145,21 +142,6 @@ class PrefixLookups(KeyHolder):
             if hashes is not None and hashes.page_hashes:
                 self._coordinator.page_pool._forget_evicted_names()
 
-    def probe(self, request: Request) -> PrefixProbe:
-        """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without
-        changing anything.
-        """
-        query = self.read_query(request)
-        if query is None:
-            reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
-            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
-        num_queried_tokens, _ = query
-        hashes = self.hash_apart(request, num_queried_tokens)
-        _, num_tokens = find_prefix(self._store, self._coordinator.groups, hashes.chain, num_queried_tokens, reaches_tier=True)
-        is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
-        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
-        return PrefixProbe(num_tokens, num_queried_tokens, reason)
-
     def count_admission(self, request: Request, num_taken_tokens: int) -> None:
         """Count the look-up of a request that was just admitted, with the tokens whose pages it took."""
         hashes = self.hashes.get(request.request_id)
@@ -177,16 +159,10 @@ class PrefixLookups(KeyHolder):
             return
         num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
         num_other_pins = num_pinned_pages - sum(map(self._store.count_pinned, held)) if num_pinned_pages else 0
-        if num_needed_pages > self._num_usable_pages:
+        reason = ": no waiting helps, see CacheManager.require_capacity"
+        if num_needed_pages <= self._num_usable_pages:
+            reason = f", and {num_other_pins} are pinned for others: no waiting helps, see unpin"
+        if num_needed_pages + num_other_pins > self._num_usable_pages:
             logger.warning(
-                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
-                num_needed_pages,
-                self._num_usable_pages,
-            )
-        elif num_needed_pages + num_other_pins > self._num_usable_pages:
-            logger.warning(
-                "a request needs %d pages at once, the pool has %d, and %d are pinned for others: no waiting helps, see unpin",
-                num_needed_pages,
-                self._num_usable_pages,
-                num_other_pins,
+                "a request needs %d pages at once, the pool has %d%s", num_needed_pages, self._num_usable_pages, reason
             )
