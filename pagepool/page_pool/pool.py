@@ -37,9 +37,9 @@ class PageProbe(NamedTuple):
 class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
-    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
-    Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
-    pinned. Adaptive eviction takes 10 more.
+    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages). A page
+    takes 56 to 72 bytes with caching and 32 without, plus 24 or 8 once the pool has shards, 4 once a page was pinned, and 10
+    with adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -51,10 +51,9 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
-        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
-
-        `eviction` names the policy by which free pages are handed out, and their prefix entries evicted: ``"lru"``, in the
-        order in which they were freed, as always without caching, or ``"adaptive"``, which learns when pages are used again.
+        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` is the policy
+        by which free pages are handed out and lose their prefix entries: ``"lru"``, in the order in which they were freed, as
+        always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
@@ -94,25 +93,24 @@ class PagePool:
     # Saving.
 
     def snapshot(self) -> Snapshot:
-        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`.
+        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
-        It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
-        the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
-        checksum: 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the
-        memory of the policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings,
-        bytes, None and tuples. O(num_pages).
+        It has ref counts, the free queue, prefix entries with hashes, pins and kept tokens, shards, counters, what the eviction
+        policy has learned, and the configuration of the manager that caches in the pool, with a version and a checksum: 4 bytes
+        a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the memory of the
+        policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None
+        and tuples.
         """
         return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns.
+        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns. O(num_pages).
 
         Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
         for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
         was used with another algorithm, seed, page size or other groups, and names the difference. The engine restores the
         contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version.
-        O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -126,10 +124,8 @@ class PagePool:
         return pool
 
     def _bind(self, configuration: Configuration) -> None:
-        """Record the configuration under which pages are cached. `CacheManager` calls this.
-
-        Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
-        if the cached pages are bound to another one. An unused pool is not bound. O(configuration).
+        """Record the configuration of a manager under which pages are cached, until none is. ArgumentError, naming the first
+        difference, if the cached pages are bound to another one. O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration
@@ -145,9 +141,9 @@ class PagePool:
     def release_all_held(self) -> int:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
-        pinned (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was
-        taken or hit since, which a manager, a batch or a caller may hold.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay pinned
+        (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was taken
+        or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -185,11 +181,11 @@ class PagePool:
         return self.store.take(num_pages, *(find_shard(self.num_pages, dp_shard_hint, data_parallel_size) or ()))
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
-        """Release one reference to each page.
+        """Release one reference to each page, except null pages. O(pages).
 
         Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
-        are handed out again. Null pages are ignored. DoubleFreeError if a page would be freed more often than it is held,
-        PageIdError for pages of another pool; no page is freed then. O(pages).
+        are handed out again. No page is freed by a DoubleFreeError, if one would be freed more often than it is held, or a
+        PageIdError, for pages of another pool.
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
@@ -198,9 +194,9 @@ class PagePool:
         self.store.give_back(_require_ids(ordered_page_ids))
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
-        """Take one more reference to each page of each group. A free page leaves the free queue. Null pages are ignored.
+        """Take one more reference to each page of each group, except null pages. A free page leaves the free queue. O(pages).
 
-        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder. O(pages).
+        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
         """
         try:
             touched = [page for group in pages for page in group]
@@ -258,9 +254,8 @@ class PagePool:
         return PageIds(page_ids)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
-
-        A hash that carries token ids hits only a page whose token ids are equal.
+        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash that
+        carries token ids hits only a page whose token ids are equal.
         """
         return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
 
@@ -274,11 +269,11 @@ class PagePool:
         page_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index.
+        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index, except null pages.
 
         `page_hashes` are the request's from its first page on. Missing hashes are computed with the builtin `hash` from
-        ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
-        hash. O(num_full_pages - num_cached_pages).
+        ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(num_full_pages
+        - num_cached_pages).
         """
         span = num_cached_pages, num_full_pages, page_size
         self._enter(self.store.ids_of_pages, pages, request, page_hashes, span, kv_cache_group_id)
@@ -343,12 +338,11 @@ class PagePool:
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
         """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
+        O(pages).
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
-        again when their tokens are allocated again.
-
-        PageIdError, without a change, for the null page or an id outside the pool. O(pages).
+        again with their tokens. PageIdError, without a change, for the null page or an id outside the pool.
         """
         ids = PageIds(_require_ids(page_ids))
         if 0 in ids:
@@ -360,9 +354,8 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights; the free queue keeps its order. O(num_pages).
-
-        Returns False, without a change, while a page is held or pinned: `unpin_all` first.
+        """Drop all prefix entries, for example after new weights; the free queue keeps its order. Returns False, without a
+        change, while a page is held or pinned: `unpin_all` first. O(num_pages).
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
@@ -376,8 +369,7 @@ class PagePool:
 
     def unpin_all(self) -> int:
         """Take back all pins of all requests (see `CacheManager.pin`). Returns the number of pages that were pinned.
-
-        Pages that nothing else holds go to the back of the free queue in order of their ids. O(num_pages).
+        O(num_pages). Pages that nothing else holds go to the back of the free queue in order of their ids.
         """
         return self.store.unpin_all()
 
@@ -406,9 +398,8 @@ class PagePool:
         return PagePoolStats(*self.store.counters)
 
     def check(self) -> None:
-        """Check the free queue, the ref counts, the shards and the prefix index in both directions. O(num_pages).
-
-        IntegrityError names the first wrong page or slot, with all its numbers.
+        """Check the free queue, ref counts, shards and the prefix index in both directions. O(num_pages). IntegrityError names
+        the first wrong page or slot, with all its numbers.
         """
         check_store(self.store)
 
