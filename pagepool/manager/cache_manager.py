@@ -54,14 +54,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheManager", "HostTier"]
 
-POLICIES = ("write_back", "write_through")
-
 
 class HostTier:
     """Pages in host memory behind the pool of one manager: ``CacheManager(..., host_tier=HostTier(100_000))``.
 
-    Pages evicted from the pool are saved here, and a prefix hits both: see `CacheManager.take_transfers` and
-    `pagepool.host_pages`.
+    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_transfers` and `pagepool.host_pages`.
     """
 
     def __init__(
@@ -76,8 +73,8 @@ class HostTier:
         also once it is computed (see `CacheManager.end_step`); both only after `min_uses` uses, 1 to 255: its computation and
         each hit. `eviction` is the tier's own policy. ArgumentError for other values.
         """
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise ArgumentError(f"policy: got {shown(policy)}, allowed: {' or '.join(POLICIES)}")
+        if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
+            raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
         self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
         self.policy = policy
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
@@ -182,7 +179,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching)
+        self._lookups = PrefixLookups(self.coordinator, self.hasher)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
         self._begin(self.coordinator, self._lookups)
@@ -212,7 +209,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """A live, read-only view of the hashes of each request's pages, by request id."""
         return RequestPageHashes(self.hasher, self._lookups.hashes)
 
-    # Prefix look-up.
+    # Look-ups and slots.
 
     def get_computed_pages(
         self,
@@ -234,13 +231,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         query = self._lookups.read_query(request)
         if query is None:
             return self.create_empty_page_list(), 0
-        num_queried_tokens, is_preempted = query
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         ids = ANY_PAGE
         if dp_shard_hint is not None or data_parallel_size is not None:
             ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         with self._lock:
-            pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids, num_reserved)
+            pages, num_tokens = self._lookups.find(request, query, ids, num_reserved)
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
@@ -250,13 +246,11 @@ class CacheManager(KeyHolder, SlotAllocator):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
-        chain = self._lookups.hash_apart(request, num_queried).chain
+        chain = self._lookups.hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self.coordinator.groups, chain, num_queried, reaches_tier=True)
         is_all = num_queried - num_tokens <= self.coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
-
-    # Slots.
 
     def require_capacity(self, num_tokens: int) -> None:
         """Raise RequestTooLargeError if `num_tokens` tokens do not fit even in an empty pool without pins: `allocate_slots`
@@ -267,8 +261,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         if num_pages > usable_pages_count(self.num_pages):
             needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
             raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
-
-    # The prefix cache.
 
     def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
@@ -316,13 +308,11 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """The tokens between checkpoints, the least common multiple of page sizes and intervals of states; None without these."""
+        """The tokens between checkpoints: the least common multiple of page sizes and state intervals; None without any."""
         return self.coordinator.checkpoint_interval
 
     def find_next_checkpoint(self, request: Request) -> int:
-        """Return the next token count at which a chunk has to end to leave a checkpoint; at most, or without any,
-        ``max_model_len``.
-        """
+        """Return the next token count at which a chunk has to end to leave a checkpoint; at most ``max_model_len``."""
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
@@ -526,7 +516,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_tokens = min(num_tokens, stop)
         elif self._lookups.read_query(request) is None:
             num_tokens = 0
-        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0).chain, held
+        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0), held
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their
@@ -541,7 +531,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if not self.enable_caching:
             return 0
         with self._lock:
-            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens).chain)
+            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens))
 
     # Retention.
 
@@ -611,7 +601,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             for request in listed:
                 query = self._lookups.read_query(request)
                 if query is not None:
-                    chain = self._lookups.hash_apart(request, query[0]).chain
+                    chain = self._lookups.hash_apart(request, query[0])
                     hits += find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
             return protect_pages(self._store, hits)
 
@@ -654,8 +644,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
-
-        Call `take_events` first: its next result repeats what is returned here of changes since the last one. O(num_pages).
+        Call `take_events` first, since its next result repeats the changes that this one includes. O(num_pages).
         """
         return self._require_event_source().list_all()
 
@@ -718,9 +707,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request, not of a preempted one that will return: with images and without features it
-        would no longer hit its own pages.
-        """
+        """Drop the hashes of a finished request. Not a preempted one: with images without features it would miss its pages."""
         with self._lock:
             self._lookups.hashes.pop(id_of(request), None)
 
@@ -765,9 +752,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         )
 
     def check(self) -> None:
-        """Raise IntegrityError, naming the first wrong page, unless pool and requests are consistent. O(num_pages + pages
-        held).
-        """
+        """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
         with self._lock:
             check_holders(self._store, list(self._requests.values()))
             self.page_pool.check()

@@ -11,15 +11,7 @@ from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
 
-__all__ = [
-    "FreeCachePageQueue",
-    "Pages",
-    "PrefixIndex",
-    "find_page_id",
-    "forget_names",
-    "is_own_key",
-    "list_kept_keys",
-]
+__all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key", "list_kept_keys"]
 
 
 class Pages(Sequence[CachePage]):
@@ -50,10 +42,9 @@ class Pages(Sequence[CachePage]):
 
 
 class FreeCachePageQueue:
-    """The free pages in the order of eviction: a doubly linked list inside the page records.
+    """The free pages in the order of eviction: a doubly linked list inside the page records. All operations are O(1) a page.
 
     ``FreeCachePageQueue(pages)`` adopts the records of pages without a pool; ``pool.free_page_queue`` is the queue of a pool.
-    All operations are O(1) a page.
 
     >>> first, second = CachePage(4), CachePage(2)
     >>> queue = FreeCachePageQueue([first, second])
@@ -107,9 +98,8 @@ class FreeCachePageQueue:
 
 
 class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """The prefix index as a mapping from hash and group to the pages with that content, by id, in the order of caching.
-
-    A live view: ``len`` and ``in`` are O(1), iteration is O(size of the index).
+    """A live view of the prefix index: pages by id, in the order of caching, for each hash and group. ``len`` and ``in`` are
+    O(1).
     """
 
     def __init__(self, store: PageStore) -> None:
@@ -144,9 +134,8 @@ def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
 
 
 def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-    """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
-
-    `page_hash` is a `checked_hash`. One that carries token ids hits only a page whose token ids are equal.
+    """Return the page cached first under `page_hash`, a `checked_hash`, in a group, with an id in ``[start, stop)``, or None. A
+    hash that carries token ids hits only a page whose token ids are equal.
     """
     if is_own_key(store, page_hash):
         return store.find(page_hash.hash_value, group_id, start, stop)
@@ -165,8 +154,6 @@ def forget_names(store: PageStore) -> None:
 
 
 def list_kept_keys(store: PageStore) -> list[int] | None:
-    """Return the keys of entries, of their parents, and of removed entries, and those of the tier. None while events are being
-    built. O(num_pages).
-    """
+    """Return the keys of entries, also removed ones and the tier's, and of parents; None while events are built. O(pages)."""
     keys = EntryJournal(store).list_kept_keys()
     return None if keys is None else [high << 64 | low for low, high in keys.reshape(-1, 2).tolist()]

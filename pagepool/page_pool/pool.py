@@ -385,8 +385,7 @@ class PagePool:
 
     def ref_counts(self) -> PageIdArray:
         """Return a copy of the ref counts of all pages: an int32 array ``[num_pages]``."""
-        counts: PageIdArray = self.store.ref_counts()
-        return counts
+        return self.store.ref_counts()
 
     def free_page_ids_in_order(self) -> PageIdArray:
         """Return a copy of the free queue, the next page to evict first: an int32 array."""

@@ -111,9 +111,8 @@ def seal(arrays: Snapshot) -> Snapshot:
 
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
-    """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes).
-
-    ArgumentTypeError unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
+    """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes). ArgumentTypeError
+    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
     """
     if not isinstance(snapshot, Mapping):
         raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
