@@ -35,10 +35,11 @@ class Records(SimpleNamespace):
     """A checked copy of the records of a pool, or of its tier. Each check relies on those before it."""
 
     pages: Array
+    page_tokens: Array
 
     def __init__(self, store: PageStore, *, of_tier: bool = False) -> None:
         """IntegrityError for a damaged one. O(num_pages)."""
-        super().__init__(**copy_records(store, of_tier=of_tier))
+        super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
         if len(self.levels) or self.num_deadlines:
             self.check_levels()
@@ -196,6 +197,7 @@ class Records(SimpleNamespace):
         if len(twins):
             twins["prev"][is_alone] = twins["next"][is_alone] = is_alone.nonzero()[0]
         self.cached_ids = ids = self.walk("the ring of equal content", twins, self.first_ids)
+        self.cached = self.pages.take(ids)
         self.rings = np.bincount(self.first_ids, minlength=self.num_pages).take(ids).cumsum() - 1
         firsts = self.first_ids.take(self.rings)
         is_wrong = ~self.has_key(ids, self.pages.take(firsts)) | ((twins["next"].take(ids) == ids) != is_alone.take(ids))
@@ -205,8 +207,9 @@ class Records(SimpleNamespace):
             found = ids[self.has_key(ids, self.pages[lost_id])].tolist()
             raise IntegrityError(f"{self.describe(lost_id)}: look-ups of its hash find pages {found}, allowed: this one too")
         self.require_count(len(ids), self.num_entries, "pages are cached")
+        self.page_tokens = self.page_tokens.reshape(self.num_pages, -1)
         if self.tokens_width:
-            num_tokens, width = self.page_tokens[:: self.tokens_width].take(ids), self.tokens_width
+            num_tokens, width = self.page_tokens[:, 0].take(ids), self.tokens_width
             text = " has {} token ids, allowed: 0 to {}"
             self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
 

@@ -60,7 +60,7 @@ class PagePool:
         enable_caching = require_flag("enable_caching", enable_caching)
         self._start(PageStore(num_pages, enable_caching, eviction=eviction))
 
-    def _start(self, store: PageStore) -> None:
+    def _start(self, store: PageStore, configuration: Configuration | None = None) -> None:
         """Set the attributes of the pool of `store`."""
         self.store = store
         self.num_pages = store.num_pages
@@ -68,7 +68,7 @@ class PagePool:
         self.eviction: str = store.eviction
         self.pages = Pages(self.store)
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
-        self.configuration: Configuration | None = None
+        self.configuration = configuration
 
     # Made on demand, so that an unread pool has no reference cycle and is freed at once.
 
@@ -117,10 +117,8 @@ class PagePool:
         >>> PagePool.restore(pool.snapshot()).free_page_ids_in_order().tolist()
         [4, 5, 6, 7]
         """
-        store, configuration = load(snapshot)
         pool = cls.__new__(cls)
-        pool._start(store)
-        pool.configuration = configuration
+        pool._start(*load(snapshot))
         return pool
 
     def _bind(self, configuration: Configuration) -> None:
@@ -184,8 +182,8 @@ class PagePool:
         """Release one reference to each page, except null pages. O(pages).
 
         Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
-        are handed out again. No page is freed by a DoubleFreeError, if one would be freed more often than it is held, or a
-        PageIdError, for pages of another pool.
+        are handed out again. DoubleFreeError if a page would be freed more often than it is held, PageIdError for pages of
+        another pool; no page is freed then.
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 

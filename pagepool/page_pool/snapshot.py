@@ -5,7 +5,7 @@ A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` wr
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -26,61 +26,50 @@ Configuration = dict[str, int | str | None]
 FORMAT = b"pagepool.PagePool"
 VERSION = 4
 
-FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...]]] = {
-    "format": (np.uint8, (None,)),
-    "version": (np.int64, (1,)),
-    "enable_caching": (np.bool_, (1,)),
-    "ref_counts": (np.int32, (None,)),
-    "free_page_ids": (np.int32, (None,)),
-    "cached_page_ids": (np.int32, (None,)),
-    "cached_group_ids": (np.int32, (None,)),
-    "cached_keys": (np.uint64, (None, 2)),
-    "cached_pins": (np.int32, (None,)),
-    "cached_token_ids": (np.int32, (None, None)),
-    "names": (np.uint8, (None,)),
-    "counters": (np.int64, (6,)),
-    "num_shards": (np.int64, (1,)),
-    "configuration": (np.uint8, (None,)),
-    "eviction": (np.uint8, (None,)),
-    "policy_marks": (np.uint32, (None,)),
-    "policy_ghosts": (np.uint32, (None, 2)),
-    "policy_counts": (np.int64, (None,)),
-    "policy_learned": (np.uint8, (None,)),
-    "checksum": (np.uint8, (32,)),
+
+def _count_parts(records: Records) -> Any:
+    """Return the counts of the eviction policy, those of its parts as if no page had a level."""
+    if records.num_policy_parts > 1:
+        marks = records.marks.take(records.free_ids)
+        records.policy_counts[: PART + 1] = np.bincount(marks & PART, minlength=PART + 1)
+        return records.policy_counts
+    return []
+
+
+FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Records], Any] | None]] = {
+    "format": (np.uint8, (None,), None),
+    "version": (np.int64, (1,), None),
+    "enable_caching": (np.bool_, (1,), lambda records: [records.store.enable_caching]),
+    "ref_counts": (np.int32, (None,), lambda records: records.pages["ref_cnt"]),
+    "free_page_ids": (np.int32, (None,), lambda records: records.free_ids),
+    "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
+    "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
+    "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
+    "cached_pins": (np.int32, (None,), lambda records: records.pins.take(records.cached_ids) if records.num_pinned else []),
+    "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
+    "names": (
+        np.uint8,
+        (None,),
+        lambda records: _encode([_to_json((key, *name)) for key, name in records.store.names.items()]),
+    ),
+    "counters": (np.int64, (6,), lambda records: records.counters),
+    "num_shards": (np.int64, (1,), lambda records: [records.num_shards]),
+    "configuration": (np.uint8, (None,), None),
+    "eviction": (np.uint8, (None,), lambda records: _as_bytes(records.store.eviction.encode())),
+    "policy_marks": (np.uint32, (None,), lambda records: records.marks if records.num_policy_parts > 1 else []),
+    "policy_ghosts": (np.uint32, (None, 2), lambda records: records.ghosts.view(np.uint32).reshape(-1, 2)),
+    "policy_counts": (np.int64, (None,), _count_parts),
+    "policy_learned": (np.uint8, (None,), lambda records: records.learned),
+    "checksum": (np.uint8, (32,), None),
 }
-"""Type and shape of each array. None is any length."""
+"""Type and shape of each array, None for any length, and its values in checked records."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     """Return the snapshot of a pool. IntegrityError for a damaged one. O(num_pages)."""
     records = Records(store)
-    cached = records.pages.take(records.cached_ids)
-    marks, counts = records.marks, records.policy_counts
-    if records.num_policy_parts > 1:  # parts by level are not saved: their pages count as if no page had a level
-        counts[: PART + 1] = np.bincount(marks.take(records.free_ids) & PART, minlength=PART + 1)
-    else:
-        marks, counts = marks[:0], counts[:0]
-    arrays = {
-        "enable_caching": np.array([store.enable_caching]),
-        "ref_counts": records.pages["ref_cnt"].copy(),
-        "free_page_ids": records.free_ids,
-        "cached_page_ids": records.cached_ids,
-        "cached_group_ids": cached["group"] & GROUP,
-        "cached_keys": np.stack((cached["low"], cached["high"]), axis=1),
-        "cached_pins": records.pins.take(records.cached_ids) if records.num_pinned else records.pins[:0],
-        "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
-        "names": _encode([[key, *map(_to_json, page_hash)] for key, page_hash in store.names.items()]),
-        "counters": np.array(records.counters, dtype=np.int64),
-        "num_shards": np.array([records.num_shards], dtype=np.int64),
-        "configuration": _encode(configuration),
-        "eviction": _as_bytes(store.eviction.encode()),
-        "policy_marks": marks,
-        "policy_ghosts": records.ghosts.view(np.uint32).reshape(-1, 2),
-        "policy_counts": counts,
-        "policy_learned": records.learned,
-    }
-    # A view would keep all copied records in memory.
-    return seal({name: array if array.base is None else array.copy() for name, array in arrays.items()})
+    arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
+    return seal({**arrays, "configuration": _encode(configuration)})
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
@@ -136,7 +125,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
     except Exception as error:  # a file is read only here, and may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
-    dtype, shape = FIELDS[name]
+    dtype, shape, _ = FIELDS[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")
