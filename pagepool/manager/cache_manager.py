@@ -184,6 +184,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._requests = self.coordinator.requests
         self._begin(self.coordinator, self._lookups)
         self.event_source: EventSource | None = None
+        self._release_context = self._lookups.release_context
         self.query_counters = self._lookups.counters
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
@@ -288,10 +289,10 @@ class CacheManager(KeyHolder, SlotAllocator):
     def take_copies(self) -> PageCopies:
         """Return and forget the copies of pages that are due, also those of running batches. Empty if none is due.
 
-        The caller does them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies
-        become due where a state becomes a checkpoint, where one is hit, and by `fork`. Until they are taken their sources are
-        held, and `allocate_slots` raises CopiesDueError for a request whose pages they read or write. Freeing a request drops
-        the copies into its pages. O(copies).
+        Do them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies are due where a
+        state becomes a checkpoint or one is hit, and after `fork`. Until then their sources are held, and `allocate_slots`
+        raises CopiesDueError for requests whose pages they read or write. Freeing a request drops the copies into its pages.
+        O(copies).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -319,12 +320,11 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
+        samples and beams. It shares full pages, and gets copies of open pages and of states.
 
         Returns all pages of the new request; None, without a change, if too few pages are free. ArgumentError if `request`
-        holds no pages or `new_request` some, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if
-        `request` went back to fewer tokens than a window has left pages for. CopiesDueError if copies into its pages are due.
-        O(tokens): they are hashed.
+        holds no page or `new_request` any, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if a
+        window has left pages that they need. CopiesDueError if copies into its pages are due. O(tokens): they are hashed.
         """
         with self._lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
@@ -360,8 +360,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is. O(transfers).
 
         Before the next step the engine reads the sources of all saves, then writes the loads, then does `take_copies`. Until
-        `complete_transfers` or `fail_transfers` ends their number, saved pages do not hit, nor do pages computed with loaded
-        ones.
+        `complete_transfers` or `fail_transfers` ends their number, neither saved pages hit nor those computed with loaded ones.
         """
         return take_transfers(self._store)
 
@@ -392,8 +391,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         ``num_computed_tokens`` to it before the request is scheduled again.
 
         From that token on the request keeps its pages up to the first that others hold, and gives back the rest, for which
-        `allocate_slots` takes new ones. Read its pages by `get_page_ids` again, and end transfers from elsewhere into its pages
-        before.
+        `allocate_slots` takes new ones. End other transfers into its pages before, and read its pages by `get_page_ids` again.
 
         Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
         if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
@@ -413,17 +411,15 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Enter the pages that a transfer has filled, those of `num_tokens` tokens behind ``num_computed_tokens``, in the
         prefix index. The caller counts these tokens as computed then.
 
-        `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a
-        window, to which no later token attends, are given back and need not be filled. A state covers all external tokens, so
-        `num_tokens` is all of them. ArgumentError, without a change, for more tokens than have slots or are known, and for a
-        request without pages; CopiesDueError while copies or transfers of its pages are due, which come before the external
-        one. O(pages entered).
+        `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages to which no
+        later token attends, behind a window, are given back unfilled. A state covers all external tokens, so `num_tokens` is
+        all of them. ArgumentError, without a change, for more tokens than have slots or are known, and for a request without
+        pages; CopiesDueError while copies or transfers of its pages are due: these come first. O(pages entered).
         """
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
-        """`commit_external` for the first `num_valid_tokens` of the external tokens; the pages wholly behind them are given
-        back.
+        """`commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
 
         Returns the number of computed tokens, from which the request goes on. With a state, which covers tokens that did not
         come, it is 0: all pages are given back, and the request may be looked up again. O(pages given back and entered).
@@ -449,8 +445,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             return start + num_tokens
 
     def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
-        """Keep pages that a transfer reads: until the lease is released they are not handed out, even if their request is
-        freed.
+        """Keep pages that a transfer reads: until its release they are not handed out, even if their request is freed.
 
         `page_ids` are held pages, or free ones that are cached; a page listed twice is leased twice. `release` or ``with`` ends
         a lease; until then `leases` has it, even if nobody else does. A lease is a reference: its pages are held, and
@@ -484,13 +479,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Pin the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns the number of these pages.
 
         A pinned page stays cached and is not evicted until it is unpinned as often as it was pinned, or its prefix entry is
-        dropped (`PagePool.evict_pages`, `free` with `num_computed_tokens`). It is held: not free, and `reset_prefix_cache`
-        returns False. A request that holds pages pins its own, in each prefix-cached group; another one those that
-        `get_computed_pages` would find.
+        dropped (`PagePool.evict_pages`, `free` with `num_computed_tokens`). It is held, so `reset_prefix_cache` returns False.
+        A request with pages pins its own, in each prefix-cached group; another one those that `get_computed_pages` would find.
 
-        PinBudgetError, and nothing is pinned, if more than ``max_num_pinned_pages`` pages would be pinned, which is
-        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError unless ``0 <= start <= stop``. O(tokens):
-        they are hashed.
+        PinBudgetError, without a change, if more than ``max_num_pinned_pages`` pages would be pinned, which is
+        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError unless ``0 <= start <= stop``. O(tokens).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -519,8 +512,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0), held
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
-        """Take back one pin of each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their
-        number.
+        """Unpin once each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their number.
 
         Pass the `start` and `stop` that were passed to `pin`. The pages are found by content, in each group: the request may be
         freed, or another one with equal tokens and extra keys. Pages that nothing else holds go to the back of the free queue,
@@ -543,10 +535,10 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Free pages of a priority below 50 are evicted before others, except pages without a prefix entry under a policy other
         than LRU, and those above 50 after them; within a priority in the order in which they were freed. At 50 the eviction
-        policy decides. Retained pages are not held and can all be evicted. A page keeps its priority through holders and hits
-        until a later call sets another one, `seconds` have passed (None: never), or it loses its prefix entry. A free page
-        whose priority changes or ends is queued as if freed then. Times are compared when pages are taken, and in this call.
-        Snapshots do not have priorities.
+        policy decides. Retained pages are not held, can all be evicted, and have no priority in snapshots. A page keeps its
+        priority through holders and hits until a later call sets another one, `seconds` have passed (None: never), or it loses
+        its prefix entry. A free page whose priority changes or ends is queued as if freed then. Times are compared when pages
+        are taken, and in this call.
 
         ArgumentError, without a change, if none of these pages is cached, unless the span has no tokens, for priorities outside
         0 to 100, for seconds that are not finite and above 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other
@@ -573,14 +565,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             return span.retain(self.coordinator.groups, chain, held, num_tokens, retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
-        """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns their
-        number.
+        """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
 
         Call it with the waiting requests, in the order in which they will start, whenever they have changed; `[]` ends all
         protection. Among protected pages, those of later requests are evicted first, then later pages of a request. Protection
         comes before a priority of `retain`, which counts again afterwards. A page loses it with its prefix entry; prefixes
-        cached later are protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens): they are
-        hashed.
+        cached later are protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -608,13 +598,13 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Events.
 
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
-        """Record changes of the prefix cache for `take_events`. Call this before the first request.
+        """Record changes of the prefix cache for `take_events`, from before the first request on.
 
-        Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
-        processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
-        Costs 56 bytes a page, of the host tier too, 4 a token, and time for each page that is cached. ImportError without the
-        extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, or if events were
-        enabled with the other `hashes_as_bytes`.
+        Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
+        same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Costs 56 bytes a page,
+        of the host tier too, 4 a token, and time for each cached page. ImportError without the extra ``pagepool[events]``;
+        ArgumentError without prefix caching, with pages held or cached already, and if enabled with the other
+        `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
@@ -660,10 +650,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             return 0
         with self._lock:
             return self._lookups.hold_context(extra_keys)
-
-    def _release_context(self, context: int) -> None:
-        """Call `PrefixLookups.release_context`."""
-        self._lookups.release_context(context)
 
     # Freeing.
 
@@ -714,8 +700,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Inspection.
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds and did, consistent unless other threads call the manager meanwhile; see `CacheStats`.
-        O(1).
+        """Return what the cache holds and did, consistent unless other threads call the manager. See `CacheStats`. O(1).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -22,10 +22,8 @@ logger = logging.getLogger(__package__)
 Query = tuple[int, bool]
 """The number of a request's tokens, and whether it was preempted."""
 
-IdRange = tuple[int, int | None]
-"""Half-open range of the page ids that may hit; None: to the end of the pool."""
-
-ANY_PAGE: IdRange = (0, None)
+ANY_PAGE: tuple[int, int | None] = (0, None)
+"""The half-open range of page ids to the end of the pool."""
 
 
 class PrefixProbe(NamedTuple):
@@ -93,9 +91,10 @@ class PrefixLookups(KeyHolder):
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
         return hashes.chain
 
-    def find(self, request: Request, query: Query, ids: IdRange, num_reserved: int) -> tuple[tuple[PageIds, ...], int]:
-        """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds. Loads
-        leave `num_reserved` pages free.
+    def find(
+        self, request: Request, query: Query, ids: tuple[int, int | None], num_reserved: int
+    ) -> tuple[tuple[PageIds, ...], int]:
+        """Return the longest cached prefix among pages `ids`, or a refusal's that still holds. Loads leave `num_reserved` free.
         """
         num_queried_tokens, is_preempted = query
         hashes = self.extend(request, num_queried_tokens)

@@ -20,9 +20,7 @@ Array = npt.NDArray[Any]
 
 
 def check_store(store: PageStore) -> None:
-    """Check every invariant in the docstring of `pagepool._core`, of the host tier too. IntegrityError names a wrong page.
-    O(num_pages of both).
-    """
+    """Raise IntegrityError unless the invariants in the docstring of `pagepool._core` hold, also in the tier. O(num_pages)."""
     Records(store)
     if store.has_tier:
         try:

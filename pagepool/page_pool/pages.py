@@ -98,9 +98,7 @@ class FreeCachePageQueue:
 
 
 class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """A live view of the prefix index: pages by id, in the order of caching, for each hash and group. ``len`` and ``in`` are
-    O(1).
-    """
+    """A live view of the prefix index: for each hash and group, pages by id as cached. ``len`` and ``in`` are O(1)."""
 
     def __init__(self, store: PageStore) -> None:
         """View the index of `store`."""

@@ -37,9 +37,8 @@ class PageProbe(NamedTuple):
 class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
-    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages). A page
-    takes 56 to 72 bytes with caching and 32 without, plus 24 or 8 once the pool has shards, 4 once a page was pinned, and 10
-    with adaptive eviction.
+    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction is O(num_pages). A page
+    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 4 once one was pinned, 10 with adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -95,11 +94,10 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
-        It has ref counts, the free queue, prefix entries with hashes, pins and kept tokens, shards, counters, what the eviction
-        policy has learned, and the configuration of the manager that caches in the pool, with a version and a checksum: 4 bytes
-        a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the memory of the
-        policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None
-        and tuples.
+        It has ref counts, the free queue, prefix entries with hashes, pins and kept tokens, shards, counters, the state of the
+        eviction policy, the configuration of the manager, a version and a checksum: 4 bytes a page, 4 more a free page, 24 more
+        a cached page (28 if pages are pinned), 4 a kept token, and the memory of the policy. IntegrityError if the pool is
+        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples.
         """
         return save(self.store, self.configuration)
 
@@ -182,8 +180,8 @@ class PagePool:
         """Release one reference to each page, except null pages. O(pages).
 
         Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
-        are handed out again. DoubleFreeError if a page would be freed more often than it is held, PageIdError for pages of
-        another pool; no page is freed then.
+        are handed out again. DoubleFreeError, without a change, if a page would be freed more often than held, PageIdError for
+        pages of another pool.
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
@@ -269,9 +267,8 @@ class PagePool:
     ) -> None:
         """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index, except null pages.
 
-        `page_hashes` are the request's from its first page on. Missing hashes are computed with the builtin `hash` from
-        ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(num_full_pages
-        - num_cached_pages).
+        `page_hashes` are the request's from its first page on. Missing ones are computed with the builtin `hash` from
+        ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(new pages).
         """
         span = num_cached_pages, num_full_pages, page_size
         self._enter(self.store.ids_of_pages, pages, request, page_hashes, span, kv_cache_group_id)
@@ -335,8 +332,7 @@ class PagePool:
         return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
-        O(pages).
+        """Drop the prefix entries and pins of pages, and return their number. Holders keep their pages. O(pages).
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -395,9 +391,7 @@ class PagePool:
         return PagePoolStats(*self.store.counters)
 
     def check(self) -> None:
-        """Check the free queue, ref counts, shards and the prefix index in both directions. O(num_pages). IntegrityError names
-        the first wrong page or slot, with all its numbers.
-        """
+        """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""
         check_store(self.store)
 
 
