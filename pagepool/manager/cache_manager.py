@@ -332,16 +332,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             if id_of(new_request) in self._requests:
                 raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
             if not num_new == num_tokens <= held.num_room_tokens:
-                raise ArgumentError(
-                    f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
-                    f"{held.num_room_tokens}, for which there are slots"
-                )
+                allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
+                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_copies_taken(may_be_read=True)
             if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
-                raise ArgumentError(
-                    f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those "
-                    f"of request {shown(request.request_id)}"
-                )
+                what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
+                raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False

@@ -94,8 +94,7 @@ class PrefixLookups(KeyHolder):
     def find(
         self, request: Request, query: Query, ids: tuple[int, int | None], num_reserved: int
     ) -> tuple[tuple[PageIds, ...], int]:
-        """Return the longest cached prefix among pages `ids`, or a refusal's that still holds. Loads leave `num_reserved` free.
-        """
+        """Return the longest cached prefix among pages `ids`, or a refusal's that holds. Loads leave `num_reserved` free."""
         num_queried_tokens, is_preempted = query
         hashes = self.extend(request, num_queried_tokens)
         refusal = hashes.refusal

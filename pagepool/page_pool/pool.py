@@ -128,10 +128,8 @@ class PagePool:
         for name in dict.fromkeys((*configuration, *bound)):
             got, allowed = configuration.get(name), bound.get(name)
             if got != allowed:
-                raise ArgumentError(
-                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were "
-                    "cached, or a pool without cached pages"
-                )
+                others = f"with which its {num_pages} cached pages were cached, or a pool without cached pages"
+                raise ArgumentError(f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, {others}")
         self.configuration = dict(configuration)
 
     def release_all_held(self) -> int:
@@ -149,9 +147,8 @@ class PagePool:
         """
         num_pages = give_back_restored(self.store)
         if num_pages is None:
-            raise ArgumentError(
-                "release_all_held: got a pool that was not restored, or was used since, allowed: a freshly restored pool"
-            )
+            got = "a pool that was not restored, or was used since"
+            raise ArgumentError(f"release_all_held: got {got}, allowed: a freshly restored pool")
         return num_pages
 
     # Taking and freeing.

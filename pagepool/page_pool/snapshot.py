@@ -47,11 +47,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
     "cached_pins": (np.int32, (None,), lambda records: records.pins.take(records.cached_ids) if records.num_pinned else []),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
-    "names": (
-        np.uint8,
-        (None,),
-        lambda records: _encode([_to_json((key, *name)) for key, name in records.store.names.items()]),
-    ),
+    "names": (np.uint8, (None,), None),
     "counters": (np.int64, (6,), lambda records: records.counters),
     "num_shards": (np.int64, (1,), lambda records: [records.num_shards]),
     "configuration": (np.uint8, (None,), None),
@@ -62,14 +58,15 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "policy_learned": (np.uint8, (None,), lambda records: records.learned),
     "checksum": (np.uint8, (32,), None),
 }
-"""Type and shape of each array, None for any length, and its values in checked records."""
+"""Type and shape of each array, None for any length, and its values, if they come from checked records alone."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     """Return the snapshot of a pool. IntegrityError for a damaged one. O(num_pages)."""
     records = Records(store)
     arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
-    return seal({**arrays, "configuration": _encode(configuration)})
+    names = [_to_json((key, *name)) for key, name in store.names.items()]
+    return seal({**arrays, "names": _encode(names), "configuration": _encode(configuration)})
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
@@ -162,9 +159,8 @@ def _to_json(value: Any) -> Any:
         return int(value)
     if value is None or type(value) in (int, bool, str):
         return value
-    raise ArgumentError(
-        f"page hash: got {type(value).__name__} in one, allowed in a snapshot: ints, strings, bytes, None and tuples"
-    )
+    allowed = "ints, strings, bytes, None and tuples"
+    raise ArgumentError(f"page hash: got {type(value).__name__} in one, allowed in a snapshot: {allowed}")
 
 
 def _from_json(value: Any) -> Any:
