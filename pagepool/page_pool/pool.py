@@ -171,7 +171,8 @@ class PagePool:
         return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        return self.store.take(num_pages, *(find_shard(self.num_pages, dp_shard_hint, data_parallel_size) or ()))
+        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
+        return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Release one reference to each page, except null pages. O(pages).

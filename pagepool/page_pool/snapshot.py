@@ -30,8 +30,7 @@ VERSION = 4
 def _count_parts(records: Records) -> Any:
     """Return the counts of the eviction policy, those of its parts as if no page had a level."""
     if records.num_policy_parts > 1:
-        marks = records.marks.take(records.free_ids)
-        records.policy_counts[: PART + 1] = np.bincount(marks & PART, minlength=PART + 1)
+        records.policy_counts[: PART + 1] = np.bincount(records.marks.take(records.free_ids) & PART, minlength=PART + 1)
         return records.policy_counts
     return []
 
