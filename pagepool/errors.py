@@ -73,8 +73,7 @@ MAX_SHOWN_BITS = 256  # Python may be limited to converting ints of 640 digits
 
 
 def shown(value: object) -> str:
-    """Return a value as text for messages: its repr, or a description of an int that is too large to convert, or of a value
-    that has no repr.
+    """Return the repr of a value for messages, or a description if it has none or is an int too large to convert.
 
     >>> shown(7), shown("a"), shown(10**5000)
     ('7', "'a'", 'an int of 16610 bits')

@@ -28,7 +28,7 @@ from fuzz_source import (
 from pagepool import _core
 from pagepool.errors import PagePoolError
 from pagepool.hashing import PageHash, PageHashWithGroupId
-from pagepool.page_pool.integrity import save_store
+from pagepool.page_pool.snapshot import save
 
 if TYPE_CHECKING:
     from fuzz_world import World
@@ -156,7 +156,7 @@ def saved(name: str) -> Callable[[World], Any]:
 
     def make(world: World) -> Any:
         try:
-            values = save_store(world.live[_core.PageStore][0])[name]
+            values = save(world.live[_core.PageStore][0], None)[name]
         except (PagePoolError, IndexError):
             return wild(world)
         return world.source.pick(DAMAGES)(world, values)

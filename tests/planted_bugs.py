@@ -220,7 +220,7 @@ full_pages(&group.rules, num_computed{+ + BUG+})):
 == a page that is exchanged stays in the table
                 {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
 == pages come back with the keys of others
-    names, counters = arrays.pop("names"), arrays.pop("counters").tolist(){+
+    names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"]){+
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
 == the hashes of an id are those of the request before
 if hashes is None[- or hashes.request is not request-]:  # another

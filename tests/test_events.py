@@ -25,7 +25,7 @@ from workload import RandomWorkload
 
 import pagepool
 from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
-from pagepool.page_pool.prefix_index import forget_names
+from pagepool.page_pool.pages import forget_names
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 

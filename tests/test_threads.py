@@ -34,7 +34,7 @@ from pagepool import (
 )
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, RowRequest, find_prefix
 from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
-from pagepool.page_pool.prefix_index import list_kept_keys
+from pagepool.page_pool.pages import list_kept_keys
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100

@@ -1,7 +1,8 @@
 """The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,15 @@ from pagepool._core import (
     Lease,
     PageCopies,
     PageIds,
+    PageStore,
+    PageTier,
     PinSpan,
-    QueryCounter,
     RequestPages,
     Retention,
     RetentionSpan,
     SlotAllocator,
     Transfers,
+    add_tier,
     check_holders,
     end_step,
     end_transfers,
@@ -38,32 +41,70 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeErr
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
-from pagepool.manager.host_tier import HostTier
 from pagepool.manager.lookups import ANY_PAGE, PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
-from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, HostTierStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
-__all__ = ["CacheManager"]
+__all__ = ["CacheManager", "HostTier"]
+
+
+class HostTier:
+    """Pages in host memory behind the pool of one manager: ``CacheManager(..., host_tier=HostTier(100_000))``.
+
+    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_transfers` and `pagepool.host_pages`.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        policy: Literal["write_back", "write_through"] = "write_back",
+        min_uses: int = 1,
+        eviction: str = "lru",
+    ) -> None:
+        """`num_pages` includes a null page. ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"``
+        also once it is computed (see `CacheManager.end_step`); both only after `min_uses` uses, 1 to 255: its computation and
+        each hit. `eviction` is the tier's own policy. ArgumentError for other values.
+        """
+        if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
+            raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
+        self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
+        self.policy = policy
+        self.min_uses = require_int("min_uses", min_uses, 1, 255)
+        self.eviction = eviction
+        self._count: Callable[[], Iterable[int]] | None = None
+
+    def _bind(self, store: PageStore) -> None:
+        """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
+        if self._count is not None:
+            raise ArgumentError("host_tier: got one that is behind another pool")
+        tier = PageTier(store, self.num_pages, self.eviction, self.policy == "write_through", self.min_uses)
+        add_tier(store, tier)
+        self._count = partial(tier.counters, store)
+
+    def stats(self) -> HostTierStats:
+        """Return its counters. O(1)."""
+        num_pages = self.num_pages - 1
+        return HostTierStats(num_pages, *(self._count() if self._count else (num_pages,)))
 
 
 class CacheManager(KeyHolder, SlotAllocator):
     """Allocates pages to requests and finds prefixes that are already cached.
 
-    A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
-    ``KeyboardInterrupt``, loses no page: `free` releases what the request holds.
+    Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
+    page: `free` releases what the request holds. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
-    existing pool, such as one from `PagePool.restore`. Its cached pages hit; a pool is refused if its pages were cached with
-    another seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`). A manager
-    cannot be pickled or copied; `PagePool.snapshot` saves its pages.
+    existing pool, such as one from `PagePool.restore`, whose cached pages hit; it is refused if they were cached with another
+    seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`).
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -110,10 +151,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         if page_pool is None:
-            eviction = "lru" if eviction is None else eviction
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction)
-        elif isinstance(page_pool, PagePool):
-            _require_eviction(page_pool, eviction)
+            page_pool = PagePool(num_pages, self.enable_caching, eviction="lru" if eviction is None else eviction)
+        elif isinstance(page_pool, PagePool) and eviction is not None:
+            if not isinstance(eviction, str):
+                raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+            if eviction != page_pool.eviction:
+                allowed = f"None, or its own, {page_pool.eviction!r}"
+                raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: {allowed}")
         self.coordinator = CacheCoordinator(
             num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
         )
@@ -125,16 +169,20 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
-            if not keep_token_ids:
-                _require_kept_tokens(self._store.num_kept_token_ids, self.coordinator.max_cached_page_size)
+            num_kept, num_needed = self._store.num_kept_token_ids, self.coordinator.max_cached_page_size
+            if 0 < num_kept < num_needed and not keep_token_ids:
+                allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
+                got = f"one that keeps {num_kept} token ids of a page"
+                raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
             self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
-        if keep_token_ids and self.enable_caching:
-            self._store.keep_token_ids(self.coordinator.max_cached_page_size)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher, self.enable_caching)
+            if keep_token_ids:
+                self._store.keep_token_ids(num_needed)
+        self._lookups = PrefixLookups(self.coordinator, self.hasher)
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
         self._begin(self.coordinator, self._lookups)
         self.event_source: EventSource | None = None
+        self._release_context = self._lookups.release_context
         self.query_counters = self._lookups.counters
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
@@ -160,7 +208,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """A live, read-only view of the hashes of each request's pages, by request id."""
         return RequestPageHashes(self.hasher, self._lookups.hashes)
 
-    # Prefix look-up.
+    # Look-ups and slots.
 
     def get_computed_pages(
         self,
@@ -170,38 +218,42 @@ class CacheManager(KeyHolder, SlotAllocator):
         data_parallel_size: int | None = None,
         num_reserved_pages: int = 0,
     ) -> tuple[CachePages, int]:
-        """Return the longest cached prefix of a request, in full pages, and its length in tokens.
+        """Return the longest cached prefix of a request, in full pages, and its length in tokens, at most ``num_tokens - 1``.
 
-        The length is at most ``num_tokens - 1``: one token is left to compute. Nothing hits when caching is off or the request
-        asks for ``prompt_logprobs``. With eagle the last page of the hit is dropped; with a hint only pages of that shard hit.
-        The call takes no references: pass the pages to `allocate_slots` before any other allocation; when that admits the
-        request, `stats` counts the look-up. Pages that only a host tier has get pages of the pool, to be loaded by the next
-        `take_transfers`; if too few are free beside `num_reserved_pages`, what the pool has is returned, and `allocate_slots`
-        returns None until the next look-up. O(pages); O(1) for a request with one group of full attention that
-        `allocate_slots` has refused, until a hit page gets a new holder or another page of the request is cached.
+        Nothing hits when caching is off or the request asks for ``prompt_logprobs``. With eagle the last page of the hit is
+        dropped; with a hint only pages of that shard hit. The call takes no references: pass the pages to `allocate_slots`
+        before any other allocation; when that admits the request, `stats` counts the look-up. Pages that only a host tier has
+        get pages of the pool, which the next `take_transfers` loads; if too few are free beside `num_reserved_pages`, what the
+        pool has is returned, and `allocate_slots` returns None until the next look-up. O(pages); O(1) for a refused request
+        with one group of full attention, until a hit page gets a new holder or another page of the request is cached.
         """
         query = self._lookups.read_query(request)
         if query is None:
             return self.create_empty_page_list(), 0
-        num_queried_tokens, is_preempted = query
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         ids = ANY_PAGE
         if dp_shard_hint is not None or data_parallel_size is not None:
             ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         with self._lock:
-            pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids, num_reserved)
+            pages, num_tokens = self._lookups.find(request, query, ids, num_reserved)
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report what `get_computed_pages` would find, and why not more. Counters and stored hashes do not change."""
-        return self._lookups.probe(request)
-
-    # Slots.
+        """Report what `get_computed_pages` would find with room for what is loaded, and why not more. Nothing changes."""
+        query = self._lookups.read_query(request)
+        if query is None:
+            reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
+            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
+        num_queried = query[0]
+        chain = self._lookups.hash_apart(request, num_queried)
+        _, num_tokens = find_prefix(self._store, self.coordinator.groups, chain, num_queried, reaches_tier=True)
+        is_all = num_queried - num_tokens <= self.coordinator.hash_page_size
+        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
+        return PrefixProbe(num_tokens, num_queried, reason)
 
     def require_capacity(self, num_tokens: int) -> None:
-        """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
-
-        Call this at admission: `allocate_slots` always returns None for such a request. O(groups).
+        """Raise RequestTooLargeError if `num_tokens` tokens do not fit even in an empty pool without pins: `allocate_slots`
+        always returns None for such a request, so call this at admission. O(groups).
         """
         num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
         num_pages = self.coordinator.groups.count_peak_pages(num_tokens)
@@ -209,11 +261,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
             raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
 
-    # The prefix cache.
-
     def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
-
         Does nothing without caching. ArgumentError if the request does not hold the pages. O(new full pages).
         """
         if not self.enable_caching:
@@ -229,21 +278,19 @@ class CacheManager(KeyHolder, SlotAllocator):
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
-        pinned.
-        """
+        """Drop all prefix entries, for example after new weights. False, without a change, while a page is held or pinned."""
         with self._lock:
             return self.page_pool.reset_prefix_cache()
 
     # Copies and forks.
 
     def take_copies(self) -> PageCopies:
-        """Return the copies of pages that are due, also those of running batches, and forget them: the caller does them before
-        the step that reads their destinations. Empty if none is due; nothing is allocated then.
+        """Return and forget the copies of pages that are due, also those of running batches. Empty if none is due.
 
-        Copies are noted where a state becomes a checkpoint, where one is hit, and by `fork`. Until they are taken their sources
-        are held, and `allocate_slots` raises CopiesDueError for a request whose pages they read or write. A request that is
-        freed drops the copies into its pages. See `pagepool.page_copies.copy_pages`. O(copies).
+        Do them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies are due where a
+        state becomes a checkpoint or one is hit, and after `fork`. Until then their sources are held, and `allocate_slots`
+        raises CopiesDueError for requests whose pages they read or write. Freeing a request drops the copies into its pages.
+        O(copies).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -260,30 +307,35 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """The tokens between checkpoints: the least common multiple of the page sizes and the intervals of all states, since
-        only there every group can hit. None for a model without states of which checkpoints are kept.
-        """
+        """The tokens between checkpoints: the least common multiple of page sizes and state intervals; None without any."""
         return self.coordinator.checkpoint_interval
 
     def find_next_checkpoint(self, request: Request) -> int:
-        """Return the least number of tokens, above the computed ones, at which states are kept. A chunk that ends there
-        leaves a checkpoint, one that goes past it does not. At most ``max_model_len``, and that without checkpoints.
-        """
+        """Return the next token count at which a chunk has to end to leave a checkpoint; at most ``max_model_len``."""
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
+        samples and beams. It shares full pages, and gets copies of open pages and of states.
 
-        Returns all pages of the new request; None, and nothing changed, if too few pages are free. ArgumentError if `request`
-        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, if these tokens or the extra keys
-        do, and if `request` went back to fewer tokens than a window has left pages for. CopiesDueError if copies into the pages
-        of `request` are due. O(tokens): they are hashed.
+        Returns all pages of the new request; None, without a change, if too few pages are free. ArgumentError if `request`
+        holds no page or `new_request` any, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if a
+        window has left pages that they need. CopiesDueError if copies into its pages are due. O(tokens): they are hashed.
         """
         with self._lock:
-            held, num_tokens = self._check_fork(request, new_request)
+            num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
+            held = self._require_held(request)
+            if id_of(new_request) in self._requests:
+                raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
+            if not num_new == num_tokens <= held.num_room_tokens:
+                allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
+                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
+            held.require_copies_taken(may_be_read=True)
+            if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
+                what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
+                raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
@@ -296,74 +348,48 @@ class CacheManager(KeyHolder, SlotAllocator):
                     self._lookups.hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
-    def _check_fork(self, request: Request, new_request: Request) -> tuple[RequestPages, int]:
-        """Return what a request holds, and the computed tokens of both; raise why the new one cannot go on from there."""
-        num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
-        held = self._require_held(request)
-        if id_of(new_request) in self._requests:
-            raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
-        if not num_new == num_tokens <= held.num_room_tokens:
-            raise ArgumentError(
-                f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
-                f"{held.num_room_tokens}, for which there are slots"
-            )
-        held.require_copies_taken(may_be_read=True)
-        if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
-            raise ArgumentError(
-                f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "
-                f"request {shown(request.request_id)}"
-            )
-        return held, num_tokens
-
     # The host tier.
 
     def take_transfers(self) -> Transfers:
-        """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is.
+        """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is. O(transfers).
 
-        The engine runs them before the next step: first it reads the sources of all saves, then it writes the loads, then the
-        copies of `take_copies`. When they are done, `complete_transfers` or `fail_transfers` ends them under their number; in
-        the meantime saved pages do not hit, and what was computed with loaded pages does not. O(transfers).
+        Before the next step the engine reads the sources of all saves, then writes the loads, then does `take_copies`. Until
+        `complete_transfers` or `fail_transfers` ends their number, neither saved pages hit nor those computed with loaded ones.
         """
         return take_transfers(self._store)
 
     def end_step(self) -> None:
-        """Tell a tier that writes through that all tokens scheduled so far are computed, or will be by the time at which the
-        next saves are read: pages that were cached by now are saved with the next `take_transfers`. Call it when a step was
-        given to the device, before the next one is scheduled; without it pages are saved only when they are evicted. O(1).
+        """Let a tier that writes through save the pages cached by now with the next `take_transfers`. Call it when a step was
+        given to the device, before the next one is scheduled: all tokens scheduled so far will be computed when those saves are
+        read. Without it pages are saved only when they are evicted. O(1).
         """
         end_step(self._store)
 
     def list_transfers_in_flight(self) -> list[Transfers]:
-        """Return the transfers that were taken and have not ended, in order: for an engine that has lost some, since the call
-        that took them was interrupted. O(transfers x lists).
-        """
+        """Return the transfers that were taken and have not ended, in order, in case a call lost some. O(transfers x lists)."""
         return list_in_flight(self._store)
 
     def complete_transfers(self, number: int) -> None:
-        """End the transfers that were taken under a number: saved pages hit from now on. ArgumentError for an unknown number.
-        O(transfers in flight).
-        """
+        """End the transfers of a number: saved pages hit now. ArgumentError for an unknown number. O(transfers in flight)."""
         end_transfers(self._store, number)
 
     def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
-        """End the transfers of a number, of which some failed: those at these places of the saves and of the loads. The pages
-        of failed transfers lose their entries, in the tier too. What failed loads mean for requests and rows is said by
-        `find_wrong_token` and `RunningBatch.rewind`. ArgumentError for an unknown number or place. O(transfers in flight +
-        num_pages).
+        """End the transfers of a number, of which those at these places of the saves and of the loads failed: their pages lose
+        their entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. ArgumentError for an
+        unknown number or place. O(transfers in flight + num_pages).
         """
         return end_transfers(self._store, number, saves, loads)
 
     def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
-        """Return the token from which a request has to be computed again, since pages of it failed to load; None if none did.
-        Lower ``num_computed_tokens`` to that token before the request is scheduled again.
+        """Return the token from which a request has to be computed again because pages of it failed to load, or None. Lower
+        ``num_computed_tokens`` to it before the request is scheduled again.
 
-        Behind that token the request keeps its pages up to the first that others hold, and gives back the rest:
-        `allocate_slots` takes new ones for these, to which nobody else writes. Read all of its pages by `get_page_ids` then,
-        and end transfers from elsewhere into its pages before.
+        From that token on the request keeps its pages up to the first that others hold, and gives back the rest, for which
+        `allocate_slots` takes new ones. End other transfers into its pages before, and read its pages by `get_page_ids` again.
 
         Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
         if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
-        loaded pages of this list, or of later ones: its state may have seen wrong tokens. O(pages).
+        pages of this load or a later one: its state may have seen wrong tokens. O(pages).
         """
         with self._lock:
             held = self._requests.get(id_of(request))
@@ -376,66 +402,51 @@ class CacheManager(KeyHolder, SlotAllocator):
     # External tokens and leases.
 
     def commit_external(self, request: Request, num_tokens: int) -> None:
-        """Enter the pages that a transfer has filled in the prefix index: those of `num_tokens` tokens of a request behind its
-        ``num_computed_tokens``. The caller counts them as computed then.
+        """Enter the pages that a transfer has filled, those of `num_tokens` tokens behind ``num_computed_tokens``, in the
+        prefix index. The caller counts these tokens as computed then.
 
-        Before, `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`, and the
-        request gets no others. Pages that no later token attends to, because they lie behind a window, are given back:
-        the transfer need not fill them. With a state `num_tokens` are all external tokens, since the state is of all of them.
-
-        ArgumentError, and nothing changed, for more tokens than have slots or are known, and for a request that holds no
-        pages; CopiesDueError while copies or transfers of its pages are due: they are done before the transfer writes there.
-        O(pages entered).
+        `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages to which no
+        later token attends, behind a window, are given back unfilled. A state covers all external tokens, so `num_tokens` is
+        all of them. ArgumentError, without a change, for more tokens than have slots or are known, and for a request without
+        pages; CopiesDueError while copies or transfers of its pages are due: these come first. O(pages entered).
         """
-        with self._lock:
-            held, num_computed_tokens = self._check_external(request, "num_tokens", num_tokens)
-            self._end_external(request, held, num_computed_tokens, is_failed=False)
+        self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
-        """`commit_external` for the first `num_valid_tokens` of the external tokens. The pages wholly behind them are given
-        back. Returns the number of tokens that are computed: the request goes on from there.
+        """`commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
 
-        With a state nothing stands, since it is of tokens that did not come: all pages are given back and 0 is returned; the
-        request may be looked up again. Errors as in `commit_external`. O(pages given back and entered).
+        Returns the number of computed tokens, from which the request goes on. With a state, which covers tokens that did not
+        come, it is 0: all pages are given back, and the request may be looked up again. O(pages given back and entered).
         """
+        return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
+
+    def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
+        """Enter the pages that a transfer has filled, of these tokens. Return the number of computed tokens."""
+        num_tokens = require_int(name, num_tokens, 0)
         with self._lock:
-            held, num_computed_tokens = self._check_external(request, "num_valid_tokens", num_valid_tokens)
-            if self.coordinator.has_state:
+            held = self._require_held(request)
+            start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
+            num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
+            if num_tokens > num_most_tokens:
+                raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
+            held.require_copies_taken()
+            if is_failed and self.coordinator.has_state:
                 self._give_back(request.request_id)
                 return 0
-            self._end_external(request, held, num_computed_tokens, is_failed=True)
-            return num_computed_tokens
-
-    def _check_external(self, request: Request, name: str, num_tokens: int) -> tuple[RequestPages, int]:
-        """Return what a request holds, and how many tokens are computed with the external ones; raise what is wrong."""
-        num_tokens = require_int(name, num_tokens, 0)
-        held = self._require_held(request)
-        start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
-        num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
-        if num_tokens > num_most_tokens:
-            raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
-        held.require_copies_taken()
-        return held, start + num_tokens
-
-    def _end_external(self, request: Request, held: RequestPages, num_computed_tokens: int, is_failed: bool) -> None:
-        """Enter the pages of a request that are filled by its first tokens, and that later ones attend to."""
-        if not self.enable_caching:
-            held.end_external(None, num_computed_tokens, is_failed)
-            return
-        hashes = self._lookups.extend(request, num_computed_tokens)
-        with self._lookups.naming(hashes, held.num_cached_hashes, num_computed_tokens) as context:
-            held.end_external(hashes.chain, num_computed_tokens, is_failed, context)
+            hashes = self._lookups.extend(request, start + num_tokens) if self.enable_caching else None
+            with self._lookups.naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
+                held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
+            return start + num_tokens
 
     def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
-        """Keep pages that a transfer reads: until the lease is released they are not handed out, though their request is freed.
+        """Keep pages that a transfer reads: until its release they are not handed out, even if their request is freed.
 
-        `page_ids` are held pages, or free ones that are cached; a page that stands there twice is leased twice. `release` ends
-        a lease, as does ``with``. A lease is a reference: its pages are held, and `reset_prefix_cache` returns False. It does
-        not keep others from writing there, or from dropping prefix entries. `leases` has all that are held: a lease lives until
-        it is released, also if nobody else has it. It cannot be pickled.
+        `page_ids` are held pages, or free ones that are cached; a page listed twice is leased twice. `release` or ``with`` ends
+        a lease; until then `leases` has it, even if nobody else does. A lease is a reference: its pages are held, and
+        `reset_prefix_cache` returns False. Others can still write there, or drop prefix entries. It cannot be pickled.
 
         PageIdError, and nothing is leased, for the null page, ids outside the pool, and free pages that are not cached;
-        ArgumentTypeError for what is no list or array of ints. O(pages); the first call O(num_pages).
+        ArgumentTypeError unless the ids are a list or array of ints. O(pages); the first call O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -461,14 +472,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     def pin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
         """Pin the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns the number of these pages.
 
-        A pinned page stays cached and is not evicted, whoever frees it, until it is unpinned as often as it was pinned; what
-        drops its prefix entry (`PagePool.evict_pages`, `free` with `num_computed_tokens`) unpins it at once. It is held, so it
-        is not free, and `reset_prefix_cache` returns False. Of a request that holds pages its own are pinned, in each group
-        that is prefix-cached; of another one those that `get_computed_pages` would find. No look-up is counted.
+        A pinned page stays cached and is not evicted until it is unpinned as often as it was pinned, or its prefix entry is
+        dropped (`PagePool.evict_pages`, `free` with `num_computed_tokens`). It is held, so `reset_prefix_cache` returns False.
+        A request with pages pins its own, in each prefix-cached group; another one those that `get_computed_pages` would find.
 
-        PinBudgetError, and nothing is pinned, if more than ``max_num_pinned_pages`` pages would be pinned, which is
-        ``int(max_pinned_share * (num_pages - 1))``; a page counts once however often it is pinned. ArgumentError unless
-        ``0 <= start <= stop``. O(tokens): they are hashed.
+        PinBudgetError, without a change, if more than ``max_num_pinned_pages`` pages would be pinned, which is
+        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError unless ``0 <= start <= stop``. O(tokens).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -494,23 +503,21 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_tokens = min(num_tokens, stop)
         elif self._lookups.read_query(request) is None:
             num_tokens = 0
-        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0).chain, held
+        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0), held
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
-        """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of a request. Returns the
-        number of these pages; 0 if none is pinned.
+        """Unpin once each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their number.
 
-        The pages are found by their content, in each group: the request may be freed, or another one with equal tokens and
-        extra keys. Pages that nothing else holds go to the back of the free queue, group by group, the last page first. Pass
-        the `start` and `stop` that were passed to `pin`. ArgumentError unless ``0 <= start <= stop``. O(tokens): they are
-        hashed.
+        Pass the `start` and `stop` that were passed to `pin`. The pages are found by content, in each group: the request may be
+        freed, or another one with equal tokens and extra keys. Pages that nothing else holds go to the back of the free queue,
+        group by group, the last page first. ArgumentError unless ``0 <= start <= stop``. O(tokens): they are hashed.
         """
         span = PinSpan(self._store, start, stop)
         num_tokens = min(read_count(request, "num_tokens"), span.stop)
         if not self.enable_caching:
             return 0
         with self._lock:
-            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens).chain)
+            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens))
 
     # Retention.
 
@@ -521,16 +528,15 @@ class CacheManager(KeyHolder, SlotAllocator):
         the number of these pages, which are found as by `pin`.
 
         Free pages of a priority below 50 are evicted before others, except pages without a prefix entry under a policy other
-        than LRU, and those above 50 after them; of one priority the page that was freed first. 50 is normal: the eviction
-        policy decides. Retained pages are not held and can all be evicted. A page keeps its priority while it is held, is hit
-        and is freed again, until a later call sets another one, `seconds` have passed (None: never), or it loses its prefix
-        entry. A free page whose priority changes or ends is queued as if it had been freed then. Times are compared when pages
+        than LRU, and those above 50 after them; within a priority in the order in which they were freed. At 50 the eviction
+        policy decides. Retained pages are not held, can all be evicted, and have no priority in snapshots. A page keeps its
+        priority through holders and hits until a later call sets another one, `seconds` have passed (None: never), or it loses
+        its prefix entry. A free page whose priority changes or ends is queued as if freed then. Times are compared when pages
         are taken, and in this call.
 
-        ArgumentError, and nothing changes, if none of these pages is cached, unless the span has no tokens, for priorities
-        outside 0 to 100, for seconds that are not finite and above 0, and unless ``0 <= start <= stop``; ArgumentTypeError for
-        other types. O(tokens): they are hashed; with `seconds` O(log(pages that have them)) more a page. Snapshots do not have
-        priorities.
+        ArgumentError, without a change, if none of these pages is cached, unless the span has no tokens, for priorities outside
+        0 to 100, for seconds that are not finite and above 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other
+        types. O(tokens): they are hashed; with `seconds` O(log(pages that have them)) more a page.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -553,13 +559,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             return span.retain(self.coordinator.groups, chain, held, num_tokens, retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
-        """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns the
-        number of protected pages.
+        """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
 
-        Call it with the requests that wait, those first that start first, whenever they have changed; `[]` ends all protection.
-        The pages of the last requests, and of each the last ones, are evicted first. Protection comes before a priority of
-        `retain`, which counts again when it ends. A page loses it with its prefix entry. Prefixes that become cached later are
-        protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens): they are hashed.
+        Call it with the waiting requests, in the order in which they will start, whenever they have changed; `[]` ends all
+        protection. Among protected pages, those of later requests are evicted first, then later pages of a request. Protection
+        comes before a priority of `retain`, which counts again afterwards. A page loses it with its prefix entry; prefixes
+        cached later are protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -576,26 +581,24 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         listed = as_list("requests", requests, "a list of requests")
         with self._lock:
-            return protect_pages(self._store, [ids for request in listed for ids in self._find_hits(request)])
-
-    def _find_hits(self, request: Request) -> Sequence[PageIds]:
-        """Return the pages by group that a look-up would find, without counting it."""
-        query = self._lookups.read_query(request)
-        if query is None:
-            return ()
-        chain = self._lookups.hash_apart(request, query[0]).chain
-        return find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
+            hits: list[PageIds] = []
+            for request in listed:
+                query = self._lookups.read_query(request)
+                if query is not None:
+                    chain = self._lookups.hash_apart(request, query[0])
+                    hits += find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
+            return protect_pages(self._store, hits)
 
     # Events.
 
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
-        """Record changes of the prefix cache for `take_events`. Call this before the first request.
+        """Record changes of the prefix cache for `take_events`, from before the first request on.
 
-        Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
-        processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
-        Costs 56 bytes a page, of the host tier too, 4 a token, and time for each page that is cached. ImportError without the
-        extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
-        were enabled with the other `hashes_as_bytes`.
+        Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
+        same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Costs 56 bytes a page,
+        of the host tier too, 4 a token, and time for each cached page. ImportError without the extra ``pagepool[events]``;
+        ArgumentError without prefix caching, with pages held or cached already, and if enabled with the other
+        `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
@@ -616,19 +619,16 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
 
     def take_events(self) -> "list[Event]":
-        """Return the changes of the prefix cache since the last call, including those by running batches.
-
-        The events of `pagepool.events` come in this order: `AllBlocksCleared`, `BlockRemoved`, `BlockStored`, parents before
-        children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
-        one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
+        """Return the net changes of the prefix cache since the last call, including those by running batches:
+        `AllBlocksCleared`, `BlockRemoved` and `BlockStored` of `pagepool.events`, in this order, parents before children. Those
+        of the host tier have the medium ``"CPU"``. After an interrupted call the next one starts over, with `AllBlocksCleared`
+        and the whole cache. ArgumentError unless events are enabled. O(changes).
         """
         return self._require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
-
-        Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
-        O(num_pages).
+        Call `take_events` first, since its next result repeats the changes that this one includes. O(num_pages).
         """
         return self._require_event_source().list_all()
 
@@ -639,22 +639,17 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self.event_source
 
     def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """`PrefixLookups.hold_context`, for a running batch."""
+        """Call `PrefixLookups.hold_context` for a running batch."""
         if extra_keys is None or self.event_source is None:  # without the lock
             return 0
         with self._lock:
             return self._lookups.hold_context(extra_keys)
 
-    def _release_context(self, context: int) -> None:
-        """`PrefixLookups.release_context`."""
-        self._lookups.release_context(context)
-
     # Freeing.
 
     def free(self, request: Request, *, num_computed_tokens: int | None = None) -> None:
-        """Free the pages of a request, the last first, so that ends of prefixes are evicted before their beginnings.
-
-        Does nothing for a request that holds no pages. The hashes of the request stay for its return. O(pages).
+        """Free the pages of a request, if it holds any, the last first, so that ends of prefixes are evicted before their
+        beginnings. The hashes of the request stay for its return. O(pages).
 
         `num_computed_tokens` is for a request that was scheduled and did not run, because the step failed or the request was
         preempted: the number of its tokens that were computed, including hits. Pages that it entered in the prefix index with
@@ -692,19 +687,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request.
-
-        Not for a preempted request that will return: one with images and without features would no longer hit its own pages.
-        """
+        """Drop the hashes of a finished request. Not a preempted one: with images without features it would miss its pages."""
         with self._lock:
             self._lookups.hashes.pop(id_of(request), None)
 
     # Inspection.
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds and did; see `CacheStats`. O(1).
-
-        The numbers are consistent unless other threads call the manager meanwhile.
+        """Return what the cache holds and did, consistent unless other threads call the manager. See `CacheStats`. O(1).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -715,13 +705,33 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters, self.host_tier)
+        store, totals = self._store, self.page_pool.stats
+        num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
+        lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
+        num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
+        return CacheStats(
+            num_pages=num_pages,
+            num_free_pages=num_free_pages,
+            num_held_pages=num_pages - num_free_pages,
+            num_cached_pages=store.num_cached_pages,
+            num_pinned_pages=store.num_pinned_pages,
+            max_num_pinned_pages=self.max_num_pinned_pages,
+            usage=(num_pages - num_free_pages) / max(1, num_pages),
+            queries=QueryCounts(*self.query_counters[0].counts),
+            preempted_queries=QueryCounts(*self.query_counters[1].counts),
+            num_allocated_pages=totals.num_allocated_pages,
+            num_freed_pages=totals.num_freed_pages,
+            num_evicted_pages=totals.num_evicted_pages,
+            lifetime=lifetime,
+            idle_before_eviction=idle_before_eviction,
+            reuse_gap=reuse_gap,
+            num_hit_pages=num_hit_pages,
+            num_lru_hit_pages=num_lru_hit_pages,
+            host_tier=None if self.host_tier is None else self.host_tier.stats(),
+        )
 
     def check(self) -> None:
-        """Raise IntegrityError, naming the first wrong page, unless the pool and the references of requests are consistent.
-
-        O(num_pages + pages held).
-        """
+        """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
         with self._lock:
             check_holders(self._store, list(self._requests.values()))
             self.page_pool.check()
@@ -735,10 +745,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         return lists_of(self._no_ids if held is None else held.get_page_ids())
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
-        """Count, for each group, the leading pages of a running request that at least `num_scheduled_requests` requests hold.
-
-        A holder counts even if it is not scheduled. The count is 0 without caching, and for groups that are not full attention.
-        ArgumentError unless the request is RUNNING.
+        """Count, for each group, the leading pages of a running request that at least `num_scheduled_requests` requests hold,
+        scheduled or not. 0 without caching, and for groups without full attention. ArgumentError unless the request is RUNNING.
         """
         request_id = id_of(request)
         if not has_status(request, EngineRequestStatus.RUNNING):
@@ -759,51 +767,3 @@ class CacheManager(KeyHolder, SlotAllocator):
         if held is None:
             raise ArgumentError(f"request {shown(request_id)} holds no pages")
         return held
-
-
-def _require_eviction(pool: PagePool, eviction: str | None) -> None:
-    """Raise ArgumentError for a pool with another policy."""
-    if eviction is not None and not isinstance(eviction, str):
-        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-    if eviction not in (None, pool.eviction):
-        raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {pool.eviction!r}")
-
-
-def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
-    """Raise ArgumentError for a pool that keeps too few tokens of a page."""
-    if 0 < num_kept < num_needed:
-        raise ArgumentError(
-            f"page_pool: got one that keeps {num_kept} token ids of a page, allowed for pages of {num_needed}: none, "
-            f"at least {num_needed}, or any with keep_token_ids=True"
-        )
-
-
-def _collect_stats(
-    pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter], host_tier: HostTier | None
-) -> CacheStats:
-    store, totals = pool.store, pool.stats
-    queries, preempted_queries = (QueryCounts(*counter.counts) for counter in query_counters)
-    num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
-    num_held_pages = num_pages - num_free_pages
-    lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
-    num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
-    return CacheStats(
-        num_pages=num_pages,
-        num_free_pages=num_free_pages,
-        num_held_pages=num_held_pages,
-        num_cached_pages=store.num_cached_pages,
-        num_pinned_pages=store.num_pinned_pages,
-        max_num_pinned_pages=max_num_pinned_pages,
-        usage=num_held_pages / num_pages if num_pages else 0.0,
-        queries=queries,
-        preempted_queries=preempted_queries,
-        num_allocated_pages=totals.num_allocated_pages,
-        num_freed_pages=totals.num_freed_pages,
-        num_evicted_pages=totals.num_evicted_pages,
-        lifetime=lifetime,
-        idle_before_eviction=idle_before_eviction,
-        reuse_gap=reuse_gap,
-        num_hit_pages=num_hit_pages,
-        num_lru_hit_pages=num_lru_hit_pages,
-        host_tier=None if host_tier is None else host_tier.stats(),
-    )

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, QueryCounter, RequestHashes, find_prefix, load_prefix
-from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
+from pagepool._core import HashChain, PageIds, QueryCounter, RequestHashes, load_prefix
+from pagepool.arguments import has_status, id_of, refuse_incomplete, require_int
 from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import PageHasher
@@ -19,10 +19,11 @@ __all__ = ["PrefixLookups", "PrefixProbe"]
 
 logger = logging.getLogger(__package__)
 
-IdRange = tuple[int, int | None]
-"""Half-open range of the page ids that may hit; None: to the end of the pool."""
+Query = tuple[int, bool]
+"""The number of a request's tokens, and whether it was preempted."""
 
-ANY_PAGE: IdRange = (0, None)
+ANY_PAGE: tuple[int, int | None] = (0, None)
+"""The half-open range of page ids to the end of the pool."""
 
 
 class PrefixProbe(NamedTuple):
@@ -35,24 +36,20 @@ class PrefixProbe(NamedTuple):
 
 class PrefixLookups(KeyHolder):
     """The hashes, the last look-up and the refusal of each request. The manager holds its lock during calls that change them.
-
-    ``hashes`` maps request ids to hashes. ``counters`` count the look-ups of admitted requests: new ones, and ones that were
-    preempted. ``contexts`` is set when events are enabled.
+    ``counters`` count the look-ups of admitted requests, new ones and preempted ones; ``contexts`` is set with events.
     """
 
-    def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher, enable_caching: bool) -> None:
+    def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher) -> None:
         """`hasher` makes the hashes of new requests."""
         self.hashes: dict[str, RequestHashes] = {}
         self.hasher = hasher
         self.contexts: Contexts | None = None
         self._coordinator = coordinator
         self._store = coordinator.page_pool.store
-        self._num_usable_pages = coordinator.num_pages - 1
-        self._enable_caching = enable_caching
         self.counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
 
-    def read_query(self, request: Request) -> tuple[int, bool] | None:
-        """Return the number of a request's tokens, and whether it was preempted; None if it takes no hits."""
+    def read_query(self, request: Request) -> Query | None:
+        """Return the query of a request; None if it takes no hits."""
         try:
             num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
             params = request.sampling_params
@@ -62,14 +59,12 @@ class PrefixLookups(KeyHolder):
             num_tokens = require_int("num_tokens", num_tokens, 0)
         if type(is_preempted) is not bool:  # NumPy's
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
-        return (num_tokens, is_preempted) if self._enable_caching and getattr(params, "prompt_logprobs", None) is None else None
+        takes_hits = self._coordinator.enable_caching and getattr(params, "prompt_logprobs", None) is None
+        return (num_tokens, is_preempted) if takes_hits else None
 
     def extend(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        try:
-            hashes = self.hashes.get(request.request_id)
-        except (AttributeError, TypeError):
-            hashes = self.hashes.get(id_of(request))
+        hashes = self.hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
@@ -90,18 +85,17 @@ class PrefixLookups(KeyHolder):
         self.hashes[new_request.request_id] = hashes
         return True
 
-    def hash_apart(self, request: Request, num_tokens: int) -> RequestHashes:
+    def hash_apart(self, request: Request, num_tokens: int) -> HashChain:
         """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
         hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
-        return hashes
+        return hashes.chain
 
     def find(
-        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: IdRange, num_reserved: int
+        self, request: Request, query: Query, ids: tuple[int, int | None], num_reserved: int
     ) -> tuple[tuple[PageIds, ...], int]:
-        """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds. What
-        is loaded leaves `num_reserved` pages free.
-        """
+        """Return the longest cached prefix among pages `ids`, or a refusal's that holds. Loads leave `num_reserved` free."""
+        num_queried_tokens, is_preempted = query
         hashes = self.extend(request, num_queried_tokens)
         refusal = hashes.refusal
         if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
@@ -131,8 +125,8 @@ class PrefixLookups(KeyHolder):
 
     @contextmanager
     def naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """Name the keys of a request from page `start` on, and their parents', for the calls that enter them, where hashes have
-        names. Yield the context of the extra keys in the core.
+        """Name the keys of a request from page `start` on, and their parents', where hashes have names, for the calls that
+        enter them. Yield the context of the extra keys in the core.
         """
         context = self.hold_context(None if hashes is None else hashes.extra_keys)
         try:
@@ -145,21 +139,6 @@ class PrefixLookups(KeyHolder):
             if hashes is not None and hashes.page_hashes:
                 self._coordinator.page_pool._forget_evicted_names()
 
-    def probe(self, request: Request) -> PrefixProbe:
-        """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without
-        changing anything.
-        """
-        query = self.read_query(request)
-        if query is None:
-            reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
-            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
-        num_queried_tokens, _ = query
-        hashes = self.hash_apart(request, num_queried_tokens)
-        _, num_tokens = find_prefix(self._store, self._coordinator.groups, hashes.chain, num_queried_tokens, reaches_tier=True)
-        is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
-        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
-        return PrefixProbe(num_tokens, num_queried_tokens, reason)
-
     def count_admission(self, request: Request, num_taken_tokens: int) -> None:
         """Count the look-up of a request that was just admitted, with the tokens whose pages it took."""
         hashes = self.hashes.get(request.request_id)
@@ -171,22 +150,13 @@ class PrefixLookups(KeyHolder):
 
     def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
         """Log a warning if a request needs more pages at once than the pool has, or than it has besides the other pins."""
-        num_pinned_pages = self._store.num_pinned_pages
-        num_most_pages = sum(map(len, held)) + num_new_pages  # null pages included
-        if num_most_pages + num_pinned_pages <= self._num_usable_pages:  # the common case
+        num_pages, num_pinned_pages = self._coordinator.num_pages - 1, self._store.num_pinned_pages
+        if sum(map(len, held)) + num_new_pages + num_pinned_pages <= num_pages:  # the common case, null pages included
             return
         num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
         num_other_pins = num_pinned_pages - sum(map(self._store.count_pinned, held)) if num_pinned_pages else 0
-        if num_needed_pages > self._num_usable_pages:
-            logger.warning(
-                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
-                num_needed_pages,
-                self._num_usable_pages,
-            )
-        elif num_needed_pages + num_other_pins > self._num_usable_pages:
-            logger.warning(
-                "a request needs %d pages at once, the pool has %d, and %d are pinned for others: no waiting helps, see unpin",
-                num_needed_pages,
-                self._num_usable_pages,
-                num_other_pins,
-            )
+        if num_needed_pages + num_other_pins > num_pages:
+            reason = f", and {num_other_pins} are pinned for others: no waiting helps, see unpin"
+            if num_needed_pages > num_pages:
+                reason = ": no waiting helps, see CacheManager.require_capacity"
+            logger.warning("a request needs %d pages at once, the pool has %d%s", num_needed_pages, num_pages, reason)

@@ -1,4 +1,4 @@
-"""Check and save a copy of a pool's records. Any number may have been overwritten: its range is checked before its use."""
+"""Check a copy of a pool's records. Any number may have been overwritten: its range is checked before its use."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pagepool._core import PageStore, copy_records, find_policy_fault, follow
 from pagepool.errors import IntegrityError
 
-__all__ = ["check_store", "save_store"]
+__all__ = ["GROUP", "PART", "Records", "check_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
 BLANK, PART = 0, 3
@@ -20,52 +20,24 @@ Array = npt.NDArray[Any]
 
 
 def check_store(store: PageStore) -> None:
-    """Check every invariant in the docstring of `pagepool._core`, of the host tier too. IntegrityError names a wrong page.
-    O(num_pages of both).
-    """
-    read_records(store)
+    """Raise IntegrityError unless the invariants in the docstring of `pagepool._core` hold, also in the tier. O(num_pages)."""
+    Records(store)
     if store.has_tier:
         try:
-            read_records(store, of_tier=True)
+            Records(store, of_tier=True)
         except IntegrityError as error:
             raise IntegrityError(f"host tier: {error}") from None
 
 
-def read_records(store: PageStore, *, of_tier: bool = False) -> "Records":
-    """Return a checked copy of the records of a pool, or of its tier. IntegrityError for a damaged one. O(num_pages)."""
-    records = Records(**copy_records(store, of_tier=of_tier))
-    records.check()
-    fault = find_policy_fault(store, of_tier)
-    if fault is not None:
-        raise IntegrityError(fault)
-    return records
-
-
-def save_store(store: PageStore) -> dict[str, Array]:
-    """Return the arguments of `load_store` for an equal store. IntegrityError for a damaged one. O(num_pages)."""
-    records = read_records(store)
-    cached = records.pages.take(records.cached_ids)
-    return {
-        "ref_counts": records.pages["ref_cnt"].copy(),
-        "free_page_ids": records.free_ids,
-        "cached_page_ids": records.cached_ids,
-        "cached_group_ids": cached["group"] & GROUP,
-        "cached_keys": np.stack((cached["low"], cached["high"]), axis=1),
-        "cached_pins": records.pins.take(records.cached_ids) if records.num_pinned else records.pins[:0],
-        "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
-        "counters": np.array(records.counters, dtype=np.int64),
-        "num_shards": np.array([records.num_shards], dtype=np.int64),
-        **{f"policy_{name}": array.copy() for name, array in records.policy_arrays().items()},
-    }
-
-
 class Records(SimpleNamespace):
-    """A copy of a pool. Each check relies on those before it."""
+    """A checked copy of the records of a pool, or of its tier. Each check relies on those before it."""
 
     pages: Array
+    page_tokens: Array
 
-    def check(self) -> None:
-        """IntegrityError for a wrong page."""
+    def __init__(self, store: PageStore, *, of_tier: bool = False) -> None:
+        """IntegrityError for a damaged one. O(num_pages)."""
+        super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
         if len(self.levels) or self.num_deadlines:
             self.check_levels()
@@ -78,6 +50,9 @@ class Records(SimpleNamespace):
             self.check_shards()
         if len(self.notes):
             self.check_journal()
+        fault = find_policy_fault(store, of_tier)
+        if fault is not None:
+            raise IntegrityError(fault)
 
     def describe(self, page_id: int) -> str:
         """Return a page with all its numbers."""
@@ -134,15 +109,6 @@ class Records(SimpleNamespace):
         self.require_count(len(self.free_ids), self.num_free, f"pages are in the free queue, up to page {before[0]}")
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
         self.require_count(0, self.num_held_free, "free pages have references")
-
-    def policy_arrays(self) -> dict[str, Array]:
-        """Return what the eviction policy keeps, by name, as if no page had a level; empty arrays for LRU."""
-        ghosts, marks, counts = self.ghosts.view(np.uint32).reshape(-1, 2), self.marks, self.policy_counts.copy()
-        if self.num_policy_parts > 1:
-            counts[: PART + 1] = np.bincount(marks.take(self.free_ids) & PART, minlength=PART + 1)
-        else:
-            marks, counts = marks[:0], counts[:0]
-        return {"marks": marks, "ghosts": ghosts, "counts": counts, "learned": self.learned}
 
     def check_levels(self) -> None:
         """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
@@ -229,6 +195,7 @@ class Records(SimpleNamespace):
         if len(twins):
             twins["prev"][is_alone] = twins["next"][is_alone] = is_alone.nonzero()[0]
         self.cached_ids = ids = self.walk("the ring of equal content", twins, self.first_ids)
+        self.cached = self.pages.take(ids)
         self.rings = np.bincount(self.first_ids, minlength=self.num_pages).take(ids).cumsum() - 1
         firsts = self.first_ids.take(self.rings)
         is_wrong = ~self.has_key(ids, self.pages.take(firsts)) | ((twins["next"].take(ids) == ids) != is_alone.take(ids))
@@ -238,8 +205,9 @@ class Records(SimpleNamespace):
             found = ids[self.has_key(ids, self.pages[lost_id])].tolist()
             raise IntegrityError(f"{self.describe(lost_id)}: look-ups of its hash find pages {found}, allowed: this one too")
         self.require_count(len(ids), self.num_entries, "pages are cached")
+        self.page_tokens = self.page_tokens.reshape(self.num_pages, -1)
         if self.tokens_width:
-            num_tokens, width = self.page_tokens[:: self.tokens_width].take(ids), self.tokens_width
+            num_tokens, width = self.page_tokens[:, 0].take(ids), self.tokens_width
             text = " has {} token ids, allowed: 0 to {}"
             self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
 

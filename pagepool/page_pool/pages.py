@@ -1,13 +1,17 @@
-"""The pages of a pool by id, and the free queue."""
+"""The pages of a pool by id and by hash, and its free queue.
 
-from collections.abc import Sequence
+The index of a `PageStore` has keys of 128 bits. If a hash differs from its key, ``PageStore.names`` maps one to the other.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-from pagepool._core import CachePage, PageStore
+from pagepool._core import CachePage, EntryJournal, PageStore, copy_records
 from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentTypeError
+from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
 
-__all__ = ["FreeCachePageQueue", "Pages"]
+__all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key", "list_kept_keys"]
 
 
 class Pages(Sequence[CachePage]):
@@ -38,10 +42,9 @@ class Pages(Sequence[CachePage]):
 
 
 class FreeCachePageQueue:
-    """The free pages in the order of eviction: a doubly linked list inside the page records.
+    """The free pages in the order of eviction: a doubly linked list inside the page records. All operations are O(1) a page.
 
     ``FreeCachePageQueue(pages)`` adopts the records of pages without a pool; ``pool.free_page_queue`` is the queue of a pool.
-    All operations are O(1) a page.
 
     >>> first, second = CachePage(4), CachePage(2)
     >>> queue = FreeCachePageQueue([first, second])
@@ -80,18 +83,75 @@ class FreeCachePageQueue:
 
     def append(self, page: CachePage) -> None:
         """Append a page. PageIdError if it is in a queue, is held, or belongs to a pool with another queue."""
-        if not self._store.is_pool:
-            self._store.adopt(page)
-        self._store.append_page(page)
+        self.append_n([page])
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Append pages in order; all or none of them."""
         if not self._store.is_pool:
-            pages = require_list("pages", pages, CachePage)
-            for page in pages:
+            for page in require_list("pages", pages, CachePage):
                 self._store.adopt(page)
         self._store.append(self._store.ids_of_pages(pages))
 
     def get_all_free_pages(self) -> list[CachePage]:
         """Return the pages in the queue, front first. O(pages)."""
         return self._store.pages(self._store.free_ids())
+
+
+class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
+    """A live view of the prefix index: for each hash and group, pages by id as cached. ``len`` and ``in`` are O(1)."""
+
+    def __init__(self, store: PageStore) -> None:
+        """View the index of `store`."""
+        self._store = store
+
+    def __len__(self) -> int:
+        """Number of distinct (hash, group) pairs."""
+        return self._store.num_keys
+
+    def __iter__(self) -> Iterator[PageHashWithGroupId]:
+        """The pairs, in no particular order."""
+        slots = copy_records(self._store, "slots")["slots"]["page_id"]
+        for page_id in slots[slots != 0].tolist():
+            page_hash = self._store.page_hash_of(page_id)
+            if page_hash is not None:
+                yield page_hash
+
+    def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
+        """Return pages by id. KeyError if none is cached under `key`."""
+        if isinstance(key, PageHashWithGroupId):
+            page_id = find_page_id(self._store, checked_hash(key.page_hash), key.group_id)
+            if page_id is not None:
+                return {page.page_id: page for page in self._store.pages(self._store.twins(page_id))}
+        raise KeyError(key)
+
+
+def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
+    """Whether the hash value is the key, as for native hashes, so that neither names nor tokens matter."""
+    key = page_hash.hash_value
+    return not store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
+
+
+def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
+    """Return the page cached first under `page_hash`, a `checked_hash`, in a group, with an id in ``[start, stop)``, or None. A
+    hash that carries token ids hits only a page whose token ids are equal.
+    """
+    if is_own_key(store, page_hash):
+        return store.find(page_hash.hash_value, group_id, start, stop)
+    for key in store.names.keys_of(page_hash):
+        page_id = store.find(key, group_id, start, stop)
+        if page_id is not None and (page_hash == (key, (), None) or store.page_hash_of(page_id) == (page_hash, group_id)):
+            return page_id
+    return None
+
+
+def forget_names(store: PageStore) -> None:
+    """Drop the names that neither the index nor the journal needs."""
+    keys = list_kept_keys(store)
+    if keys is not None:
+        store.names.keep_only(keys)
+
+
+def list_kept_keys(store: PageStore) -> list[int] | None:
+    """Return the keys of entries, also removed ones and the tier's, and of parents; None while events are built. O(pages)."""
+    keys = EntryJournal(store).list_kept_keys()
+    return None if keys is None else [high << 64 | low for low, high in keys.reshape(-1, 2).tolist()]

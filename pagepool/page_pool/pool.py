@@ -1,28 +1,18 @@
 """The pool of pages, its free queue and its page objects, as engines know them."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
-from pagepool.arguments import require_flag, require_group_ids, require_list, require_slice
+from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, give_back_restored
+from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
-from pagepool.hashing import PageHash, checked_hash
+from pagepool.hashing import PageHash, checked_hash, hash_next_pages
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.pages import FreeCachePageQueue, Pages
-from pagepool.page_pool.prefix_index import (
-    CachedPages,
-    check_span,
-    enter_pages,
-    find_page_id,
-    find_page_ids,
-    forget_evicted_names,
-    forget_names,
-    is_own_key,
-)
+from pagepool.page_pool.pages import FreeCachePageQueue, Pages, PrefixIndex, find_page_id, forget_names, is_own_key
 from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats
@@ -31,10 +21,10 @@ __all__ = ["PagePool", "PageProbe"]
 
 logger = logging.getLogger(__package__)
 
-T = TypeVar("T")
-
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+Span = tuple[int, int, int]
+"""The pages of a request to enter in the index: how many are cached already and how many are full, and their size in tokens."""
 
 
 class PageProbe(NamedTuple):
@@ -47,9 +37,8 @@ class PageProbe(NamedTuple):
 class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
-    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
-    Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
-    pinned. Adaptive eviction takes 10 more.
+    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction is O(num_pages). A page
+    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 4 once one was pinned, 10 with adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -61,17 +50,16 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
-        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
-
-        `eviction` names the policy by which free pages are handed out, and their prefix entries evicted: ``"lru"``, in the
-        order in which they were freed, as always without caching, or ``"adaptive"``, which learns when pages are used again.
+        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` is the policy
+        by which free pages are handed out and lose their prefix entries: ``"lru"``, in the order in which they were freed, as
+        always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
         enable_caching = require_flag("enable_caching", enable_caching)
         self._start(PageStore(num_pages, enable_caching, eviction=eviction))
 
-    def _start(self, store: PageStore) -> None:
+    def _start(self, store: PageStore, configuration: Configuration | None = None) -> None:
         """Set the attributes of the pool of `store`."""
         self.store = store
         self.num_pages = store.num_pages
@@ -79,7 +67,7 @@ class PagePool:
         self.eviction: str = store.eviction
         self.pages = Pages(self.store)
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
-        self.configuration: Configuration | None = None
+        self.configuration = configuration
 
     # Made on demand, so that an unread pool has no reference cycle and is freed at once.
 
@@ -89,9 +77,9 @@ class PagePool:
         return self.store.page(0)
 
     @property
-    def cached_page_hash_to_page(self) -> CachedPages:
+    def cached_page_hash_to_page(self) -> PrefixIndex:
         """A live view of the prefix index."""
-        return CachedPages(self.store)
+        return PrefixIndex(self.store)
 
     def __repr__(self) -> str:
         """The size and use of the pool."""
@@ -104,60 +92,52 @@ class PagePool:
     # Saving.
 
     def snapshot(self) -> Snapshot:
-        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`.
+        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
-        It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
-        the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
-        checksum: 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept token, and the
-        memory of the policy. IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings,
-        bytes, None and tuples. O(num_pages).
+        It has ref counts, the free queue, prefix entries with hashes, pins and kept tokens, shards, counters, the state of the
+        eviction policy, the configuration of the manager, a version and a checksum: 4 bytes a page, 4 more a free page, 24 more
+        a cached page (28 if pages are pinned), 4 a kept token, and the memory of the policy. IntegrityError if the pool is
+        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples.
         """
         return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns.
+        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns. O(num_pages).
 
         Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
         for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
         was used with another algorithm, seed, page size or other groups, and names the difference. The engine restores the
         contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version.
-        O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
         >>> PagePool.restore(pool.snapshot()).free_page_ids_in_order().tolist()
         [4, 5, 6, 7]
         """
-        store, configuration = load(snapshot)
         pool = cls.__new__(cls)
-        pool._start(store)
-        pool.configuration = configuration
+        pool._start(*load(snapshot))
         return pool
 
     def _bind(self, configuration: Configuration) -> None:
-        """Record the configuration under which pages are cached. `CacheManager` calls this.
-
-        Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
-        if the cached pages are bound to another one. An unused pool is not bound. O(configuration).
+        """Record the configuration of a manager under which pages are cached, until none is. ArgumentError, naming the first
+        difference, if the cached pages are bound to another one. O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration
         for name in dict.fromkeys((*configuration, *bound)):
             got, allowed = configuration.get(name), bound.get(name)
             if got != allowed:
-                raise ArgumentError(
-                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were "
-                    "cached, or a pool without cached pages"
-                )
+                others = f"with which its {num_pages} cached pages were cached, or a pool without cached pages"
+                raise ArgumentError(f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, {others}")
         self.configuration = dict(configuration)
 
     def release_all_held(self) -> int:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
-        pinned (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was
-        taken or hit since, which a manager, a batch or a caller may hold.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay pinned
+        (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was taken
+        or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -167,9 +147,8 @@ class PagePool:
         """
         num_pages = give_back_restored(self.store)
         if num_pages is None:
-            raise ArgumentError(
-                "release_all_held: got a pool that was not restored, or was used since, allowed: a freshly restored pool"
-            )
+            got = "a pool that was not restored, or was used since"
+            raise ArgumentError(f"release_all_held: got {got}, allowed: a freshly restored pool")
         return num_pages
 
     # Taking and freeing.
@@ -196,11 +175,11 @@ class PagePool:
         return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
-        """Release one reference to each page.
+        """Release one reference to each page, except null pages. O(pages).
 
         Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
-        are handed out again. Null pages are ignored. DoubleFreeError if a page would be freed more often than it is held,
-        PageIdError for pages of another pool; no page is freed then. O(pages).
+        are handed out again. DoubleFreeError, without a change, if a page would be freed more often than held, PageIdError for
+        pages of another pool.
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
@@ -209,9 +188,9 @@ class PagePool:
         self.store.give_back(_require_ids(ordered_page_ids))
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
-        """Take one more reference to each page of each group. A free page leaves the free queue. Null pages are ignored.
+        """Take one more reference to each page of each group, except null pages. A free page leaves the free queue. O(pages).
 
-        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder. O(pages).
+        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
         """
         try:
             touched = [page for group in pages for page in group]
@@ -242,8 +221,8 @@ class PagePool:
         page_hash = checked_hash(page_hash)
         if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
-        page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
-        return None if page_ids is None else [self.store.page(page_id) for page_id in page_ids]
+        page_ids = self._find_ids(page_hash, kv_cache_group_ids, bounds)
+        return None if page_ids is None else self.store.pages(page_ids)
 
     def get_cached_page_ids(
         self,
@@ -255,13 +234,22 @@ class PagePool:
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
         bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
-        page_ids = find_page_ids(self.store, checked_hash(page_hash), kv_cache_group_ids, bounds)
-        return None if page_ids is None else np.array(page_ids, dtype=np.int32)
+        page_ids = self._find_ids(checked_hash(page_hash), kv_cache_group_ids, bounds)
+        return None if page_ids is None else page_ids.to_array()
+
+    def _find_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> PageIds | None:
+        """Return the page of each group, with an id in these bounds; None if any group has none."""
+        page_ids = []
+        for group_id in require_group_ids(group_ids):
+            page_id = find_page_id(self.store, page_hash, group_id, *bounds)
+            if page_id is None:
+                return None
+            page_ids.append(page_id)
+        return PageIds(page_ids)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
-
-        A hash that carries token ids hits only a page whose token ids are equal.
+        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash that
+        carries token ids hits only a page whose token ids are equal.
         """
         return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
 
@@ -275,15 +263,13 @@ class PagePool:
         page_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index.
+        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index, except null pages.
 
-        `page_hashes` are the request's from its first page on. Missing hashes are computed with the builtin `hash` from
-        ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
-        hash. O(num_full_pages - num_cached_pages).
+        `page_hashes` are the request's from its first page on. Missing ones are computed with the builtin `hash` from
+        ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(new pages).
         """
-        span = check_span(num_cached_pages, num_full_pages, page_size)
-        ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
-        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
+        span = num_cached_pages, num_full_pages, page_size
+        self._enter(self.store.ids_of_pages, pages, request, page_hashes, span, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -296,13 +282,41 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = check_span(num_cached_pages, num_full_pages, page_size)
-        ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
-        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
+        span = num_cached_pages, num_full_pages, page_size
+        self._enter(PageIds, page_ids, request, page_hashes, span, kv_cache_group_id)
+
+    def _enter(
+        self, ids_of: Callable[[Any], PageIds], pages: Any, request: Any, page_hashes: list[PageHash], span: Span, group_id: int
+    ) -> None:
+        """Enter the full pages of a request that are not cached yet."""
+        num_cached_pages = require_int("num_cached_pages", span[0], 0)
+        num_full_pages = require_int("num_full_pages", span[1], 0)
+        page_size = require_int("page_size", span[2], 1)
+        ids = ids_of(require_slice("pages", pages, num_cached_pages, num_full_pages))
+        if not isinstance(page_hashes, list):
+            raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
+        if len(page_hashes) < num_cached_pages:
+            allowed = f"at least the {shown(num_cached_pages)} of the cached pages"
+            raise ArgumentError(f"page_hashes: got {len(page_hashes)}, allowed: {allowed}")
+        if len(ids) != max(0, num_full_pages - num_cached_pages):
+            raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
+        is_complete = len(page_hashes) >= num_full_pages
+        missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
+        first_place = max(0, num_cached_pages - 1)  # the place of the parent, which is not entered again
+        hashes = [*page_hashes, *missing][first_place : max(num_cached_pages, num_full_pages)]
+        chain = HashChain(page_size, bytes(16))
+        for page_hash in list(map(checked_hash, hashes)):
+            chain.append_key(self.store.names.key_of(page_hash))
+        num_parents = num_cached_pages - first_place
+        ids = PageIds.joined((PageIds([0] * num_parents), ids))
+        self.store.enter_pages(ids, chain, num_parents, group_id, first_place=first_place)
+        page_hashes.extend(missing)
+        self._forget_evicted_names()
 
     def _forget_evicted_names(self) -> None:
-        """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
-        forget_evicted_names(self.store)
+        """Drop the names of evicted pages once there are more than the pool can need. Amortised O(1)."""
+        if len(self.store.names) > 2 * EntryJournal(self.store).max_num_kept_keys + 1024:
+            forget_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """Count the leading pages that hit in every group, and report the group that missed."""
@@ -316,13 +330,11 @@ class PagePool:
         return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries of pages, free or held, and their pins. Returns their number. Holders keep their pages.
+        """Drop the prefix entries and pins of pages, and return their number. Holders keep their pages. O(pages).
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
-        again when their tokens are allocated again.
-
-        PageIdError, without a change, for the null page or an id outside the pool. O(pages).
+        again with their tokens. PageIdError, without a change, for the null page or an id outside the pool.
         """
         ids = PageIds(_require_ids(page_ids))
         if 0 in ids:
@@ -334,9 +346,8 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights; the free queue keeps its order. O(num_pages).
-
-        Returns False, without a change, while a page is held or pinned: `unpin_all` first.
+        """Drop all prefix entries, for example after new weights; the free queue keeps its order. Returns False, without a
+        change, while a page is held or pinned: `unpin_all` first. O(num_pages).
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
@@ -350,8 +361,7 @@ class PagePool:
 
     def unpin_all(self) -> int:
         """Take back all pins of all requests (see `CacheManager.pin`). Returns the number of pages that were pinned.
-
-        Pages that nothing else holds go to the back of the free queue in order of their ids. O(num_pages).
+        O(num_pages). Pages that nothing else holds go to the back of the free queue in order of their ids.
         """
         return self.store.unpin_all()
 
@@ -367,8 +377,7 @@ class PagePool:
 
     def ref_counts(self) -> PageIdArray:
         """Return a copy of the ref counts of all pages: an int32 array ``[num_pages]``."""
-        counts: PageIdArray = self.store.ref_counts()
-        return counts
+        return self.store.ref_counts()
 
     def free_page_ids_in_order(self) -> PageIdArray:
         """Return a copy of the free queue, the next page to evict first: an int32 array."""
@@ -380,14 +389,11 @@ class PagePool:
         return PagePoolStats(*self.store.counters)
 
     def check(self) -> None:
-        """Check the free queue, the ref counts, the shards and the prefix index in both directions. O(num_pages).
-
-        IntegrityError names the first wrong page or slot, with all its numbers.
-        """
+        """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""
         check_store(self.store)
 
 
-def _require_ids(page_ids: T) -> T:
+def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
     """Return the ids; ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")

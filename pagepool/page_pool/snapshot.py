@@ -5,8 +5,8 @@ A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` wr
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pagepool._core import PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
 from pagepool.hashing import PageHash
-from pagepool.page_pool.integrity import check_store, save_store
+from pagepool.page_pool.integrity import GROUP, PART, Records, check_store
 
 __all__ = ["Configuration", "Snapshot", "load", "save", "seal"]
 
@@ -26,59 +26,65 @@ Configuration = dict[str, int | str | None]
 FORMAT = b"pagepool.PagePool"
 VERSION = 4
 
-FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...]]] = {
-    "format": (np.uint8, (None,)),
-    "version": (np.int64, (1,)),
-    "enable_caching": (np.bool_, (1,)),
-    "ref_counts": (np.int32, (None,)),
-    "free_page_ids": (np.int32, (None,)),
-    "cached_page_ids": (np.int32, (None,)),
-    "cached_group_ids": (np.int32, (None,)),
-    "cached_keys": (np.uint64, (None, 2)),
-    "cached_pins": (np.int32, (None,)),
-    "cached_token_ids": (np.int32, (None, None)),
-    "names": (np.uint8, (None,)),
-    "counters": (np.int64, (6,)),
-    "num_shards": (np.int64, (1,)),
-    "configuration": (np.uint8, (None,)),
-    "eviction": (np.uint8, (None,)),
-    "policy_marks": (np.uint32, (None,)),
-    "policy_ghosts": (np.uint32, (None, 2)),
-    "policy_counts": (np.int64, (None,)),
-    "policy_learned": (np.uint8, (None,)),
-    "checksum": (np.uint8, (32,)),
+
+def _count_parts(records: Records) -> Any:
+    """Return the counts of the eviction policy, those of its parts as if no page had a level."""
+    if records.num_policy_parts > 1:
+        records.policy_counts[: PART + 1] = np.bincount(records.marks.take(records.free_ids) & PART, minlength=PART + 1)
+        return records.policy_counts
+    return []
+
+
+FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Records], Any] | None]] = {
+    "format": (np.uint8, (None,), None),
+    "version": (np.int64, (1,), None),
+    "enable_caching": (np.bool_, (1,), lambda records: [records.store.enable_caching]),
+    "ref_counts": (np.int32, (None,), lambda records: records.pages["ref_cnt"]),
+    "free_page_ids": (np.int32, (None,), lambda records: records.free_ids),
+    "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
+    "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
+    "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
+    "cached_pins": (np.int32, (None,), lambda records: records.pins.take(records.cached_ids) if records.num_pinned else []),
+    "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
+    "names": (np.uint8, (None,), None),
+    "counters": (np.int64, (6,), lambda records: records.counters),
+    "num_shards": (np.int64, (1,), lambda records: [records.num_shards]),
+    "configuration": (np.uint8, (None,), None),
+    "eviction": (np.uint8, (None,), lambda records: _as_bytes(records.store.eviction.encode())),
+    "policy_marks": (np.uint32, (None,), lambda records: records.marks if records.num_policy_parts > 1 else []),
+    "policy_ghosts": (np.uint32, (None, 2), lambda records: records.ghosts.view(np.uint32).reshape(-1, 2)),
+    "policy_counts": (np.int64, (None,), _count_parts),
+    "policy_learned": (np.uint8, (None,), lambda records: records.learned),
+    "checksum": (np.uint8, (32,), None),
 }
-"""Type and shape of each array. None is any length."""
+"""Type and shape of each array, None for any length, and its values, if they come from checked records alone."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
-    """Return the snapshot of a pool. O(pages)."""
-    arrays = save_store(store)
-    arrays["enable_caching"] = np.array([store.enable_caching])
-    arrays["names"] = _encode([[key, *map(_to_json, page_hash)] for key, page_hash in store.names.items()])
-    arrays["configuration"] = _encode(configuration)
-    arrays["eviction"] = _as_bytes(store.eviction.encode())
-    return seal(arrays)
+    """Return the snapshot of a pool. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(store)
+    arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
+    names = [_to_json((key, *name)) for key, name in store.names.items()]
+    return seal({**arrays, "names": _encode(names), "configuration": _encode(configuration)})
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
-    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(pages)."""
+    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(num_pages)."""
     arrays = unseal(snapshot)
-    del arrays["format"], arrays["version"]
-    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
-    configuration = decode_configuration(arrays.pop("configuration"))
-    eviction = arrays.pop("eviction").tobytes().decode(errors="replace")
-    policy = tuple(arrays.pop(f"policy_{name}") for name in ("marks", "ghosts", "counts", "learned"))
-    if min(counters) < 0:
-        raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
-    enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
+    names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"])
     try:
-        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids", "pins"))
-        store = load_store((enable_caching, eviction), **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
+        store = load_store(
+            (bool(arrays["enable_caching"][0]), arrays["eviction"].tobytes().decode(errors="replace")),
+            arrays["ref_counts"],
+            arrays["free_page_ids"],
+            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "pins")),
+            tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
+            (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
+        )
         check_store(store)
     except (ArgumentError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
-    for key, page_hash in decode_names(names):
+    for key, page_hash in names:
         store.names.add(key, page_hash)
     return store, configuration
 
@@ -90,14 +96,11 @@ def seal(arrays: Snapshot) -> Snapshot:
 
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
-    """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes).
-
-    ArgumentTypeError unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
+    """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes). ArgumentTypeError
+    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
     """
     if not isinstance(snapshot, Mapping):
-        raise ArgumentTypeError(
-            f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or what numpy.load returns"
-        )
+        raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
     found_format = _read(snapshot, "format").tobytes()
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
@@ -118,7 +121,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
     except Exception as error:  # a file is read only here, and may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
-    dtype, shape = FIELDS[name]
+    dtype, shape, _ = FIELDS[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")
@@ -155,9 +158,8 @@ def _to_json(value: Any) -> Any:
         return int(value)
     if value is None or type(value) in (int, bool, str):
         return value
-    raise ArgumentError(
-        f"page hash: got {type(value).__name__} in one, allowed in a snapshot: ints, strings, bytes, None and tuples"
-    )
+    allowed = "ints, strings, bytes, None and tuples"
+    raise ArgumentError(f"page hash: got {type(value).__name__} in one, allowed in a snapshot: {allowed}")
 
 
 def _from_json(value: Any) -> Any:
@@ -166,13 +168,14 @@ def _from_json(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
-def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
-    """Yield keys and their names from JSON. SnapshotError for other text."""
+def decode_names(text: npt.NDArray[np.uint8]) -> list[tuple[int, PageHash]]:
+    """Return keys and their names from JSON. SnapshotError for other text."""
     try:
-        for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
+        names = _from_json(json.loads(text.tobytes()))
+        for key, hash_value, token_ids, _ in names:
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
                 raise ValueError(f"got key {key!r}, hash {hash_value!r} and token ids {token_ids!r}")
-            yield key, PageHash(hash_value, token_ids, extra_keys)
+        return [(key, PageHash(*page_hash)) for key, *page_hash in names]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'names' are not page hashes: {error}") from None
 
@@ -181,10 +184,9 @@ def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
     """Return a configuration from JSON; null means unknown. SnapshotError for other text."""
     try:
         configuration = json.loads(text.tobytes())
+        is_object = isinstance(configuration, dict) and {*map(type, configuration.values())} <= {int, str, type(None)}
+        if configuration is not None and not is_object:
+            raise ValueError("allowed: an object of ints, strings and nulls, or null")
+        return cast("Configuration | None", configuration)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'configuration' is invalid: {error}") from None
-    if configuration is None:
-        return None
-    if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
-        raise SnapshotError("snapshot: 'configuration' is invalid, allowed: an object of ints, strings and nulls, or null")
-    return configuration
