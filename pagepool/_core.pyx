@@ -89,7 +89,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`: rows whose pages are transferred
 `external.pyx`         `end_external`: rows that wait for tokens from elsewhere
 `holders.pyx`          `check_holders`, `check_rows`
-`spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
+`spans.pyx`            `TokenSpan` of a request or row: cached pages pinned, retained; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
 """
 
@@ -110,7 +110,7 @@ from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.slots import SlotAllocator
-from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
+from pagepool.core.spans import Lease, Retention, TokenSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (

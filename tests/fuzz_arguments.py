@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def fitting(entry: Entry, parameter: str) -> Callable[[World], Any]:
     """Return the maker of a parameter's values. The rows of functions and spans are a batch."""
-    name = "batch" if parameter == "rows" and entry.owner in (None, _core.PinSpan, _core.RetentionSpan) else parameter
+    name = "batch" if parameter == "rows" and entry.owner in (None, _core.TokenSpan) else parameter
     return MAKERS.get(f"{entry.name}.{name}") or MAKERS.get(name, small)
 
 
@@ -215,7 +215,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "admit.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
-    "cache_groups pin.groups unpin.groups retain.groups": live(_core.CacheGroups),
+    "cache_groups of_request.groups": live(_core.CacheGroups),
     "find_prefix.groups load_prefix.groups": live(_core.CacheGroups),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
@@ -238,7 +238,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "find_pages.groups": constant([0], [0, 1], (1,)),
     "free_row": free_row,
     "groups_of_model": groups_of_model,
-    "pin.held retain.held": one_of(constant(None), live(_core.RequestPages)),
+    "of_request.held": one_of(constant(None), live(_core.RequestPages)),
     "held target": live(_core.RequestPages),
     "interval": constant(0, 0, 0, 4),
     "lease_pages.page_ids": one_of(held_or_hit_ids, ids),

@@ -26,8 +26,7 @@ CONSTRUCTORS = {
     "PageRules": "page_size window chunk",
     "CacheGroups": "groups_of_model",
     "RequestPages": "store cache_groups max_num_tokens",
-    "PinSpan": "store first_token stop_token",
-    "RetentionSpan": "store first_token stop_token",
+    "TokenSpan": "first_token stop_token",
     "Retention": "priority seconds",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool eviction",
@@ -102,8 +101,7 @@ WEIGHTS = {
     "PageStore": 3,
     "EntryJournal": 3,
     "HashChain": 2,
-    "PinSpan": 2,
-    "RetentionSpan": 2,
+    "TokenSpan": 4,
     "TableRows": 2,
 }
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}
