@@ -22,9 +22,6 @@ the policy has learned, so a loaded pool evicts what the saved one would have.
 A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
 index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
-Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
-they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
-
 A retained or protected page has a level, and a prefix entry; while it is free it is in the part of the queue for its level. The
 heap of deadlines has each page whose priority ends once.
 

@@ -277,8 +277,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_computed_tokens": one_of(middle, middle, interesting),
     "give_back.num_computed_tokens": one_of(constant(None, None, 0, 3), middle),
     "release.num_computed_tokens": one_of(constant(None, None, 0, 3), middle, as_many(middle)),
-    "num_hit_tokens": constant(0, 0, 4, 8, 1),
-    "num_looked_up": constant(9, 12, 30, 4),
     "num_lookahead_tokens": one_of(constant(0, 0, 0), small, as_many(small)),
     "num_new_tokens": one_of(constant(0, 1, 1), constant(0, 1, 1), as_many(small)),
     "num_pages needs_nothing.num_slots page_id": middle,

@@ -33,7 +33,6 @@ CONSTRUCTORS = {
     "PageTier": "store num_tier_pages eviction flag min_uses",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
-    "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",
     "RequestHashes": "anything chain",
     "CachePages": "tuple_of_hits store",
     "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",

@@ -31,7 +31,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
+        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns|what a refused request leaves",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute
@@ -314,7 +314,6 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     ),
     "EntryJournal": (_core.PageStore(8),),
     "QueryCounter": (_core.PageStore(8),),
-    "Refusal": ((), 4, 0),
     "RequestHashes": (None, _core.HashChain(2, bytes(16))),
     "CachePages": ((),),
 }

@@ -29,6 +29,7 @@ cdef struct Step:             # the next tokens of a request
     int32_t context           # see `Origin`
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
+    int64_t num_changes       # of the index before it was refused for want of pages
     int32_t wrong_page        # the page that an outcome is about, and its place in its group
     Py_ssize_t wrong_at
     Py_ssize_t wrong_num      # pages of that group

@@ -20,7 +20,7 @@ from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, shard_of
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state
 from pagepool.core.siphash cimport Digest
 
@@ -300,6 +300,7 @@ cdef class RequestPages:
             self.stay_in_shard(demand)
         if demand.num_new or demand.hits != NULL:
             outcome = self.take(demand, new)
+            step.num_changes = count_changes(pool)
         if outcome == DONE and has_states:
             self.keep_states(step, &contents, <int64_t>num_digests * chain.page_size if chain is not None else 0, new)
         if outcome == DONE and step.num_to_cache and chain is not None:

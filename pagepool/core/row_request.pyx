@@ -17,14 +17,14 @@ from pagepool.core.holdings cimport (
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.lookups cimport (
-    Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
+    Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
 )
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.request_pages cimport new_hits, set_hits
-from pagepool.core.rules cimport MAX_TOKENS, Group, hits_leading_pages
+from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 from pagepool.core.tier cimport look_up
@@ -106,11 +106,11 @@ cdef class RowRequest:
         try:
             self.set_contents(tokens, keys)
             result = self.take(takes_hits and rows.batch.hash_page_size)
-            is_admitted = type(result) is not RowRefusal
+            is_admitted = type(result) is not Refusal
             if not is_admitted:
-                (<RowRefusal>result).interval, (<RowRefusal>result).num_external = self.interval, self.num_external
-                (<RowRefusal>result).options = self.options if type(self.options) is tuple else None
-                (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
+                (<Refusal>result).interval, (<Refusal>result).num_external = self.interval, self.num_external
+                (<Refusal>result).options = self.options if type(self.options) is tuple else None
+                (<Refusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
@@ -170,20 +170,21 @@ cdef class RowRequest:
         return 0
 
     cdef object take(self, bint takes_hits):
-        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
+        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `Refusal`, and nothing taken,
         if too few pages are free.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
-        cdef RowRefusal refusal = RowRefusal(hits, self.tokens.num_known, 0)
+        cdef Refusal refusal = Refusal.__new__(Refusal)
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE
         cdef int64_t num_changes
         cdef Hits *array = new_hits(hits)
         cdef Demand demand
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
+        refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.enter_call()
         try:
             batch.states[self.row].shard = self.shard
@@ -214,7 +215,7 @@ cdef class RowRequest:
             raise MemoryError("the pages that were hit")
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint find_hits(self, RowRefusal refusal, Hits *array, bint *is_short) noexcept:
+    cdef bint find_hits(self, Refusal refusal, Hits *array, bint *is_short) noexcept:
         """Find the hits, which a refusal would keep. False where memory is short. The locks are held."""
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -235,24 +236,18 @@ cdef class RowRequest:
             refusal.num_hit_tokens = max(0, num_hashes) * batch.hash_page_size
         return num_hashes >= 0
 
-    cdef void begin_refusal(self, RowRefusal refusal, const Demand *demand, int64_t num_changes) noexcept:
+    cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
-        cdef Group *group = &batch.groups[0]
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
         for g in range(batch.num_groups):
             num_held += count_attached(&holding, demand, g)
         num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
-        refusal.shard = self.shard
-        if refusal.hits and batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(batch.pool):
-            refusal.page_size = group.rules.page_size
-            refusal.prefix = Prefix(
-                digests_of(batch, self.row), group.stride, (refusal.num_tokens - 1) // refusal.page_size, group.id,
-                ids_in_shard(batch.pool, refusal.shard),
-            )
-        refusal.begin(batch.pool, num_held)
-        refusal.watch.num_changes = num_changes
+        refusal.begin(
+            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.states[self.row].num_hashed,
+            ids_in_shard(batch.pool, self.shard), num_held, num_changes,
+        )
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a demand that fits, and enter the pages that are full, unless they are filled

@@ -20,9 +20,9 @@ from pagepool.core.holdings cimport (
 )
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
-from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
-from pagepool.core.queue cimport find_held_free, has_free_pages
+from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
 from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
 from pagepool.core.siphash cimport Digest
@@ -699,11 +699,11 @@ cdef class RunningRows:
         list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
-        cdef RowRefusal refusal = self.refusals[checked]
+        cdef Refusal refusal = self.refusals[checked]
         cdef Holding holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
-        cdef int64_t num_needed
+        cdef int64_t num_pages
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
@@ -714,8 +714,8 @@ cdef class RunningRows:
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
-            num_needed = count_new_pages(&holding, count_room_tokens(&tokens, refusal.num_hit_tokens)) - refusal.watch.num_held
-            is_refused = not has_free_pages(&self.store.pool, num_needed, num_reserved, refusal.shard)
+            num_pages = count_new_pages(&holding, count_room_tokens(&tokens, refusal.num_hit_tokens))
+            is_refused = refusal.is_short(&self.store.pool, num_pages, num_reserved)
         self.let_go()
         return is_refused
 

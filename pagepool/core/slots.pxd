@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport RequestHashes
-from pagepool.core.request_pages cimport RequestPages
+from pagepool.core.request_pages cimport RequestPages, Step
 from pagepool.core.store cimport PageStore
 
 cdef struct Counts:           # tokens of a call of `allocate_slots`
@@ -44,6 +44,4 @@ cdef class SlotAllocator:
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
     ) except -1
-    cdef int note_refusal(
-        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_new, bint is_divided
-    ) except -1
+    cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1

@@ -150,7 +150,7 @@ cdef class SlotAllocator:
         cdef PageIds tokens = None
         cdef HashChain chain = None
         cdef object contexts = None
-        cdef int64_t num_new, num_hashed = 0
+        cdef int64_t num_pages, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
         cdef Outcome outcome
@@ -159,9 +159,9 @@ cdef class SlotAllocator:
             self.check_computed(request_id, counts, hits, held)
         if hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if is_admission and hashes.request is request and hashes.refusal.hits is hits:
-                num_new = max(0, pages_for(&self.groups.groups[0].rules, counts.num_slots) - len(hits[0]))
-                if hashes.refusal.is_short(num_new, counts.num_reserved):
-                    self.lookups.warn_if_hopeless(hits, num_new)
+                num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
+                if hashes.refusal.is_request_short(num_pages, counts.num_reserved):
+                    self.lookups.warn_if_hopeless(hits, num_pages - len(hits[0]))
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
@@ -212,7 +212,7 @@ cdef class SlotAllocator:
         if chain is not None and hashes.page_hashes:
             self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
-            self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, step.demand.shard >= 0)
+            self.keep_refusal(hashes if has_hits else None, held, hits, &step)
             return None
         if outcome != DONE:
             held.refuse(outcome, &step, hits if has_hits else (), chain)
@@ -316,16 +316,17 @@ cdef class SlotAllocator:
         self.lookups.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
         return 0
 
-    cdef int note_refusal(
-        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_new, bint is_divided
-    ) except -1:
+    cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Remember what a refused request has hit, and warn if no waiting helps."""
         cdef Py_ssize_t g
+        cdef Refusal refusal
         attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new)
-        if hashes is not None and hashes.query is not None and not is_divided and self.groups.num == 1:
-            refusal = Refusal(hits, hashes.query[0], self.count_tokens(hits, 0))
-            hashes.refusal = refusal if refusal.watch_hits(self.store, self.groups, hashes.chain) else None
+        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
+        if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
+            refusal = Refusal.__new__(Refusal)
+            refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_tokens(hits, 0)
+            is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
+            hashes.refusal = refusal if is_watched else None
         return 0
 
 

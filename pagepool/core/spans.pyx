@@ -457,7 +457,7 @@ cdef class TokenSpan:
                 self.groups, self.chain.digests, self.chain.num, self.chain.page_size, self.num_tokens,
                 Range(0, pool.num_pages),
             )
-            if not fetch_hits(pool, &query, self.groups, find_longest(pool, &query), hits):
+            if fetch_hits(pool, &query, find_longest(pool, &query), hits) < 0:
                 return False
         for g in range(self.groups.num):
             ids = hits[g]
