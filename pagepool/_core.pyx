@@ -32,15 +32,7 @@ A page table is one int32 array of rows; `TableRows` keeps beside it which windo
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
 
-What a request (`RequestPages`) or a running row holds in one cache group is a `Held`, with the same functions for both.
-Invariants: null pages come first, then pages that it has a reference to; the first `num_skipped` are null pages, and the first
-`num_cached` need no prefix entry any more. A request computes, after each change, up to which tokens nothing is due (`Limits`).
-
-A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
-checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
-source. Pages that it reads or writes get no tokens before it is taken.
-
-A running batch (`RunningRows`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
+A running batch (`RunningRows`) has, besides what rows hold, their' tokens and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
 free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 
@@ -75,9 +67,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
-`cache_pages.pyx`      `CachePages`: the pages that look-ups and allocations return
 `request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
-`slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
+`slots.pyx`            `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`            `TableRows`, `GroupedRows`
 `running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`
@@ -93,7 +84,6 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 from pagepool.core.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.cache_pages import CachePages
 from pagepool.core.copying import PageCopies, fork_request, fork_row, take_copies
 from pagepool.core.external import end_external
 from pagepool.core.groups import CacheGroups, PageRules
@@ -106,7 +96,7 @@ from pagepool.core.row_request import RowRequest
 from pagepool.core.row_transfers import rewind_rows, swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
-from pagepool.core.slots import SlotAllocator
+from pagepool.core.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, Retention, TokenSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

@@ -31,7 +31,8 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns|what a refused request leaves",
+        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
+        r"what a refused request leaves",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute

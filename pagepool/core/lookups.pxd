@@ -22,7 +22,7 @@ cdef struct Query:            # a look-up of the longest prefix
     bint reaches_tier         # whether those in the tier hit as well
 
 # What a refusal rests on, with the pool's counters of then. Hits that are the leading pages of the only group, where the page
-# behind them misses, are `WATCHED`: while none lost the flag, with its entry or because it was touched, they stay. Those evicted
+# behind them misses, are `WATCHED`. They stay while none loses the flag, with its entry or because it is touched; those evicted
 # from the end on are followed. Other hits stay while nothing enters or leaves the index.
 cdef struct Watch:
     int64_t num_changes       # of the index: entries and drops

@@ -323,7 +323,7 @@ cdef class Refusal:
         return is_short
 
     def has_same_hits(self) -> bool:
-        """Whether a look-up would find the hits of a request; those evicted from the end on go out of them. O(pages evicted)."""
+        """Whether a look-up would find the hits of a request. Those evicted from the end on go out. O(pages evicted)."""
         cdef bint is_same
         cdef PageIds ids
         if self.store is None:
@@ -338,7 +338,9 @@ cdef class Refusal:
 
     @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request for a row is this one, which has `tokens`: O(1) for the list or memory that they came in, else O(tokens)."""
+        """Whether a request for a row is this one, which has `tokens`. O(1) for the list or memory that they came in, else
+        O(tokens).
+        """
         cdef object source = token_ids
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):

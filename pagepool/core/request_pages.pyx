@@ -9,8 +9,8 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.holdings cimport (
-    FITS, SHORT_IN_SHARD, STALE, UNTOUCHABLE, Contents, Demand, Fit, Held, Hits, Source, Waiting, are_checkpoints_due, attach,
-    awaits_copies, copy_states, count_attached, count_demanded, count_free_hits, count_moves, count_needed, count_places,
+    FITS, SHORT_IN_SHARD, STALE, UNTOUCHABLE, Contents, Demand, Fit, Held, Hits, Waiting, are_checkpoints_due, attach,
+    awaits_copies, copy_states, count_attached, count_free_hits, count_moves, count_needed, count_places,
     count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting, find_lost_page, fit,
     forget_uncomputed, has_copies_due, keep_state, limits_of, list_last_first, price, put_back_behind, recompute_from,
     reserve_copies, skip_pages, skip_unread, take_missing,
@@ -323,7 +323,7 @@ cdef class RequestPages:
                 return LOST_PAGE
         if self.has_foreign_entry(step, contents, num_digests):
             return ENTERED_OTHERWISE
-        step.wrong_page = find_held_free(pool, count_demanded(&step.demand))
+        step.wrong_page = find_held_free(pool, step.demand.num_taken)
         return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
 
     cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept:
@@ -406,13 +406,13 @@ cdef class RequestPages:
         """Keep the states that are due as checkpoints, if their tokens are known and hashed; then look at them no more, since
         the step writes the working pages.
         """
-        cdef Source source = Source(step.demand.shard, step.demand.num_reserved)
         cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
         cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
         cdef Py_ssize_t g
         for g in range(self.holding.num_groups):
             if keep_state(
-                &self.store.pool, &self.holding, <int32_t>g, contents if is_known else NULL, num_computed, &source
+                &self.store.pool, &self.holding, <int32_t>g, contents if is_known else NULL, num_computed, step.demand.shard,
+                step.demand.num_reserved,
             ):
                 (<PageIds>new[g]).put(self.holding.held[g].ids, 1)
 

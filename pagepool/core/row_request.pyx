@@ -12,7 +12,7 @@ from pagepool.core.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.holdings cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_demanded, count_state_hits,
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits,
     enter_waiting, fit, price, reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
@@ -202,7 +202,7 @@ cdef class RowRequest:
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
                 else:
-                    held_free = find_held_free(batch.pool, count_demanded(&demand))
+                    held_free = find_held_free(batch.pool, demand.num_taken)
                     if held_free == NULL_PAGE and has_room:
                         self.fill_row(&demand, <int32_t>refusal.num_hit_tokens)
         finally:

@@ -11,7 +11,7 @@ from pagepool.core.batch cimport (
 )
 from pagepool.core.holdings cimport (
     Held, Holding, are_destinations, are_sources, count_places, empty, find_load_number, find_wrong, has_copies_due,
-    list_last_first, note_loads, note_taken, waits_for_loads,
+    list_last_first, record_loads, record_taken, waits_for_loads,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport find, find_within
@@ -231,7 +231,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         load_missing(batch, row, <int32_t>g)
         show_row(batch, row, g)
-    note_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
+    record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
     batch.states[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
@@ -288,7 +288,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
     held.num_hits = held.num_unique = 0
     held.ranking = Ranking(first, 0)
-    note_taken(pool, held)
+    record_taken(pool, held)
 
 
 cdef enum Outcome:
