@@ -32,7 +32,7 @@ A page table is one int32 array of rows; `TableRows` keeps beside it which windo
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
 
-A running batch (`RunningRows`) has, besides what rows hold, their' tokens and digests. Invariants: the table shows what a row holds; `next_event`
+A running batch (`RunningRows`) has, besides what rows hold, their and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
 free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 

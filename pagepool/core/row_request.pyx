@@ -23,7 +23,7 @@ from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.request_pages cimport new_hits, set_hits
+from pagepool.core.request_pages cimport list_hits
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
@@ -181,7 +181,7 @@ cdef class RowRequest:
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE
         cdef int64_t num_changes
-        cdef Hits *array = new_hits(hits)
+        cdef Hits *array = NULL
         cdef Demand demand
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
@@ -190,9 +190,9 @@ cdef class RowRequest:
             batch.states[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
-                has_room = self.find_hits(refusal, array, &is_short)
+                has_room = self.find_hits(refusal, &array, &is_short)
             num_hit_tokens = refusal.num_hit_tokens  # made before anything is taken
-            demand.hits, demand.num_reserved, demand.shard = NULL if is_short else array, self.num_reserved, self.shard
+            demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, &holding, &demand, NULL, batch.states[self.row].num_hashed)
@@ -215,8 +215,10 @@ cdef class RowRequest:
             raise MemoryError("the pages that were hit")
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint find_hits(self, Refusal refusal, Hits *array, bint *is_short) noexcept:
-        """Find the hits, which a refusal would keep. False where memory is short. The locks are held."""
+    cdef bint find_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
+        """Find the hits, which a refusal would keep; none if pages to load them into are short. False where memory is short.
+        The locks are held.
+        """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
@@ -229,12 +231,14 @@ cdef class RowRequest:
         cdef Py_ssize_t num_hashes = look_up(
             batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
         )
-        set_hits(array, refusal.hits)
+        if num_hashes < 0:
+            return False
         if is_short[0]:
             refusal.hits = ()
-        else:
-            refusal.num_hit_tokens = max(0, num_hashes) * batch.hash_page_size
-        return num_hashes >= 0
+            return True
+        refusal.num_hit_tokens = num_hashes * batch.hash_page_size
+        array[0] = list_hits(refusal.hits)
+        return array[0] != NULL
 
     cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""

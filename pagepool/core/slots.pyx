@@ -35,85 +35,6 @@ cdef int64_t count_of(object value) except -1:
     return min(value, MAX_COUNT)
 
 
-@cython.freelist(64)
-@cython.auto_pickle(False)
-cdef class CachePages:
-    """Pages for each cache group: the hits of a look-up, or the new pages of an allocation.
-
-    It holds ids; the page objects in ``pages`` are made when they are first read.
-    """
-
-    cdef tuple groups         # `PageIds` of each group, or, without a store, a list of `CachePage` of each
-    cdef PageStore store
-
-    def __init__(self, tuple pages not None, PageStore store=None):
-        """`pages` is one list of `CachePage` for each group or, with `store`, `PageIds` of that pool."""
-        for group in pages:
-            if store is not None:
-                store.checked(group)
-            elif type(group) is not list or not all([isinstance(page, CachePage) for page in group]):
-                allowed = "lists of CachePage, or PageIds and a store"
-                raise ArgumentTypeError(f"pages: got {type(group).__name__}, allowed: {allowed}")
-        self.groups, self.store = pages, store
-
-    @property
-    def pages(self) -> tuple:
-        """One list of page objects for each group."""
-        cdef PageStore store = self.store
-        if store is not None:
-            self.groups = tuple([store.pages(ids) for ids in self.groups])
-            self.store = None
-        return self.groups
-
-    def get_page_ids(self) -> tuple:
-        """One list of page ids for each group. O(pages)."""
-        if self.store is not None:
-            return lists_of(self.groups)
-        return tuple([[page.page_id for page in group] for group in self.groups])
-
-    def get_ids(self, PageStore store not None) -> tuple:
-        """Return the native ids; PageIdError unless the pages belong to `store`."""
-        if self.store is store:
-            return self.groups
-        return tuple([store.ids_of_pages(group) for group in self.pages])
-
-    def get_unhashed_page_ids(self) -> list:
-        """Return the ids of the pages that are not cached. ArgumentError unless there is exactly one group."""
-        if len(self.groups) != 1:
-            raise ArgumentError(f"get_unhashed_page_ids: got {len(self.groups)} groups, allowed: 1")
-        return [page.page_id for page in self.pages[0] if page.page_hash is None]
-
-    def new_empty(self):
-        """Return no pages, for the same number of groups."""
-        return CachePages(tuple([[] for _ in self.groups]))
-
-    def __add__(self, other):
-        """Return the pages of both, group by group. ArgumentError if the numbers of groups differ."""
-        if not isinstance(self, CachePages) or not isinstance(other, CachePages):
-            return NotImplemented
-        if len(self.pages) != len(other.pages):
-            raise ArgumentError(f"+: got {len(other.pages)} groups, allowed: {len(self.pages)}, as many as on the left")
-        return CachePages(tuple([[*mine, *others] for mine, others in zip(self.pages, other.pages)]))
-
-    def __eq__(self, other):
-        """Whether both have the same pages in the same order."""
-        return isinstance(other, CachePages) and self.pages == other.pages
-
-    def __reduce__(self):
-        return type(self), (self.groups, self.store)
-
-    def __repr__(self):
-        """The ids."""
-        return f"CachePages(page_ids={self.get_page_ids()})"
-
-
-cdef CachePages pages_of(tuple groups, PageStore store):
-    """`CachePages` of native ids."""
-    cdef CachePages pages = CachePages.__new__(CachePages)
-    pages.groups, pages.store = groups, store
-    return pages
-
-
 cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_computed      # before the call
     int64_t num_new_computed  # in hits
@@ -241,25 +162,22 @@ cdef class SlotAllocator:
         self, object request, object request_id, Counts *counts, object new_computed_pages, bint is_delayed, object hint,
         object data_parallel_size
     ):
-        """Hash the pages that get full, which fails if tokens are missing; the rest is one native transaction. The manager's
-        lock is held.
+        """Check a call for which something is due, and hash the pages that get full, which fails if tokens are missing. Then
+        allocate. The manager's lock is held.
         """
-        cdef tuple new = None, found = None, hits = self.read_hits(request_id, new_computed_pages)
-        cdef bint has_hits = hits is not self._no_ids, needs_pages, is_admission, is_full, is_due_state
+        cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
+        cdef bint has_hits = hits is not self._no_ids, is_admission, is_full
         cdef RequestPages held = self.requests.get(request_id)
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef HashChain chain = None
-        cdef object contexts = None
         cdef int64_t num_pages, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
-        cdef Outcome outcome
         is_admission = held is None
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
-        if hashes is not None and hashes.refusal is not None and data_parallel_size is None:
-            if is_admission and hashes.request is request and hashes.refusal.hits is hits:
+        if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
+            if hashes.request is request and hashes.refusal.hits is hits:
                 num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
                 if hashes.refusal.is_request_short(num_pages, counts.num_reserved):
                     self.lookups.warn_if_hopeless(hits, num_pages - len(hits[0]))
@@ -274,49 +192,65 @@ cdef class SlotAllocator:
         is_full = step.num_to_cache > 0 and (
             is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
         )
-        is_due_state = self.interval and not is_admission and held.has_states_due(counts.num_computed)
         if is_full:
             num_hashed = max(num_hashed, step.num_to_cache)
-        elif is_due_state and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
-            num_hashed = counts.num_computed
+        elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
+            if held.has_states_due(counts.num_computed):
+                num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
             found = find_shard(self.coordinator.page_pool.num_pages, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
                 hashes = self.lookups.extend(request, num_hashed)
-            chain = hashes.chain
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
-        needs_pages = has_hits or counts.num_slots > held.limits.num_room
-        if needs_pages or is_due_state:
-            new = new_ids(self.groups.num)
         step.num_computed, step.context = counts.num_computed, 0
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
-        if chain is not None:
+        if not has_hits and not num_hashed:
+            hashes = None
+        return self.allocate_hashed(
+            request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
+        )
+
+    cdef object allocate_hashed(
+        self, object request, object request_id, RequestPages held, bint is_admission, tuple hits, RequestHashes hashes,
+        int64_t num_hashed, PageIds tokens, Step *step, int32_t num_shards
+    ):
+        """Allocate for a checked call in one native transaction, and keep what is known of the request, or of its refusal. Its
+        first `num_hashed` tokens have `hashes`, of which `tokens` are still to be hashed; None: no hashes are needed.
+        """
+        cdef tuple new = None, checked = () if hits is self._no_ids else hits
+        cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
+        cdef HashChain chain = None if hashes is None else hashes.chain
+        cdef object contexts = None
+        cdef Outcome outcome
+        if needs_pages or self.interval:
+            new = new_ids(self.groups.num)
+        if hashes is not None:
             if hashes.page_hashes:
-                self.name_pages(hashes, held, hits, counts.num_computed, num_hashed)
+                self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
             contexts = self.lookups.contexts if hashes.extra_keys is not None else None
             if contexts is not None:  # held last, so that no error in between keeps it
                 step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, num_shards, new)
+            outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.requests.pop(request_id, None)
             if step.context:
                 contexts.release(step.context)
-        if chain is not None and hashes.page_hashes:
+        if hashes is not None and hashes.page_hashes:
             self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
-            self.keep_refusal(hashes if has_hits else None, held, hits, &step)
+            self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
         if outcome != DONE:
-            held.refuse(outcome, &step, hits if has_hits else (), chain)
+            held.refuse(outcome, step, checked, chain)
         if is_admission:
             self.lookups.count_admission(request, self.count_most_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
@@ -439,3 +373,82 @@ cdef object read_num_tokens(object request):
     except AttributeError:
         return read_count(request, "num_tokens")
     return num_tokens if is_count(num_tokens, &count) else require_int("num_tokens", num_tokens, 0)
+
+
+@cython.freelist(64)
+@cython.auto_pickle(False)
+cdef class CachePages:
+    """Pages for each cache group: the hits of a look-up, or the new pages of an allocation.
+
+    It holds ids; the page objects in ``pages`` are made when they are first read.
+    """
+
+    cdef tuple groups         # `PageIds` of each group, or, without a store, a list of `CachePage` of each
+    cdef PageStore store
+
+    def __init__(self, tuple pages not None, PageStore store=None):
+        """`pages` is one list of `CachePage` for each group or, with `store`, `PageIds` of that pool."""
+        for group in pages:
+            if store is not None:
+                store.checked(group)
+            elif type(group) is not list or not all([isinstance(page, CachePage) for page in group]):
+                allowed = "lists of CachePage, or PageIds and a store"
+                raise ArgumentTypeError(f"pages: got {type(group).__name__}, allowed: {allowed}")
+        self.groups, self.store = pages, store
+
+    @property
+    def pages(self) -> tuple:
+        """One list of page objects for each group."""
+        cdef PageStore store = self.store
+        if store is not None:
+            self.groups = tuple([store.pages(ids) for ids in self.groups])
+            self.store = None
+        return self.groups
+
+    def get_page_ids(self) -> tuple:
+        """One list of page ids for each group. O(pages)."""
+        if self.store is not None:
+            return lists_of(self.groups)
+        return tuple([[page.page_id for page in group] for group in self.groups])
+
+    def get_ids(self, PageStore store not None) -> tuple:
+        """Return the native ids; PageIdError unless the pages belong to `store`."""
+        if self.store is store:
+            return self.groups
+        return tuple([store.ids_of_pages(group) for group in self.pages])
+
+    def get_unhashed_page_ids(self) -> list:
+        """Return the ids of the pages that are not cached. ArgumentError unless there is exactly one group."""
+        if len(self.groups) != 1:
+            raise ArgumentError(f"get_unhashed_page_ids: got {len(self.groups)} groups, allowed: 1")
+        return [page.page_id for page in self.pages[0] if page.page_hash is None]
+
+    def new_empty(self):
+        """Return no pages, for the same number of groups."""
+        return CachePages(tuple([[] for _ in self.groups]))
+
+    def __add__(self, other):
+        """Return the pages of both, group by group. ArgumentError if the numbers of groups differ."""
+        if not isinstance(self, CachePages) or not isinstance(other, CachePages):
+            return NotImplemented
+        if len(self.pages) != len(other.pages):
+            raise ArgumentError(f"+: got {len(other.pages)} groups, allowed: {len(self.pages)}, as many as on the left")
+        return CachePages(tuple([[*mine, *others] for mine, others in zip(self.pages, other.pages)]))
+
+    def __eq__(self, other):
+        """Whether both have the same pages in the same order."""
+        return isinstance(other, CachePages) and self.pages == other.pages
+
+    def __reduce__(self):
+        return type(self), (self.groups, self.store)
+
+    def __repr__(self):
+        """The ids."""
+        return f"CachePages(page_ids={self.get_page_ids()})"
+
+
+cdef CachePages pages_of(tuple groups, PageStore store):
+    """`CachePages` of native ids."""
+    cdef CachePages pages = CachePages.__new__(CachePages)
+    pages.groups, pages.store = groups, store
+    return pages
