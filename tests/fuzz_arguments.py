@@ -281,7 +281,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_new_tokens": one_of(constant(0, 1, 1), constant(0, 1, 1), as_many(small)),
     "num_pages needs_nothing.num_slots page_id": middle,
     "num_reserved_pages start_id": constant(0, 0, 0, 3),
-    "num_shards": constant(0, 1, 2, 4),
     "num_slots": constant(None, None, 1, 4, 7),
     "num_tokens": one_of(middle, middle, middle, interesting),
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),

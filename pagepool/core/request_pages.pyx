@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.arguments cimport as_list, as_shard, size_of
+from pagepool.core.arguments cimport as_list, size_of
 from pagepool.core.holdings cimport (
     FITS, SHORT_IN_SHARD, STALE, UNTOUCHABLE, Contents, Demand, Fit, Held, Hits, Waiting, are_checkpoints_due, attach,
     awaits_copies, copy_states, count_attached, count_free_hits, count_moves, count_needed, count_places,
@@ -209,35 +209,29 @@ cdef class RequestPages:
         return copies
 
     def allocate(
-        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0, context=0, shard=None,
-        num_shards=0, num_reserved=0,
+        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0
     ) -> tuple | None:
         """Give `num_tokens` tokens slots, as one transaction: first give back the pages that no token from
         `num_computed_tokens` on attends to; then make `hits`, found under `chain`, the first pages, and take the missing ones;
         then keep the states after `num_computed_tokens` tokens that are due, and enter the pages that `num_tokens_to_cache`
-        tokens fill in the prefix index with a context of `EntryJournal.add_context`. Return the new pages of each group.
-
-        None if the pool has too few free pages beside `num_reserved`, or if only the shard has; the hits count as used just
-        now in the latter case. Pages that were given back stay so.
+        tokens fill in the prefix index. Return the new pages of each group; None if the pool has too few free pages. Pages that
+        were given back stay so.
 
         Errors, where nothing has changed: PageHashError for a hit that has another content by now, and for a page that was
         entered as something else; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
         transfers of its pages are due; DoubleFreeError if somebody else gave back a page that is due. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
-        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
         cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
         step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
-        step.context = self.store.checked_context(context)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        step.demand.num_reserved = size_of(num_reserved, "num_reserved_pages")
-        step.demand.shard, step.stays_in_shard = as_shard(shard, divided), False
+        step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        outcome = self.allocate_checked(&step, checked, chain, None, divided, new)
+        outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
         if outcome != DONE and outcome != TOO_FEW:
             self.refuse(outcome, &step, checked, chain)
         return new if outcome == DONE else None

@@ -57,27 +57,29 @@ cdef class RowRequest:
 
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef object token_ids
+    cdef object source              # the list, or the `PageIds`, with the tokens
+    cdef PageIds token_ids
+    cdef Tokens tokens
     cdef object options
-    cdef object num_tokens
-    cdef object max_num_new_tokens
     cdef Py_ssize_t num_reserved
-    cdef Py_ssize_t interval        # see `Tokens`
-    cdef Py_ssize_t num_external    # see `Tokens`
-    cdef Tokens tokens              # while the row is claimed, as are the next two
-    cdef int32_t shard
+    cdef int32_t shard              # while the row is claimed, as is the next
     cdef int32_t context
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, interval=0, num_external_tokens=0,
     ):
-        self.rows, self.row = rows, rows.checked_row(row)
-        self.token_ids, self.options = token_ids, options
-        self.num_tokens, self.max_num_new_tokens = num_tokens, max_num_new_tokens
+        cdef Py_ssize_t checked_interval = size_of(interval, "interval", 0, MAX_TOKENS)
+        cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
+        self.rows, self.row, self.options = rows, rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        self.interval = size_of(interval, "interval", 0, MAX_TOKENS)
-        self.num_external = size_of(num_external_tokens, "num_external_tokens")
+        self.token_ids = as_page_ids(token_ids, "token_ids")
+        self.source = token_ids if type(token_ids) is list else self.token_ids
+        if self.token_ids.num == 0:
+            raise ArgumentError("token_ids: got none, allowed: at least 1")
+        if self.token_ids.num > rows.batch.max_num_tokens:
+            rows.refuse_length(self.row, self.token_ids.num)
+        self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, checked_interval, num_external)
 
     def admit(self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
@@ -87,36 +89,29 @@ cdef class RowRequest:
         counts an admitted request.
         """
         cdef RunningRows rows = self.rows
-        cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
         cdef object result = None
-        cdef Tokens counts
         cdef int32_t checked_context = rows.store.checked_context(context)
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
-        if tokens.num == 0:
-            raise ArgumentError("token_ids: got none, allowed: at least 1")
-        if tokens.num > rows.batch.max_num_tokens:
-            rows.refuse_length(self.row, tokens.num)
-        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num, self.interval, self.num_external)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim()
-        self.tokens, self.shard, self.context = counts, checked_shard, checked_context
+        self.shard, self.context = checked_shard, checked_context
         try:
-            self.set_contents(tokens, keys)
+            self.set_contents(keys)
             result = self.take(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not Refusal
             if not is_admitted:
-                (<Refusal>result).interval, (<Refusal>result).num_external = self.interval, self.num_external
+                (<Refusal>result).interval, (<Refusal>result).num_external = self.tokens.interval, self.tokens.num_external
                 (<Refusal>result).options = self.options if type(self.options) is tuple else None
-                (<Refusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
+                (<Refusal>result).source = self.source
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
                 rows.batch.states[self.row].is_claimed = 0
         if is_admitted and counter is not None:
-            counter.count(tokens.num, rows.batch.states[self.row].num_hits)
+            counter.count(self.tokens.num_known, rows.batch.states[self.row].num_hits)
         return result if is_admitted else None
 
     cdef int claim(self) except -1:
@@ -129,9 +124,10 @@ cdef class RowRequest:
             raise ArgumentError(f"row {self.row} is admitted already, or being admitted")
         return 0
 
-    cdef int set_contents(self, PageIds tokens, list extra_keys) except -1:
+    cdef int set_contents(self, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
         cdef RunningRows rows = self.rows
+        cdef PageIds tokens = self.token_ids
         cdef Batch *batch = &rows.batch
         cdef const int32_t *copied = tokens_of(batch, self.row)
         cdef Py_ssize_t start, num_kept = 0

@@ -32,6 +32,19 @@ from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
 
 
+cdef Py_ssize_t find_unholdable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Return the index of the null page, of a free page without an entry or with a reference, or of a page that cannot have a
+    further one; -1: there is none.
+    """
+    cdef const Page *page
+    cdef Py_ssize_t i
+    for i in range(n):
+        page = &pool.pages[ids[i]]
+        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) and (page.group == NO_GROUP or page.ref_cnt):
+            return i
+    return find_untouchable(pool, ids, n, n)
+
+
 cdef enum PinOutcome:
     PINNED
     OVER_BUDGET
@@ -45,21 +58,10 @@ cdef struct Verdict:           # on pages to pin
     int32_t bad                # a page that cannot be pinned
 
 
-cdef int32_t find_unpinnable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """A page that cannot have a further reference, or that has some in the free queue; NULL_PAGE: there is none."""
-    cdef Py_ssize_t i = find_untouchable(pool, ids, n, n)
-    if i >= 0:
-        return ids[i]
-    for i in range(n if pool.num_held_free else 0):
-        if is_free(pool, ids[i]) and pool.pages[ids[i]].ref_cnt:
-            return ids[i]
-    return NULL_PAGE
-
-
 cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verdict) noexcept:
     """Pin all pages that were found, or none; `fresh` lists those without pins. The pool is locked."""
     cdef Pool *pool = &store.pool
-    cdef Py_ssize_t i, num_done = 0
+    cdef Py_ssize_t i, bad, num_done = 0
     verdict.num_pinned = pool.num_pinned
     verdict.outcome = PINNED
     if found.num == 0:
@@ -72,7 +74,11 @@ cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verd
             fresh.put(&found.ids[num_done], 1)
         pool.pins[found.ids[num_done]] += 1
         num_done += 1
-    verdict.bad = found.ids[num_done] if num_done < found.num else find_unpinnable(pool, fresh.ids, fresh.num)
+    bad = find_unholdable(pool, fresh.ids, fresh.num)
+    if num_done < found.num:
+        verdict.bad = found.ids[num_done]
+    elif bad >= 0:
+        verdict.bad = fresh.ids[bad]
     if num_done == found.num and fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
         verdict.outcome = OVER_BUDGET
     elif verdict.bad != NULL_PAGE:
@@ -82,19 +88,6 @@ cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verd
         pool.num_pinned += <int32_t>fresh.num
     for i in range(num_done if verdict.outcome != PINNED else 0):
         pool.pins[found.ids[i]] -= 1
-
-
-cdef Py_ssize_t find_unleasable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Index of the null page, of a free page without an entry, or with a reference, or of one that cannot have a further one;
-    -1: there is none.
-    """
-    cdef const Page *page
-    cdef Py_ssize_t i
-    for i in range(n):
-        page = &pool.pages[ids[i]]
-        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) and (page.group == NO_GROUP or page.ref_cnt):
-            return i
-    return find_untouchable(pool, ids, n, n)
 
 
 @cython.final
@@ -119,18 +112,6 @@ cdef class Lease:
 
     def __reduce__(self):
         raise ArgumentTypeError("a lease cannot be pickled")
-
-    cdef void take(self) noexcept:
-        """Take a reference to each page. A page that is held is not used by that, so no policy is told."""
-        cdef Pool *pool = &self.store.pool
-        cdef Py_ssize_t i
-        pool.is_restored &= self.ids.num == 0
-        for i in range(self.ids.num):
-            if is_free(pool, self.ids.ids[i]):
-                touch_all(pool, &self.ids.ids[i], 1)
-            else:
-                share(pool, self.ids.ids[i])
-            self.store.leases[self.ids.ids[i]] += 1
 
     cdef int refuse(self, Py_ssize_t bad) except -1:
         """Raise what is wrong with the page at an index, or that memory is short."""
@@ -159,24 +140,18 @@ cdef class Lease:
         """Give the references back, of the last page first; a second call does nothing. DoubleFreeError, and nothing changed,
         if somebody else gave one of them back. O(pages).
         """
-        cdef Py_ssize_t bad
+        cdef Py_ssize_t i, bad = -1
         if not self.is_held:
             return
         with self.store.lock:
-            bad = self.give_back()
+            if self.is_held:  # no other thread was faster
+                bad = self.store.give_back_ids(self.ids.ids, self.ids.num, True)
+                self.is_held = bad >= 0
+                for i in range(self.ids.num if bad < 0 else 0):
+                    self.store.leases[self.ids.ids[i]] -= 1
         if bad >= 0:
             self.store.refuse_give_back(self.ids, bad)
         self.leases.pop(self, None)
-
-    cdef Py_ssize_t give_back(self) noexcept:
-        """Give the references back, unless another thread has. Returns the index of a page that has none, or -1."""
-        cdef Py_ssize_t i, bad = -1
-        if self.is_held:
-            bad = self.store.give_back_ids(self.ids.ids, self.ids.num, True)
-        for i in range(self.ids.num if self.is_held and bad < 0 else 0):
-            self.store.leases[self.ids.ids[i]] -= 1
-        self.is_held = self.is_held and bad >= 0
-        return bad
 
     def __enter__(self):
         return self
@@ -190,15 +165,23 @@ def lease_pages(PageStore store not None, page_ids, dict leases not None) -> Lea
     so that no interrupt can lose it. O(pages); the first call O(num_pages).
     """
     cdef Lease lease = Lease.__new__(Lease)
-    cdef Py_ssize_t bad
+    cdef Pool *pool = &store.pool
+    cdef Py_ssize_t i, bad
+    cdef int32_t page_id
     lease.ids = store.checked(as_own_ids(page_ids, "page_ids"))
     lease.store, lease.leases = store, leases
     leases[lease] = None
     with store.lock:
-        bad = find_unleasable(&store.pool, lease.ids.ids, lease.ids.num)
+        bad = find_unholdable(pool, lease.ids.ids, lease.ids.num)
         lease.is_held = bad < 0 and store.make_leases()
-        if lease.is_held:
-            lease.take()
+        pool.is_restored &= not lease.is_held or lease.ids.num == 0
+        for i in range(lease.ids.num if lease.is_held else 0):
+            page_id = lease.ids.ids[i]
+            if is_free(pool, page_id):
+                touch_all(pool, &page_id, 1)
+            else:
+                share(pool, page_id)  # a page that is held is not used by that, so no policy is told
+            store.leases[page_id] += 1
     if not lease.is_held:
         del leases[lease]
         lease.refuse(bad)
