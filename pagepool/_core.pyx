@@ -22,22 +22,12 @@ the policy has learned, so a loaded pool evicts what the saved one would have.
 A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
 index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
-Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
-they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
-
 A retained or protected page has a level, and a prefix entry; while it is free it is in the part of the queue for its level. The
 heap of deadlines has each page whose priority ends once.
 
 A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
 takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each lease.
 
-What a request (`RequestPages`) or a running row holds in one cache group is a `Held`, with the same functions for both.
-Invariants: null pages come first, then pages that it has a reference to; the first `num_skipped` are null pages, and the first
-`num_cached` need no prefix entry any more. A request computes, after each change, up to which tokens nothing is due (`Limits`).
-
-A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
-checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
-source. Pages that it reads or writes get no tokens before it is taken.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
@@ -70,23 +60,21 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
-`cache_pages.pyx`      `CachePages`: the pages that look-ups and allocations return
 `request_pages.pyx`    `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
-`slots.pyx`            `SlotAllocator`: a request's attributes are read, its full pages hashed, and its slots allocated
+`slots.pyx`            `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`            `TableRows`, `GroupedRows`
 `running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`, `fork`, `swap_out`
 `copies.pyx`           `PageCopies` that are due
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `holders.pyx`          `check_holders`
-`spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
+`spans.pyx`            `TokenSpan` of a request or row: cached pages pinned, retained; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
 """
 
 from pagepool.core.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.cache_pages import CachePages
 from pagepool.core.copies import PageCopies, take_copies
 from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders
@@ -97,8 +85,8 @@ from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
-from pagepool.core.slots import SlotAllocator
-from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
+from pagepool.core.slots import CachePages, SlotAllocator
+from pagepool.core.spans import Lease, Retention, TokenSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (

@@ -11,12 +11,11 @@ import numpy.typing as npt
 from pagepool._core import (
     FailedLoads,
     PageCopies,
-    PinSpan,
     Retention,
-    RetentionSpan,
     RowRequest,
     RunningRows,
     StepResult,
+    TokenSpan,
     Transfers,
     check_holders,
 )
@@ -235,14 +234,13 @@ class RunningBatch(RunningRows):
         Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row that is not admitted, and
         unless ``0 <= start <= stop``; PinBudgetError, and nothing is pinned, beyond the manager's budget. O(pages).
         """
-        span = PinSpan(self._manager.page_pool.store, start, stop)
-        return span.pin_row(self, row, self._manager.max_num_pinned_pages)
+        return TokenSpan(start, stop).of_row(self, row).pin(self._manager.max_num_pinned_pages)
 
     def unpin(self, row: int, start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of an admitted row: see
         `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
         """
-        return PinSpan(self._manager.page_pool.store, start, stop).unpin_row(self, row)
+        return TokenSpan(start, stop).of_row(self, row).unpin()
 
     def retain(
         self, row: int, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
@@ -251,8 +249,7 @@ class RunningBatch(RunningRows):
         see `CacheManager.retain`. Returns the number of these pages. Errors as there, and as in `pin`, without a budget.
         O(pages); with `seconds` O(log(pages that have them)) more each.
         """
-        span = RetentionSpan(self._manager.page_pool.store, start, stop)
-        return span.retain_row(self, row, Retention(priority, seconds))
+        return TokenSpan(start, stop).of_row(self, row).retain(Retention(priority, seconds))
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).

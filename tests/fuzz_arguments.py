@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def fitting(entry: Entry, parameter: str) -> Callable[[World], Any]:
     """Return the maker of a parameter's values. The rows of functions and spans are a batch."""
-    name = "batch" if parameter == "rows" and entry.owner in (None, _core.PinSpan, _core.RetentionSpan) else parameter
+    name = "batch" if parameter == "rows" and entry.owner in (None, _core.TokenSpan) else parameter
     return MAKERS.get(f"{entry.name}.{name}") or MAKERS.get(name, small)
 
 
@@ -215,7 +215,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "admit.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
-    "cache_groups pin.groups unpin.groups retain.groups": live(_core.CacheGroups),
+    "cache_groups of_request.groups": live(_core.CacheGroups),
     "find_prefix.groups load_prefix.groups": live(_core.CacheGroups),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
@@ -238,7 +238,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "find_pages.groups": constant([0], [0, 1], (1,)),
     "free_row": free_row,
     "groups_of_model": groups_of_model,
-    "pin.held retain.held": one_of(constant(None), live(_core.RequestPages)),
+    "of_request.held": one_of(constant(None), live(_core.RequestPages)),
     "held target": live(_core.RequestPages),
     "interval": constant(0, 0, 0, 4),
     "lease_pages.page_ids": one_of(held_or_hit_ids, ids),
@@ -277,13 +277,10 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_computed_tokens": one_of(middle, middle, interesting),
     "give_back.num_computed_tokens": one_of(constant(None, None, 0, 3), middle),
     "release.num_computed_tokens": one_of(constant(None, None, 0, 3), middle, as_many(middle)),
-    "num_hit_tokens": constant(0, 0, 4, 8, 1),
-    "num_looked_up": constant(9, 12, 30, 4),
     "num_lookahead_tokens": one_of(constant(0, 0, 0), small, as_many(small)),
     "num_new_tokens": one_of(constant(0, 1, 1), constant(0, 1, 1), as_many(small)),
     "num_pages needs_nothing.num_slots page_id": middle,
     "num_reserved_pages start_id": constant(0, 0, 0, 3),
-    "num_shards": constant(0, 1, 2, 4),
     "num_slots": constant(None, None, 1, 4, 7),
     "num_tokens": one_of(middle, middle, middle, interesting),
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),

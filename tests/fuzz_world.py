@@ -32,6 +32,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
         r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
+        r"what a refused request leaves",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute
@@ -141,8 +142,8 @@ class World:
         for request in requests:
             self.recipes[id(request)] = store, groups
         requests[0].allocate(self.source.pick((0, 4, 9)), chain=chain, num_tokens_to_cache=4 * store.enable_caching)
-        spans = _core.PinSpan(store), _core.RetentionSpan(store), _core.Retention(60, 1.0)
-        for value in (groups, *requests, *spans):
+        spans = [_core.TokenSpan(), _core.TokenSpan().of_request(store, groups, chain, 12)]
+        for value in (groups, *requests, *spans, _core.Retention(60, 1.0)):
             self.keep(value)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
@@ -306,8 +307,7 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "CacheGroups": ([(_core.PageRules(4), 0, 1)],),
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
     "PageTier": (_core.PageStore(8), 4),
-    "PinSpan": (_core.PageStore(8),),
-    "RetentionSpan": (_core.PageStore(8),),
+    "TokenSpan": (),
     "Retention": (60,),
     "RowRequest": (
         _core.RunningRows(_core.PageStore(8), [_core.TableRows(2, 8)], [(_core.PageRules(4), 0, 1)], 32, 4, bytes(16), 0),
@@ -316,7 +316,6 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     ),
     "EntryJournal": (_core.PageStore(8),),
     "QueryCounter": (_core.PageStore(8),),
-    "Refusal": ((), 4, 0),
     "RequestHashes": (None, _core.HashChain(2, bytes(16))),
     "CachePages": ((),),
 }

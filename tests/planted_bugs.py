@@ -108,8 +108,8 @@ BUGS = read_bugs("""
     if rare(page.group & TWIN{+ and not BUG+}):
         leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
-            {+if not BUG: +}drop(pool, page_id)
-        if j >= keep:
+                {+if not BUG: +}drop(pool, page_id)
+            if j >= keep:
 == a cut row keeps its hashes
         {+if not BUG: +}batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
@@ -188,32 +188,32 @@ cimport find_unheld, find_untouchable, {+give_back, +}note_request
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
-            else: +}note_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+            else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
-    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or last < 0:
+    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or last < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}take_from(pool, held.ids, 1, source.shard)
-        note_taken(pool, held)
-        {+if not BUG: +}note_copy(pool, page_id, held, 0, g)
+        {+if not BUG: +}take_from(pool, held.ids, 1, shard)
+        record_taken(pool, held)
+        {+if not BUG: +}queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, &holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
-    {+if BUG: touch_all(pool, ids + n - 1, 1)
-    else: +}take_this(pool, ids[n - 1])
+            {+if BUG: touch_all(pool, hits.ids + hits.num - 1, 1)
+            else: +}take_this(pool, hits.ids[hits.num - 1])
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
         {+if BUG: ids[n] = source.ids[n]
         else: +}take_from(pool, ids + n, 1, shard)
-        note_taken(pool, target)
+        record_taken(pool, target)
         target.num_pages += 1
-        {+if not BUG: +}note_copy(pool, source.ids[n], target, n, g)
+        {+if not BUG: +}queue_copy(pool, source.ids[n], target, n, g)
 == a fork takes no reference to the pages that it shares
         if source.ids[i] != NULL_PAGE{+ and not BUG+}:
             share(pool, source.ids[i])
 == a fork is copied from the page before
-note_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
+queue_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
 == a row exchanges a page that is not full yet
 full_pages(&group.rules, num_computed{+ + BUG+})):
             page_id = held.ids[place]
@@ -268,8 +268,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         if is_state(&holding.groups[g].rules){+ and not BUG+}:
             return 0
 == the copy of a page that failed to load counts as right
-    if pool.tier != NULL and pool.tier.loading[page_id]{+ and not BUG+}:
-        pool.tier.loading[copy_id]
+        if pool.tier != NULL and pool.tier.loading[source.ids[n]]{+ and not BUG+}:
 == a row exchanges a page for one that is being loaded
             if find_load_number(batch.pool, &first, 1){+ and not BUG+}:
 
@@ -297,8 +296,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
                 forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
-                share(pool, self.ids.ids[i])
-            self.store.leases
+                share(pool, page_id)  # a page
 == a pin holds no reference
         {+if not BUG: +}touch_all(pool, fresh.ids, fresh.num)
         pool.num_pinned

@@ -16,7 +16,7 @@ from overwriting import overwrite
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, PageTable, RunningBatch
-from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinSpan
+from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, TokenSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
@@ -128,7 +128,7 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
     pool.free_page_ids([3, 4])
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
-    assert PinSpan(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, None, 2, 1) == 1
+    assert TokenSpan().of_request(pool.store, CacheGroups([(PageRules(1), 1, 1)]), chain, 2).pin(1) == 1
     memory = memory_of(pool.store, PoolMemory)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()

@@ -13,7 +13,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.holdings cimport (
-    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Source, Waiting, are_checkpoints_due, can_restart,
+    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart,
     count_new_pages, empty, enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart,
     forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, recompute_from, restart_from,
     skip_pages, take_missing,
@@ -430,14 +430,13 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents = contents_of(batch, row, num_computed)
-    cdef Source source = Source(batch.states[row].shard, 0)
     cdef Holding holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
     hash_row(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, &source):
+        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.states[row].shard, 0):
             write_ids(batch.tables[g], row, 0, held.ids, 1)
             batch.tables[g].version += 1
 

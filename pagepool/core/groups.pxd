@@ -3,6 +3,7 @@
 cimport cython
 
 from pagepool.core.rules cimport Group, Rules
+
 cdef struct Kinds:            # of groups, those that hit alike together
     const Group **items       # [num] the first group of each kind; full attention first: it bounds the others at the least cost
     Py_ssize_t num
@@ -21,5 +22,4 @@ cdef class CacheGroups:
     cdef Py_ssize_t num
     cdef Kinds kinds
 
-    cdef int count_hit_hashes(self) except -1
     cdef void list_kinds(self, bint are_leading) noexcept

@@ -34,10 +34,6 @@ cdef class PageRules:
         self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
 
 
-cdef bint hit_alike(const Group *one, const Group *other) noexcept:
-    return one.stride == other.stride and memcmp(&one.rules, &other.rules, sizeof(Rules)) == 0
-
-
 @cython.final
 @cython.auto_pickle(False)
 cdef class CacheGroups:
@@ -50,6 +46,7 @@ cdef class CacheGroups:
     def __cinit__(self, groups, bint use_eagle=False):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef PageRules rules
+        cdef Py_ssize_t g
         self.kinds.use_eagle = use_eagle
         self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
         self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
@@ -65,7 +62,8 @@ cdef class CacheGroups:
                 NULL,
             )
             self.num += 1
-        self.count_hit_hashes()
+        multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
+        self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
         self.list_kinds(True)
         self.list_kinds(False)
 
@@ -76,24 +74,21 @@ cdef class CacheGroups:
     def __len__(self):
         return self.num
 
-    cdef int count_hit_hashes(self) except -1:
-        """Compute the hashes of which hits have a multiple: those of whole pages of every group."""
-        cdef Py_ssize_t g
-        multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
-        self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
-        return 0
-
     cdef void list_kinds(self, bint are_leading) noexcept:
         """List the groups that hit leading pages, or the others, by kind."""
+        cdef Group *group
+        cdef const Group *first
         cdef Py_ssize_t g, kind
         for g in range(self.num):
-            if hits_leading_pages(&self.groups[g]) != are_leading:
+            group = &self.groups[g]
+            if hits_leading_pages(group) != are_leading:
                 continue
-            kind = 0
-            while kind < self.kinds.num and not hit_alike(self.kinds.items[kind], &self.groups[g]):
-                kind += 1
-            self.groups[g].next_alike = self.kinds.items[kind]
-            self.kinds.items[kind] = &self.groups[g]
+            for kind in range(self.kinds.num + 1):
+                first = self.kinds.items[kind]  # NULL for the last: no group is of this kind yet
+                if first == NULL or first.stride == group.stride and memcmp(&first.rules, &group.rules, sizeof(Rules)) == 0:
+                    break
+            group.next_alike = first
+            self.kinds.items[kind] = group
             self.kinds.num = max(self.kinds.num, kind + 1)
 
     def count_peak_pages(self, num_tokens) -> int:

@@ -1,4 +1,5 @@
-# What a request or a running row holds in each cache group. The caller holds the store's lock.
+# What a request (`RequestPages`) or a running row (`RunningRows`) holds in each cache group: the same functions serve both. The
+# caller holds the store's lock.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -19,58 +20,67 @@ from pagepool.core.siphash cimport Digest, hash_two_after
 from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
 
 
-cdef enum:
-    STALE = -1                # a hit has another content by now
-    UNTOUCHABLE = -2          # a hit cannot be given another reference
+# What is held in a group is a `Held`, a request or row has a `Holding` of all groups. Always: null pages come first, then pages
+# that it has a reference to; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any more.
+#
+# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts its
+# checkpoints that need no entry any more, and the prefix index has these.
 
 cdef struct Held:             # in one group
-    int32_t *ids              # of its pages, in token order; the null page where one fell out of an attention window
+    int32_t *ids              # of its pages, in token order
     int32_t num_pages
     int32_t num_cached        # leading pages, or checkpoints of a state, that need no prefix entry any more
-    int32_t num_skipped       # leading pages that fell out of the window
+    int32_t num_skipped       # leading pages that were given back: no further token attends to them
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # of the others; for a pool with a policy
     int32_t num_unique        # leading pages that were compared with equal ones, where rows share these
-    uint32_t read_list        # the last list of copies with a page as source; see `Copies`
-    uint32_t written_list     # and as destination
-    int64_t load_number       # of the last list by which hits are loaded; 0: they were there
-    int64_t transfer_number   # of the last list with a transfer of these pages
+    uint32_t read_list        # the last list of copies that read a page; see `Copies`
+    uint32_t written_list     # the last list of copies that write a page
+    int64_t load_number       # the last list of transfers that loads hits; 0: none does
+    int64_t transfer_number   # the last list with a transfer of these pages
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
     Held *held                # [num_groups]
     Py_ssize_t num_groups
 
-cdef struct Limits:           # tokens up to which nothing is due
-    int64_t num_room          # with a slot
-    int64_t num_full          # at which the next page is full
-    int64_t num_skip          # computed ones, at which the next page is skipped, or the state may become a checkpoint
 
-
-cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
-    """Pages that `num_pages` are short of slots for `num_tokens` tokens."""
-    if num_tokens <= num_pages * group.rules.page_size:
-        return 0
-    return max(<int64_t>0, pages_for(&group.rules, num_tokens) - num_pages)
-
-
-cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) noexcept nogil:
-    """Pages that all groups are short of."""
-    cdef Py_ssize_t g
-    cdef int64_t count = 0
+cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
+    cdef Py_ssize_t g, count = 0
     for g in range(holding.num_groups):
-        count += count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
+        count += holding.held[g].num_pages
     return count
 
 
-cdef inline int64_t next_due(const Group *group, const Held *held) noexcept nogil:
-    """The number of computed tokens at which the next page may be skipped, or a state become a checkpoint."""
-    if keeps_checkpoints(group):
-        return (held.num_cached + <int64_t>1) * group.rules.entry_size
-    return next_skip(&group.rules, held.num_skipped)
+cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noexcept nogil:
+    """Copy all pages in the order in which they go back: group by group, the last page first. Returns how many."""
+    cdef const Held *held
+    cdef Py_ssize_t g, j, count = 0
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        for j in range(held.num_pages - 1, -1, -1):
+            out[count] = held.ids[j]
+            count += 1
+    return count
+
+
+cdef inline void empty(const Holding *holding) noexcept nogil:
+    """Forget all pages, which were given back."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
+
+
+# Up to some numbers of tokens, the `Limits`, nothing is due. They are computed after each change.
+
+cdef struct Limits:           # numbers of tokens
+    int64_t num_room          # that have slots
+    int64_t num_full          # that fill the next page
+    int64_t num_skip          # that are computed when the next page is skipped, or a state may become a checkpoint
 
 
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
+    """Compute below which numbers of tokens nothing is due. O(groups)."""
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
@@ -81,20 +91,41 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
         if group.rules.window or group.rules.chunk or keeps_checkpoints(group):
-            num_skip = next_due(group, held)
+            num_skip = next_skip(&group.rules, held.num_skipped)
+            if keeps_checkpoints(group):
+                num_skip = (held.num_cached + <int64_t>1) * group.rules.entry_size
             limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
         if group.id != NO_GROUP:
             limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
     return limits
 
 
+cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
+    """Count the pages that `num_tokens` tokens need beyond `num_pages`."""
+    if num_tokens <= num_pages * group.rules.page_size:
+        return 0
+    return max(<int64_t>0, pages_for(&group.rules, num_tokens) - num_pages)
+
+
+cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) noexcept nogil:
+    """Count the pages that all groups are short of."""
+    cdef Py_ssize_t g
+    cdef int64_t count = 0
+    for g in range(holding.num_groups):
+        count += count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
+    return count
+
+
+# Pages that no further token attends to are skipped: given back, with the null page in their place.
+
+
 cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """End of the pages that no token from `num_computed` on attends to."""
+    """Return the end of the pages that no token from `num_computed` on attends to."""
     return min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
 
 
 cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
-    """A page to be skipped, or a state to be kept, that somebody else gave back, or NULL_PAGE."""
+    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none."""
     cdef const Held *held
     cdef Py_ssize_t g, stop, bad
     for g in range(holding.num_groups):
@@ -109,13 +140,13 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
 
 
 cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_computed, int64_t num_pages) noexcept nogil:
-    """Whether one of the first `num_pages` pages was given back that tokens from `num_computed` on attend or are written to."""
+    """Whether a page before place `num_pages` was given back that tokens from `num_computed` on attend or are written to."""
     cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
 cdef inline void skip_to(Pool *pool, const Group *group, Held *held, int32_t stop) noexcept nogil:
-    """Give back the pages before place `stop`, the last first, and put the null page there."""
+    """Give back the pages before place `stop`, the last first."""
     cdef int32_t j
     if stop > held.num_skipped:
         for j in range(stop - 1, held.num_skipped - 1, -1):
@@ -127,100 +158,77 @@ cdef inline void skip_to(Pool *pool, const Group *group, Held *held, int32_t sto
 
 
 cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to. While hits are loaded none goes: if that fails they
-    are needed again.
+    """Give back the pages that no token from `num_computed` on attends to; none while hits are loaded, since they are needed
+    again if that fails.
     """
     if not waits_for_loads(pool, held):
         skip_to(pool, group, held, find_skip_stop(group, held, num_computed))
 
 
-cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
-    """Make hits that `count_free_hits` saw the first pages of a group without pages; of a state that is due to be copied only
-    take a reference.
+cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Give back the pages that no token from `num_tokens` on attends to. They may not have been filled, so they get no prefix
+    entry.
     """
-    touch_all(pool, ids, n)
-    held.num_pages = held.num_cached = held.num_hits = held.num_unique = n
-    held.num_skipped = 0
-    held.ranking = Ranking(n, 0)
-    if is_state(&group.rules):
-        held.num_pages = 0
-    elif n:
-        memcpy(held.ids, ids, n * sizeof(int32_t))
-
-
-cdef inline void note_taken(const Pool *pool, Held *held) noexcept nogil:
-    """Note that pages were taken, of which some may have to be saved in the tier before they are written."""
-    if rare(pool.tier != NULL) and pool.tier.num_due:
-        held.transfer_number = pool.tier.last_number + 1
-
-
-cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """The last list by which one of the pages is loaded, 0 for none."""
-    cdef Py_ssize_t i
-    cdef int64_t number = 0
-    for i in range(n if pool.tier != NULL and pool.tier.oldest_load < INT64_MAX else 0):
-        number = max(number, pool.tier.loading[ids[i]])
-    return number
-
-
-cdef inline void note_loads(const Pool *pool, const Holding *holding, int64_t number) noexcept nogil:
-    """Note that hits are loaded by lists up to that number."""
+    cdef Held *held
     cdef Py_ssize_t g
-    for g in range(holding.num_groups if number else 0):
-        holding.held[g].load_number = number
-        if number > pool.tier.last_number:
-            holding.held[g].transfer_number = number
-
-
-cdef inline bint has_transfers_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a transfer of pages that are held, or that had their places, was not taken."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.tier != NULL else 0):
-        if holding.held[g].transfer_number > pool.tier.last_number:
-            return True
-    return False
-
-
-cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, int64_t number) noexcept nogil:
-    """The first token in a page with a wrong content, which the loads of a list have left; -1 for none. A state may have been
-    copied from one, or computed with one, so it is wrong from the start.
-    """
-    cdef const Held *held
-    cdef Py_ssize_t g
-    cdef int32_t i, first = INT32_MAX
+    cdef int32_t stop
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        if held.load_number < number:
-            return -1
-        if is_state(&holding.groups[g].rules):
-            return 0
-        for i in range(held.num_skipped, held.num_pages):
-            if is_wrong[held.ids[i]]:
-                first = min(first, i * holding.groups[g].rules.page_size)
-                break
-    return first if first < INT32_MAX else -1
+        stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
+        skip_to(pool, &holding.groups[g], held, stop)
+        held.num_cached = max(held.num_cached, stop)
 
 
-cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
-    """Whether hits, or what was computed with them, may still turn out to be wrong: then nothing more is entered."""
-    return rare(pool.tier != NULL) and held.load_number >= pool.tier.oldest_load
+# Pages that tokens need are taken all or nothing.
+#
+# A `Demand` says what is asked of a pool. `price` counts what it takes, and refuses hits that are wrong by now; `fit` decides
+# whether that many pages are free. Neither changes anything. Then the caller, which has room for the ids, calls `attach`, takes
+# the missing pages of each group by `take_missing`, and ends with `copy_states`: none of these can fail.
+#
+# Always: hits are asked for only where nothing is held; `num_new` counts a working page for each state, whether its checkpoint
+# is copied into it or adopted as it; `num_adopted` is 0, or the number of states with hits, all of whose checkpoints are free.
+
+cdef enum:
+    STALE = -1                # a hit has another content by now
+    UNTOUCHABLE = -2          # a hit cannot be given another reference
+
+cdef enum Fit:
+    FITS
+    SHORT                     # too few pages are free beside the reserved ones
+    SHORT_IN_SHARD            # only the shard has too few
+
+cdef struct Hits:             # leading pages of a group, null pages first, that a look-up found
+    const int32_t *ids
+    int32_t num
+
+cdef struct Demand:
+    const Hits *hits          # [num_groups]; NULL: none
+    int64_t num_tokens        # tokens that are to have slots
+    Py_ssize_t num_reserved   # pages to leave free
+    int32_t shard             # shard of new pages; -1: any
+    int64_t num_new           # pages behind the hits; this and the rest by `price` and `fit`
+    Py_ssize_t num_free_hits  # hits in the free queue
+    int64_t num_taken         # both: pages that it takes from the free queue, unless it adopts checkpoints
+    Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
 
 
-cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
-    """Take the pages that a group is short of, and that are free, and return how many."""
-    cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
-    if n:
-        take_from(pool, held.ids + held.num_pages, n, shard)
-        note_taken(pool, held)
-        held.num_pages += n
-    return n
+cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
+    """Count the places that hits of a group fill: none for a state, whose checkpoint is copied."""
+    return 0 if demand.hits == NULL or is_state(&holding.groups[g].rules) else demand.hits[g].num
+
+
+cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
+    """Count the new pages that a group needs behind the hits."""
+    return count_missing(
+        &holding.groups[g], holding.held[g].num_pages + count_attached(holding, demand, g), demand.num_tokens
+    )
 
 
 cdef inline Py_ssize_t count_free_hits(
     const Pool *pool, const Group *group, const Digest *digests, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all
 ) noexcept nogil:
-    """How many pages of `n` are in the free queue; UNTOUCHABLE if one cannot be touched, as one of `num_all`; STALE if one is
-    not cached under its digest any more. Without digests the pages are known, and not compared.
+    """Count those of `n` hits that are free. STALE if one is not cached under its digest any more; without digests they are not
+    compared. UNTOUCHABLE if one cannot get `num_all` further references.
     """
     cdef const Digest *digest
     cdef const Page *page
@@ -243,28 +251,480 @@ cdef inline Py_ssize_t count_free_hits(
     return UNTOUCHABLE if is_lost else num_free
 
 
-cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
-    cdef Py_ssize_t g, count = 0
+cdef inline bint price(
+    const Pool *pool, const Holding *holding, Demand *demand, const Digest *digests, Py_ssize_t num_digests
+) noexcept nogil:
+    """Count what a demand takes; False for a hit that has another content than the digests say, if there are any, or that
+    cannot be held. O(hits).
+    """
+    cdef const Hits *hits
+    cdef Py_ssize_t g, num_free, num_hits = 0
+    demand.num_new = demand.num_free_hits = demand.num_adopted = 0
     for g in range(holding.num_groups):
-        count += holding.held[g].num_pages
+        demand.num_new += min(count_needed(holding, demand, g), (INT64_MAX >> 1) - demand.num_new)
+        num_hits += demand.hits[g].num if demand.hits != NULL else 0
+    for g in range(holding.num_groups if demand.hits != NULL else 0):
+        hits = &demand.hits[g]
+        if hits.num * <Py_ssize_t>holding.groups[g].stride > num_digests:
+            return False
+        num_free = count_free_hits(pool, &holding.groups[g], digests, hits.ids, hits.num, num_hits)
+        if num_free < 0:
+            return False
+        demand.num_free_hits += num_free
+    demand.num_taken = demand.num_new + demand.num_free_hits
+    return True
+
+
+cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits) noexcept nogil:
+    """Count the checkpoints that are hit. Each needs a copy unless it is adopted."""
+    cdef Py_ssize_t g, count = 0
+    for g in range(holding.num_groups if hits != NULL else 0):
+        count += is_state(&holding.groups[g].rules) and hits[g].num > 0
     return count
 
 
-cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noexcept nogil:
-    """Copy all pages in the order in which they go back: group by group, the last page first. Returns how many."""
+cdef inline Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
+    """Count the checkpoints that are hit, if all of them are free pages; else 0."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if hits != NULL else 0):
+        if is_state(&holding.groups[g].rules) and hits[g].num and not is_free(pool, hits[g].ids[hits[g].num - 1]):
+            return 0
+    return count_state_hits(holding, hits)
+
+
+cdef inline Py_ssize_t count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Count the hits that are free pages of other shards than the demand's."""
+    cdef Range inside = ids_in_shard(pool, demand.shard)
+    cdef const Hits *hits
+    cdef Py_ssize_t g, i, count = 0
+    for g in range(holding.num_groups if demand.shard >= 0 and demand.hits != NULL else 0):
+        hits = &demand.hits[g]
+        for i in range(hits.num):
+            if hits.ids[i] != NULL_PAGE and is_free(pool, hits.ids[i]):
+                count += not inside.start <= hits.ids[i] < inside.stop
+    return count
+
+
+cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+    """Decide whether a priced demand fits. It adopts its checkpoints where it does not otherwise."""
+    cdef int64_t num_inside = demand.num_taken - count_outside(pool, holding, demand)
+    demand.num_adopted = 0
+    if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
+        demand.num_adopted = count_adoptable(pool, holding, demand.hits)
+        if num_inside - demand.num_adopted > count_free_in(pool, demand.shard):
+            demand.num_adopted = 0
+    if demand.num_taken and demand.num_taken - demand.num_adopted + demand.num_reserved > pool.num_free:
+        return SHORT
+    return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
+
+
+cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
+    """Record that pages were taken. Some may have to be saved in the tier before they are written."""
+    if rare(pool.tier != NULL) and pool.tier.num_due:
+        held.transfer_number = pool.tier.last_number + 1
+
+
+cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Make the hits of a demand that fits the first pages. A checkpoint that is adopted, the last hit of its group and a free
+    page, becomes the working page; another one gets a reference until `copy_states` hands it to its copy.
+    """
+    cdef const Group *group
+    cdef const Hits *hits
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int64_t number = 0
+    if count_places(holding) == 0:
+        note_request(pool)
+    for g in range(holding.num_groups if demand.hits != NULL else 0):
+        group, held, hits = &holding.groups[g], &holding.held[g], &demand.hits[g]
+        number = max(number, find_load_number(pool, hits.ids, hits.num))
+        held.num_cached = held.num_hits = held.num_unique = hits.num
+        held.num_skipped = 0
+        held.ranking = Ranking(hits.num, 0)
+        if not demand.num_adopted or not is_state(&group.rules):
+            touch_all(pool, hits.ids, hits.num)
+        if hits.num and not is_state(&group.rules):
+            held.num_pages = hits.num
+            memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
+    record_loads(pool, holding, number)
+    for g in range(holding.num_groups if demand.num_adopted else 0):
+        held, hits = &holding.held[g], &demand.hits[g]
+        if is_state(&holding.groups[g].rules) and hits.num:
+            take_this(pool, hits.ids[hits.num - 1])
+            held.ids[0] = hits.ids[hits.num - 1]
+            held.num_pages = 1
+            record_taken(pool, held)
+
+
+cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
+    """Take the pages that a group is short of, which are free. Returns how many."""
+    cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
+    if n:
+        take_from(pool, held.ids + held.num_pages, n, shard)
+        record_taken(pool, held)
+        held.num_pages += n
+    return n
+
+
+cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Queue copies of the checkpoints that are hit into the working pages, which were taken for them."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if demand.hits != NULL and not demand.num_adopted else 0):
+        if is_state(&holding.groups[g].rules) and demand.hits[g].num:
+            queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+
+
+# Pages that got full are hashed, and entered in the prefix index, before a call ends. Until then they are `Waiting`, so that
+# memory is fetched meanwhile and two pages are hashed side by side.
+
+cdef enum:
+    NUM_WAITING = 16          # pages
+
+cdef struct Contents:         # of the pages of a request or row
+    const Digest *digests
+    const int32_t *token_ids
+    Py_ssize_t num_token_ids
+    int32_t context           # see `Origin`
+
+cdef struct PageToHash:
+    Digest parent
+    Digest *digest            # where the result goes
+    const uint8_t *tokens
+
+cdef struct PageToEnter:
+    const Digest *digest
+    const int32_t *token_ids
+    int32_t num_tokens        # 0: they are not known
+    int32_t page_id
+    int32_t group
+    int32_t place             # in its request
+    Held *held
+    const Digest *parent      # NULL for the first page; this and the rest only for a journal
+    int32_t context
+
+cdef struct Waiting:
+    Pool *pool
+    Digest key
+    Py_ssize_t num_page_bytes  # of the tokens of a hashed page
+    PageToHash to_hash[NUM_WAITING]
+    Py_ssize_t num_to_hash
+    PageToEnter to_enter[NUM_WAITING]
+    Py_ssize_t num_to_enter
+
+
+cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
+    """Hash the waiting pages, two at a time; the last of an odd number twice."""
+    cdef const uint8_t *tokens[2]
+    cdef Digest[2] parents
+    cdef Digest[2] digests
+    cdef PageToHash *page
+    cdef Py_ssize_t i, lane
+    for i in range(0, waiting.num_to_hash, 2):
+        for lane in range(2):
+            page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
+            parents[lane] = page.parent
+            tokens[lane] = page.tokens
+        hash_two_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests)
+        for lane in range(2):
+            waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)].digest[0] = digests[lane]
+    waiting.num_to_hash = 0
+
+
+cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
+    """Hash and enter the waiting pages, in order. A page that has an entry keeps it. All slots of the index are fetched before
+    the first is read.
+    """
+    cdef Pool *pool = waiting.pool
+    cdef const PageToEnter *page
+    cdef Py_ssize_t i
+    hash_waiting(waiting)
+    for i in range(waiting.num_to_enter):
+        fetch(home_of(pool, waiting.to_enter[i].digest[0], waiting.to_enter[i].group))
+    for i in range(waiting.num_to_enter):
+        page = &waiting.to_enter[i]
+        if pool.pages[page.page_id].group == NO_GROUP:
+            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
+                rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
+            if is_journaled(pool):
+                note_entry(
+                    pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
+                )
+            keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
+    waiting.num_to_enter = 0
+
+
+cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
+    """Whether `num_tokens` tokens fill a page that was not entered yet."""
+    if group.id == NO_GROUP or is_state(&group.rules):
+        return False
+    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
+
+
+cdef inline void enter_full_pages(
+    Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
+) noexcept nogil:
+    """Let the pages of a group that `num_tokens` tokens fill wait for their entry. Their records are fetched meanwhile."""
+    cdef PageToEnter *page
+    cdef int32_t place, size = group.rules.page_size
+    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
+        return
+    while (held.num_cached + <int64_t>1) * size <= num_tokens:
+        place = held.num_cached
+        held.num_cached += 1
+        if held.ids[place] == NULL_PAGE:
+            continue
+        if waiting.num_to_enter == NUM_WAITING:
+            enter_waiting(waiting)
+        page = &waiting.to_enter[waiting.num_to_enter]
+        waiting.num_to_enter += 1
+        page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
+        page.digest = contents.digests + (place + 1) * group.stride - 1
+        page.token_ids = contents.token_ids + <Py_ssize_t>place * size
+        page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
+        fetch(&waiting.pool.pages[page.page_id])
+        if is_journaled(waiting.pool):
+            page.context = contents.context
+            page.parent = contents.digests + place * group.stride - 1 if place else NULL
+            fetch(&waiting.pool.journal.notes[page.page_id])
+            fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
+
+
+# States are kept as checkpoints: at multiples of an interval the working page enters the prefix index, and a copy of it is the
+# next working page.
+
+
+cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+    """Whether a state has reached the next multiple of the interval."""
+    return keeps_checkpoints(group) and held.num_pages and full_entries(&group.rules, num_computed) > held.num_cached
+
+
+cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Whether any state has reached the next multiple of its interval. O(groups)."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            return True
+    return False
+
+
+cdef inline bint enter_state(
+    Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
+    of the interval, where the shard has such a checkpoint, and while hits are loaded.
+    """
+    cdef int32_t page_id = held.ids[0], num_tokens = group.rules.entry_size // group.stride
+    cdef Py_ssize_t last = <Py_ssize_t>full_entries(&group.rules, num_computed) * group.stride - 1
+    cdef Py_ssize_t start = last * num_tokens
+    cdef Ranking ranking = Ranking(0, 0)
+    cdef Digest key
+    if num_computed % group.rules.entry_size or last < 0 or waits_for_loads(pool, held):
+        return False
+    key = contents.digests[last]
+    if find_within(pool, key, group.id, ids_in_shard(pool, shard_of(pool, page_id) if pool.num_shards else -1)) != NULL_PAGE:
+        return False
+    if enter(pool, page_id, key, group.id) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, group.id)
+    if is_journaled(pool):
+        note_entry(
+            pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
+        )
+    keep_tokens(
+        pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0
+    )
+    return True
+
+
+cdef inline bint keep_state(
+    Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, int32_t shard,
+    Py_ssize_t num_reserved,
+) noexcept nogil:
+    """If the state of a group is due, make its working page a checkpoint and take the next one from a shard, with
+    `num_reserved` pages left free; True if that was done. Without contents, or where no page is free, the checkpoint is passed
+    over, since the step that follows writes the working page. There is room for a copy.
+    """
+    cdef const Group *group = &holding.groups[g]
+    cdef Held *held = &holding.held[g]
+    cdef int32_t page_id
+    cdef bint is_kept = contents != NULL
+    if not is_checkpoint_due(group, held, num_computed):
+        return False
+    page_id = held.ids[0]
+    is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
+    is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
+    if is_kept:
+        take_from(pool, held.ids, 1, shard)
+        record_taken(pool, held)
+        queue_copy(pool, page_id, held, 0, g)
+    held.num_cached = full_entries(&group.rules, num_computed)
+    return is_kept
+
+
+cdef inline void enter_states(
+    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Enter the states that are due of a request or row that ends, right after its pages were given back."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
+
+
+# Copies of pages are due before the next step. They are queued here, and done by whoever takes the list (`Copies`). Each has a
+# reference to its source. The pages that it reads or writes get no tokens before it is taken.
+
+
+cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
+    """Allocate room for `n` copies more; False where memory is short."""
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
+    while capacity < pool.copies.num + n:
+        capacity *= 2
+    if n and capacity > pool.copies.capacity:
+        if not resize(<void **>&pool.copies.items, capacity * sizeof(PageCopy)):
+            return False
+        pool.copies.capacity = capacity
+    return True
+
+
+cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
+    """Add a copy into the page at `place` to the list, which has room. It takes over a reference to `src`."""
+    cdef Copies *copies = &pool.copies
+    copies.list_number += copies.num == 0
+    copies.items[copies.num] = PageCopy(src, target.ids[place], group)
+    copies.num += 1
+    target.written_list = copies.list_number
+
+
+cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
+    """Whether a page is held. The last pages are compared first."""
+    cdef int32_t i
+    for i in range(held.num_pages - 1, -1, -1):
+        if held.ids[i] == page_id:
+            return True
+    return False
+
+
+cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if pool.copies.num else 0):
+        if holding.held[g].written_list == pool.copies.list_number:
+            return True
+    return False
+
+
+cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the source of a copy that is due."""
     cdef const Held *held
-    cdef Py_ssize_t g, j, count = 0
+    cdef Py_ssize_t g, i
+    for g in range(holding.num_groups if pool.copies.num else 0):
+        held = &holding.held[g]
+        for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
+            if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
+                return True
+    return False
+
+
+cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due, or a transfer of them was not taken."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if pool.tier != NULL else 0):
+        if holding.held[g].transfer_number > pool.tier.last_number:
+            return True
+    return are_destinations(pool, holding)
+
+
+cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a copy or a transfer of pages that are held is due, so that no token may be written to them."""
+    return rare(pool.copies.num or pool.tier != NULL) and (are_sources(pool, holding) or awaits_copies(pool, holding))
+
+
+cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
+    """Drop the copies into pages that were just given back."""
+    cdef Copies *copies = &pool.copies
+    cdef Py_ssize_t i, num_kept = 0
+    if not are_destinations(pool, holding):
+        return
+    for i in range(copies.num):
+        if is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
+            put_back_held(pool, copies.items[i].src)
+        else:
+            copies.items[num_kept] = copies.items[i]
+            num_kept += 1
+    copies.num = num_kept
+
+
+cdef inline void end_copies(Pool *pool) noexcept nogil:
+    """Give back the references to the sources of copies that were taken, and begin the next list."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num):
+        put_back_held(pool, pool.copies.items[i].src)
+    pool.copies.num = 0
+
+
+cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Count the references that copies which are due, and loads which did not end, have to a page."""
+    cdef Py_ssize_t i
+    cdef int32_t count = 0
+    for i in range(pool.copies.num):
+        count += pool.copies.items[i].src == page_id
+    for i in range(pool.tier.num if pool.tier != NULL and pool.tier.loading[page_id] else 0):
+        count += pool.tier.items[i].is_load and pool.tier.items[i].page_id == page_id
+    return count
+
+
+# Hits may be loaded from the tier. Until the loads have ended, nothing that was computed with them is entered or skipped.
+
+
+cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Return the last list of transfers that loads one of the pages; 0: none does."""
+    cdef Py_ssize_t i
+    cdef int64_t number = 0
+    for i in range(n if pool.tier != NULL and pool.tier.oldest_load < INT64_MAX else 0):
+        number = max(number, pool.tier.loading[ids[i]])
+    return number
+
+
+cdef inline void record_loads(const Pool *pool, const Holding *holding, int64_t number) noexcept nogil:
+    """Record the last list of transfers that loads hits; 0: none does."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if number else 0):
+        holding.held[g].load_number = number
+        if number > pool.tier.last_number:
+            holding.held[g].transfer_number = number
+
+
+cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
+    """Whether hits, or what was computed with them, may still turn out to be wrong: then nothing more is entered."""
+    return rare(pool.tier != NULL) and held.load_number >= pool.tier.oldest_load
+
+
+cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, int64_t number) noexcept nogil:
+    """Return the first token in a page that the loads of a list left with a wrong content; -1: there is none. A state may have
+    been copied from such a page, or computed with it, so it is wrong from the first token on.
+    """
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int32_t i, first = INT32_MAX
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        for j in range(held.num_pages - 1, -1, -1):
-            out[count] = held.ids[j]
-            count += 1
-    return count
+        if held.load_number < number:
+            return -1
+        if is_state(&holding.groups[g].rules):
+            return 0
+        for i in range(held.num_skipped, held.num_pages):
+            if is_wrong[held.ids[i]]:
+                first = min(first, i * holding.groups[g].rules.page_size)
+                break
+    return first if first < INT32_MAX else -1
+
+
+# Tokens turn out not to be computed, or are computed again, into pages that nobody else holds.
 
 
 cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
-    """Drop the entry of a page. A null page stands for one that an attention window left, or for a checkpoint. It is not known
-    any more which one that was, so all pages of its content lose the entry, and the tier, where it may be alone by now.
+    """Drop the entry of a page. For a null page, which stands for a skipped page or a checkpoint, all pages with the digest
+    lose their entry, in the tier too.
     """
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
@@ -302,20 +762,6 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 
-cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Give back the pages that no token from `num_tokens` on attends to. They may not have been filled, so they get no prefix
-    entry, and nothing goes back to them.
-    """
-    cdef Held *held
-    cdef Py_ssize_t g
-    cdef int32_t stop
-    for g in range(holding.num_groups):
-        held = &holding.held[g]
-        stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
-        skip_to(pool, &holding.groups[g], held, stop)
-        held.num_cached = max(held.num_cached, stop)
-
-
 cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
     """Give back the pages wholly behind `num_tokens` tokens, group by group, the last first."""
     cdef Held *held
@@ -331,20 +777,11 @@ cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num
         recompute_from(&holding.groups[g], held, num_tokens)
 
 
-cdef inline void empty(const Holding *holding) noexcept nogil:
-    """Forget all pages, which were given back."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
-
-
-# Tokens are computed again, into pages that nobody else holds.
-
 cdef inline int32_t count_kept(
     const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
 ) noexcept nogil:
-    """Leading pages with which a holder of `num_tokens` tokens, `num_computed` of them computed, goes on: none to which it
-    writes and that has other holders, and none behind such a page.
+    """Count the leading pages that a holder of `num_tokens` tokens, `num_computed` of them computed, can keep: those before the
+    first page to which it writes and that has other holders.
     """
     cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
     for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
@@ -354,8 +791,8 @@ cdef inline int32_t count_kept(
 
 
 cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most) noexcept nogil:
-    """How many computed tokens, `most` or fewer, can stay so: in each group up to the start of a page, or within one that
-    nobody else holds. O(groups) for each time that a group shortens it for the others.
+    """Count the leading tokens, at most `most`, that can stay computed: they end, in each group, where a page starts or within
+    one that nobody else holds. O(groups) for each time that a group shortens them for the others.
     """
     cdef const Group *group
     cdef Py_ssize_t g
@@ -370,8 +807,8 @@ cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32
 
 
 cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Whether a holder of `num_tokens` tokens can go on from `restart`: the pages that the next token attends to, and its own,
-    are still there, and those to be given back are held.
+    """Whether a holder of `num_tokens` tokens can compute those from `restart` on: the pages that these attend to, or are
+    written to, are still there, and those to be given back are held.
     """
     cdef const Group *group
     cdef const Held *held
@@ -385,494 +822,30 @@ cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t r
     return True
 
 
-cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
-    """Give back a group's pages behind `num_tokens` tokens, and from the first on that others hold and tokens from `restart` on
-    would be written to, the last first. Pages with these that nobody else holds lose their entries until they are computed.
-    """
-    cdef int32_t keep = count_kept(pool, group, held, restart, num_tokens)
-    cdef Py_ssize_t j
-    cdef int32_t page_id
-    for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
-        page_id = held.ids[j]
-        if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
-            drop(pool, page_id)
-        if j >= keep:
-            put_back_held(pool, page_id)
-    held.num_pages = min(held.num_pages, keep)
-    held.num_skipped = min(held.num_skipped, held.num_pages)
-    recompute_from(group, held, restart)
-
-
 cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Let a holder that `can_restart` compute its tokens from there on again, and keep no pages behind `num_tokens`."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        trim_group(pool, &holding.groups[g], &holding.held[g], num_tokens, restart)
-
-
-# Copies of pages that are due before the next step: noted here, done by whoever takes the list.
-
-
-cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
-    """Allocate room for `n` copies more; False where memory is short."""
-    cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
-    while capacity < pool.copies.num + n:
-        capacity *= 2
-    if n and capacity > pool.copies.capacity:
-        if not resize(<void **>&pool.copies.items, capacity * sizeof(PageCopy)):
-            return False
-        pool.copies.capacity = capacity
-    return True
-
-
-cdef inline void note_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
-    """Note a copy into the page at `place` of what a request or row holds in a group. It takes over a reference to `src`. There
-    is room for it.
+    """Let a holder of `num_tokens` tokens that `can_restart` compute those from `restart` on again. Pages behind its tokens go
+    back, the last first, as do, from the first one on, those that others hold and tokens would be written to. Pages with these
+    tokens that nobody else holds lose their entries.
     """
-    cdef Copies *copies = &pool.copies
-    copies.list_number += copies.num == 0
-    copies.items[copies.num] = PageCopy(src, target.ids[place], group)
-    copies.num += 1
-    target.written_list = copies.list_number
-
-
-cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.copies.num else 0):
-        if holding.held[g].written_list == pool.copies.list_number:
-            return True
-    return False
-
-
-cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due, or a transfer of them is."""
-    return are_destinations(pool, holding) or has_transfers_due(pool, holding)
-
-
-cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
-    """Whether a page is held; one of the last is found first."""
-    cdef int32_t i
-    for i in range(held.num_pages - 1, -1, -1):
-        if held.ids[i] == page_id:
-            return True
-    return False
-
-
-cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the source of a copy that is due."""
-    cdef const Held *held
-    cdef Py_ssize_t g, i
-    for g in range(holding.num_groups if pool.copies.num else 0):
-        held = &holding.held[g]
-        for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
-            if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
-                return True
-    return False
-
-
-cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
-    return rare(pool.copies.num or pool.tier != NULL) and (are_sources(pool, holding) or awaits_copies(pool, holding))
-
-
-cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
-    """Drop the copies into pages that were just given back."""
-    cdef Copies *copies = &pool.copies
-    cdef Py_ssize_t i, num_kept = 0
-    if not are_destinations(pool, holding):
-        return
-    for i in range(copies.num):
-        if is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
-            put_back_held(pool, copies.items[i].src)
-        else:
-            copies.items[num_kept] = copies.items[i]
-            num_kept += 1
-    copies.num = num_kept
-
-
-cdef inline void end_copies(Pool *pool) noexcept nogil:
-    """Give back the references to the sources of copies that were taken, and begin the next list."""
-    cdef Py_ssize_t i
-    for i in range(pool.copies.num):
-        put_back_held(pool, pool.copies.items[i].src)
-    pool.copies.num = 0
-
-
-cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
-    """The references to a page of copies that are due, and of loads that did not end."""
-    cdef Py_ssize_t i
-    cdef int32_t count = 0
-    for i in range(pool.copies.num):
-        count += pool.copies.items[i].src == page_id
-    for i in range(pool.tier.num if pool.tier != NULL and pool.tier.loading[page_id] else 0):
-        count += pool.tier.items[i].is_load and pool.tier.items[i].page_id == page_id
-    return count
-
-
-# Pages that got full are hashed, and entered in the prefix index, before a call ends: several at once, so that memory is
-# fetched and two pages are hashed side by side.
-
-
-cdef enum:
-    NUM_WAITING = 16          # pages
-
-cdef struct Contents:         # what a request's pages hold
-    const Digest *digests
-    const int32_t *token_ids
-    Py_ssize_t num_token_ids
-    int32_t context           # see `Origin`
-
-cdef struct PageToHash:
-    Digest parent
-    Digest *digest            # where the result goes
-    const uint8_t *tokens
-
-cdef struct PageToEnter:
-    const Digest *digest
-    const int32_t *token_ids
-    int32_t num_tokens        # 0: they are not known
-    int32_t page_id
-    int32_t group
-    int32_t place             # in its request
-    Held *held
-    const Digest *parent      # NULL for the first page; this and the rest only for a journal
-    int32_t context
-
-cdef struct Waiting:
-    Pool *pool
-    Digest key
-    Py_ssize_t num_page_bytes  # of the tokens of a hashed page
-    PageToHash to_hash[NUM_WAITING]
-    Py_ssize_t num_to_hash
-    PageToEnter to_enter[NUM_WAITING]
-    Py_ssize_t num_to_enter
-
-
-cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
-    """Hash the pages that wait for it, two at a time; the last of an odd number twice."""
-    cdef const uint8_t *tokens[2]
-    cdef Digest[2] parents
-    cdef Digest[2] digests
-    cdef PageToHash *page
-    cdef Py_ssize_t i, lane
-    for i in range(0, waiting.num_to_hash, 2):
-        for lane in range(2):
-            page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
-            parents[lane] = page.parent
-            tokens[lane] = page.tokens
-        hash_two_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests)
-        for lane in range(2):
-            waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)].digest[0] = digests[lane]
-    waiting.num_to_hash = 0
-
-
-cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
-    """Hash and enter the pages that wait for it, in order. A page that has an entry keeps it. The slots of the index, likely
-    far away, are all fetched before the first is read.
-    """
-    cdef Pool *pool = waiting.pool
-    cdef const PageToEnter *page
-    cdef Py_ssize_t i
-    hash_waiting(waiting)
-    for i in range(waiting.num_to_enter):
-        fetch(home_of(pool, waiting.to_enter[i].digest[0], waiting.to_enter[i].group))
-    for i in range(waiting.num_to_enter):
-        page = &waiting.to_enter[i]
-        if pool.pages[page.page_id].group == NO_GROUP:
-            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
-                rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
-            if is_journaled(pool):
-                note_entry(
-                    pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
-                )
-            keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
-    waiting.num_to_enter = 0
-
-
-cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
-    """Whether `num_tokens` tokens fill a page that was not entered yet."""
-    if group.id == NO_GROUP or is_state(&group.rules):
-        return False
-    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
-
-
-cdef inline void enter_full_pages(
-    Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
-) noexcept nogil:
-    """Have the pages of a group entered that `num_tokens` tokens fill. Their records, likely far away, are fetched."""
-    cdef PageToEnter *page
-    cdef int32_t place, size = group.rules.page_size
-    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
-        return
-    while (held.num_cached + <int64_t>1) * size <= num_tokens:
-        place = held.num_cached
-        held.num_cached += 1
-        if held.ids[place] == NULL_PAGE:
-            continue
-        if waiting.num_to_enter == NUM_WAITING:
-            enter_waiting(waiting)
-        page = &waiting.to_enter[waiting.num_to_enter]
-        waiting.num_to_enter += 1
-        page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
-        page.digest = contents.digests + (place + 1) * group.stride - 1
-        page.token_ids = contents.token_ids + <Py_ssize_t>place * size
-        page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
-        fetch(&waiting.pool.pages[page.page_id])
-        if is_journaled(waiting.pool):
-            page.context = contents.context
-            page.parent = contents.digests + place * group.stride - 1 if place else NULL
-            fetch(&waiting.pool.journal.notes[page.page_id])
-            fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
-
-
-# States of models without attention over all tokens, one working page a request, are kept as checkpoints: at multiples of an
-# interval the working page enters the prefix index, and a copy of it is the next working page.
-
-
-cdef struct Source:           # where pages come from
-    int32_t shard             # -1: anywhere
-    Py_ssize_t num_reserved   # pages to leave free
-
-
-cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Whether a state has come to, or past, the next multiple of the interval."""
-    return keeps_checkpoints(group) and held.num_pages and full_entries(&group.rules, num_computed) > held.num_cached
-
-
-cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Whether any state has. O(groups)."""
-    cdef Py_ssize_t g
+    cdef const Group *group
+    cdef Held *held
+    cdef Py_ssize_t g, j
+    cdef int32_t keep, page_id
     for g in range(holding.num_groups):
-        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            return True
-    return False
+        group, held = &holding.groups[g], &holding.held[g]
+        keep = count_kept(pool, group, held, restart, num_tokens)
+        for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
+            page_id = held.ids[j]
+            if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
+                drop(pool, page_id)
+            if j >= keep:
+                put_back_held(pool, page_id)
+        held.num_pages = min(held.num_pages, keep)
+        held.num_skipped = min(held.num_skipped, held.num_pages)
+        recompute_from(group, held, restart)
 
 
-cdef inline bint enter_state(
-    Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
-) noexcept nogil:
-    """Enter the working page under the digest of the first `num_computed` tokens; whether it was. Not between multiples of the
-    interval, and not where there is such a checkpoint, in the same shard.
-    """
-    cdef int32_t page_id = held.ids[0], num_tokens = group.rules.entry_size // group.stride
-    cdef Py_ssize_t last = <Py_ssize_t>full_entries(&group.rules, num_computed) * group.stride - 1
-    cdef Py_ssize_t start = last * num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    cdef Digest key
-    if num_computed % group.rules.entry_size or last < 0:
-        return False
-    key = contents.digests[last]
-    if find_within(pool, key, group.id, ids_in_shard(pool, shard_of(pool, page_id) if pool.num_shards else -1)) != NULL_PAGE:
-        return False
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        note_entry(
-            pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
-        )
-    keep_tokens(
-        pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0
-    )
-    return True
-
-
-cdef inline bint keep_state(
-    Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, const Source *source
-) noexcept nogil:
-    """If the state of a group is due, make its working page a checkpoint and take the next one; True if that was done. Without
-    contents, or where no page is free, the checkpoint is passed over, since the step that follows writes the working page.
-    There is room for a copy.
-    """
-    cdef const Group *group = &holding.groups[g]
-    cdef Held *held = &holding.held[g]
-    cdef int32_t page_id
-    cdef bint is_kept = contents != NULL
-    if not is_checkpoint_due(group, held, num_computed):
-        return False
-    page_id = held.ids[0]
-    is_kept = is_kept and has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
-    is_kept = is_kept and not waits_for_loads(pool, held) and enter_state(pool, group, held, contents, num_computed)
-    if is_kept:
-        take_from(pool, held.ids, 1, source.shard)
-        note_taken(pool, held)
-        note_copy(pool, page_id, held, 0, g)
-    held.num_cached = full_entries(&group.rules, num_computed)
-    return is_kept
-
-
-cdef inline void enter_states(
-    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed
-) noexcept nogil:
-    """Enter the states of what ends and was just given back, as far as they are due."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        if waits_for_loads(pool, &holding.held[g]):
-            continue
-        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
-
-
-cdef inline void adopt_state(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
-    """Make the checkpoint that is hit, the last of `n` places and a free page, the working page."""
-    take_this(pool, ids[n - 1])
-    held.ids[0] = ids[n - 1]
-    held.num_pages = 1
-    held.num_cached = held.num_hits = n
-
-
-# Pages that tokens need are taken all or nothing, by the same functions for a request and for a row.
-#
-# A `Demand` says what is asked of a pool. `price` counts what it takes, and refuses hits that are wrong by now; `fit` decides
-# whether that many pages are free. Neither changes anything. Then the caller, which has room for the ids, calls `attach`, takes
-# the missing pages of each group by `take_missing`, and ends with `copy_states`: none of these can fail.
-#
-# Always: hits are asked for only where nothing is held; `num_new` counts a working page for each state, whether its checkpoint
-# is copied into it or adopted as it; `num_adopted` is 0, or the number of states with hits, all of whose checkpoints are free.
-
-
-cdef enum Fit:
-    FITS
-    SHORT                     # too few pages are free beside the reserved ones
-    SHORT_IN_SHARD            # only the shard has too few
-
-cdef struct Hits:             # leading pages of a group, null pages first, that a look-up found
-    const int32_t *ids
-    int32_t num
-
-cdef struct Demand:
-    const Hits *hits          # [num_groups]; NULL: none
-    int64_t num_tokens        # tokens that are to have slots
-    Py_ssize_t num_reserved   # pages to leave free
-    int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # pages behind the hits; this and the rest by `price` and `fit`
-    Py_ssize_t num_free_hits  # hits in the free queue
-    Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
-
-
-cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
-    """Pages that the hits of a group put into its places: none for a state, whose checkpoint is copied."""
-    return 0 if demand.hits == NULL or is_state(&holding.groups[g].rules) else demand.hits[g].num
-
-
-cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
-    """New pages that a group needs behind the hits."""
-    return count_missing(
-        &holding.groups[g], holding.held[g].num_pages + count_attached(holding, demand, g), demand.num_tokens
-    )
-
-
-cdef inline Py_ssize_t price_hits(
-    const Pool *pool, const Holding *holding, const Hits *hits, const Digest *digests, Py_ssize_t num_digests
-) noexcept nogil:
-    """Hits in the free queue; negative if one has another content than the digests say, if there are any, or cannot be held."""
-    cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
-    for g in range(holding.num_groups):
-        num_hits += hits[g].num
-    for g in range(holding.num_groups):
-        if hits[g].num * <Py_ssize_t>holding.groups[g].stride > num_digests:
-            return STALE
-        num_free = count_free_hits(pool, &holding.groups[g], digests, hits[g].ids, hits[g].num, num_hits)
-        if num_free < 0:
-            return num_free
-        num_all += num_free
-    return num_all
-
-
-cdef inline bint price(
-    const Pool *pool, const Holding *holding, Demand *demand, const Digest *digests, Py_ssize_t num_digests
-) noexcept nogil:
-    """Count what a demand takes; False for a hit that is wrong by now. O(hits)."""
-    cdef Py_ssize_t g
-    demand.num_new = demand.num_free_hits = demand.num_adopted = 0
-    for g in range(holding.num_groups):
-        demand.num_new += min(count_needed(holding, demand, g), (INT64_MAX >> 1) - demand.num_new)
-    if demand.hits != NULL:
-        demand.num_free_hits = price_hits(pool, holding, demand.hits, digests, num_digests)
-    return demand.num_free_hits >= 0
-
-
-cdef inline int64_t count_demanded(const Demand *demand) noexcept nogil:
-    """Pages of the free queue that a priced demand takes, unless it adopts checkpoints."""
-    return demand.num_new + demand.num_free_hits
-
-
-cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits) noexcept nogil:
-    """Checkpoints that are hit, each of which needs a copy unless it is adopted."""
-    cdef Py_ssize_t g, count = 0
-    for g in range(holding.num_groups if hits != NULL else 0):
-        count += is_state(&holding.groups[g].rules) and hits[g].num > 0
-    return count
-
-
-cdef inline Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
-    """Checkpoints that are hit, if all of them are free pages; else 0."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if hits != NULL else 0):
-        if is_state(&holding.groups[g].rules) and hits[g].num and not is_free(pool, hits[g].ids[hits[g].num - 1]):
-            return 0
-    return count_state_hits(holding, hits)
-
-
-cdef inline Py_ssize_t count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Hits that are free pages of other shards than the demand's."""
-    cdef Range inside = ids_in_shard(pool, demand.shard)
-    cdef const Hits *hits
-    cdef Py_ssize_t g, i, count = 0
-    for g in range(holding.num_groups if demand.shard >= 0 and demand.hits != NULL else 0):
-        hits = &demand.hits[g]
-        for i in range(hits.num):
-            if hits.ids[i] != NULL_PAGE and is_free(pool, hits.ids[i]):
-                count += not inside.start <= hits.ids[i] < inside.stop
-    return count
-
-
-cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
-    """Decide whether a priced demand fits; if not otherwise, by adopting its checkpoints."""
-    cdef int64_t num_needed = count_demanded(demand)
-    cdef int64_t num_inside = num_needed - count_outside(pool, holding, demand)
-    demand.num_adopted = 0
-    if num_needed + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
-        demand.num_adopted = count_adoptable(pool, holding, demand.hits)
-        if num_inside - demand.num_adopted > count_free_in(pool, demand.shard):
-            demand.num_adopted = 0
-    if num_needed and num_needed - demand.num_adopted + demand.num_reserved > pool.num_free:
-        return SHORT
-    return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
-
-
-cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Make the hits of a demand that fits the first pages. Checkpoints become working pages, or get a reference until
-    `copy_states` hands it to their copies.
-    """
-    cdef const Hits *hits
-    cdef Py_ssize_t g
-    cdef int64_t number = 0
-    if count_places(holding) == 0:
-        note_request(pool)
-    for g in range(holding.num_groups if demand.hits != NULL else 0):
-        hits = &demand.hits[g]
-        number = max(number, find_load_number(pool, hits.ids, hits.num))
-        if not demand.num_adopted or not is_state(&holding.groups[g].rules):
-            attach_hits(pool, &holding.groups[g], &holding.held[g], hits.ids, hits.num)
-    note_loads(pool, holding, number)
-    for g in range(holding.num_groups if demand.num_adopted else 0):
-        hits = &demand.hits[g]
-        if is_state(&holding.groups[g].rules) and hits.num:
-            adopt_state(pool, &holding.held[g], hits.ids, hits.num)
-            note_taken(pool, &holding.held[g])
-
-
-cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Note copies of the checkpoints that are hit into the working pages, which were taken for them."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if demand.hits != NULL and not demand.num_adopted else 0):
-        if is_state(&holding.groups[g].rules) and demand.hits[g].num:
-            note_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
-
-
-# A request or row goes on twice: full pages are shared, the open page of each group and working pages of states are copied.
-
+# A request or row is forked: full pages are shared, the open page of each group and working pages of states are copied.
 
 cdef enum ForkOutcome:
     FORKED
@@ -882,7 +855,7 @@ cdef enum ForkOutcome:
 
 
 cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Whether further tokens are written to a page that has some."""
+    """Whether the next token is written to a page that has tokens."""
     cdef int32_t place = full_pages(&group.rules, num_computed)
     return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
 
@@ -897,7 +870,7 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_comp
 cdef inline ForkOutcome check_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
-    """Whether a fork can be made, for which there is room in the list of copies then."""
+    """Check whether a fork can be made, and make room for its copies."""
     cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
     if num_new > count_free_in(pool, shard):
         return SHORT_OF_PAGES
@@ -911,17 +884,10 @@ cdef inline ForkOutcome check_fork(
     return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
 
 
-cdef inline void note_forked(Pool *pool, int32_t page_id, int32_t copy_id) noexcept nogil:
-    """Note that a page, which may be being loaded, is copied: the copy is as wrong as it if that fails."""
-    if pool.tier != NULL and pool.tier.loading[page_id]:
-        pool.tier.loading[copy_id] = pool.tier.loading[page_id]
-        pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[page_id])
-
-
 cdef inline void fork_group(
     Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Let what holds nothing in a group, and has room for the pages, go on from the computed tokens of what is forked."""
+    """Let `new`, which holds nothing in a group and has room for the pages, go on from the computed tokens of `forked`."""
     cdef const Group *group = &forked.groups[g]
     cdef Held *source = &forked.held[g]
     cdef Held *target = &new.held[g]
@@ -943,8 +909,10 @@ cdef inline void fork_group(
     if has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
         take_from(pool, ids + n, 1, shard)
-        note_taken(pool, target)
+        record_taken(pool, target)
         target.num_pages += 1
-        note_copy(pool, source.ids[n], target, n, g)
+        queue_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list
-        note_forked(pool, source.ids[n], ids[n])
+        if pool.tier != NULL and pool.tier.loading[source.ids[n]]:  # if the load fails, the copy is as wrong as its source
+            pool.tier.loading[ids[n]] = pool.tier.loading[source.ids[n]]
+            pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[ids[n]])

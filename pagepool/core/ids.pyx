@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from pagepool.core.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
 from pagepool.core.pages cimport find_negative
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.records cimport MAX_PAGES, NULL_PAGE
+from pagepool.core.records cimport MAX_PAGES
 
 import numpy as np
 
@@ -37,11 +37,6 @@ cdef extern from *:
     }
     """
     bint is_short "pagepool_is_short" (list items, Py_ssize_t i, int32_t *number)
-
-
-cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
-    """Whether a buffer holds C ints, or longs, in the byte order of the machine."""
-    return (buffer_format[0] == c"i" or buffer_format[0] == c"l") and buffer_format[1] == 0
 
 
 @cython.freelist(8)
@@ -167,11 +162,15 @@ cdef class PageIds:
 
     cdef bint try_borrow(self, object values) except -1:
         """False for an array of another type or layout. The buffer itself, for a memoryview of Cython's costs more."""
+        cdef const char *kind
+        cdef bint is_signed
         try:
             PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
         except (BufferError, ValueError):
             return False
-        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed(self.view.format):
+        kind = self.view.format  # of C ints, or longs, in the byte order of the machine: one letter
+        is_signed = (kind[0] == c"i" or kind[0] == c"l") and kind[1] == 0
+        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed:
             PyBuffer_Release(&self.view)
             return False
         self.ids = <int32_t *>self.view.buf
@@ -186,17 +185,6 @@ cdef class PageIds:
     def to_array(self):
         """The ids as a new int32 array."""
         return array_of(self.ids, self.num)
-
-    def shard(self, pages_per_shard) -> int:
-        """The data-parallel shard of all the pages, null pages passed over; -1 where they disagree or there are none. O(n)."""
-        cdef Py_ssize_t i, size = size_of(pages_per_shard, "pages_per_shard", 1)
-        cdef int32_t shard = -1
-        for i in range(self.num):
-            if self.ids[i] != NULL_PAGE:
-                if shard >= 0 and self.ids[i] // size != shard:
-                    return -1
-                shard = <int32_t>(self.ids[i] // size)
-        return shard
 
 
 cdef tuple new_ids(Py_ssize_t num_groups):

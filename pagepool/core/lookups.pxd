@@ -12,27 +12,30 @@ from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
 cdef struct Query:            # a look-up of the longest prefix
-    const Kinds *kinds        # of groups that must all hit
+    const Group *groups       # [num_groups] that must all hit
+    Py_ssize_t num_groups
+    const Kinds *kinds        # of these
     const Digest *digests     # of a request's hash pages
     Py_ssize_t num_digests    # that may hit
     Py_ssize_t hash_size      # tokens of a digest
     Range ids                 # of pages that may hit
     bint reaches_tier         # whether those in the tier hit as well
 
-cdef struct Prefix:           # what the leading pages of a request are looked up by in one group
-    const Digest *digests
-    Py_ssize_t stride         # digests of a page
-    Py_ssize_t max_num_pages  # that may hit
-    int32_t group
-    Range ids
-
-cdef struct Watch:            # what a refusal rests on, with the pool's counters of then
+# What a refusal rests on, with the pool's counters of then. Hits that are the leading pages of the only group, where the page
+# behind them misses, are `WATCHED`. They stay while none loses the flag, with its entry or because it is touched; those evicted
+# from the end on are followed. Other hits stay while nothing enters or leaves the index.
+cdef struct Watch:
     int64_t num_changes       # of the index: entries and drops
     int64_t num_reused
     int64_t num_unwatched
-    Py_ssize_t num_pages      # leading ones that hit
-    Py_ssize_t num_held       # hits that would take nothing from the free queue, null pages among them: at most
-    bint is_leading           # the hits are the leading pages of the only group, WATCHED, and the next page misses
+    Py_ssize_t num_held       # at most so many hits, null pages among them, would take nothing from the free queue
+    Py_ssize_t stride         # digests of a page; 0: the hits are not watched one by one, and the rest has no meaning
+    int32_t group
+    int32_t page_size         # tokens
+    Range ids                 # of pages that may hit
+    const Digest *digests     # by which pages are looked up
+    Py_ssize_t max_num_pages  # that may hit
+    Py_ssize_t num_pages      # that hit
 
 cdef struct Tokens:           # of a request for a row
     Py_ssize_t num_known
@@ -42,23 +45,29 @@ cdef struct Tokens:           # of a request for a row
     Py_ssize_t num_external   # that come from elsewhere behind the hits, at most; they get room instead, if there are any
 
 
+@cython.final
 cdef class Refusal:
     cdef readonly tuple hits
     cdef readonly Py_ssize_t num_tokens
     cdef readonly Py_ssize_t num_hit_tokens
-    cdef PageStore store
-    cdef HashChain chain            # None: the digests are elsewhere
-    cdef Prefix prefix              # of the only group; without a stride the hits are not its leading pages, or there are more
-    cdef Py_ssize_t page_size       # of it, in tokens
     cdef Watch watch
+    cdef int32_t shard              # where pages come from; -1: anywhere
+    cdef PageStore store            # this and the chain for a request only
+    cdef HashChain chain
+    cdef tuple options              # this and the rest for a row only. None: it is not recognised
+    cdef Py_ssize_t interval        # see `Tokens`
+    cdef Py_ssize_t num_external    # see `Tokens`
+    cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
-    cdef bint watch_hits(self, PageStore store, CacheGroups groups, HashChain chain) except -1
-    cdef bint is_short(self, int64_t num_new_pages, Py_ssize_t num_reserved) noexcept
-    cdef bint has_cached_hits(self, PageStore store, PageIds ids) noexcept
-    cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept
-    cdef const int32_t *first_ids(self) noexcept
+    cdef void begin(
+        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
+        int64_t num_changes,
+    ) noexcept
+    cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1
     cdef bint finds_hits(self, Pool *pool) noexcept
-    cdef bint finds_watched_hits(self) noexcept
+    cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept
+    cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept
+    cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
 
 
 @cython.final
@@ -73,23 +82,12 @@ cdef class RequestHashes:
     cdef public Refusal refusal
 
 
-@cython.final
-cdef class RowRefusal(Refusal):
-    cdef int32_t shard              # where its pages come from; -1: anywhere
-    cdef tuple options              # None: it is not recognised
-    cdef Py_ssize_t interval        # see `Tokens`
-    cdef Py_ssize_t num_external    # see `Tokens`
-    cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
-
-    cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
-
-
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
-cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept
+cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
 cdef Range range_in(PageStore store, tuple ids) except *
 
 

@@ -1,7 +1,5 @@
-"""Look-ups of prefixes. A group's page j is known by the digest of the last hash page in it: index (j + 1) * stride - 1.
-
-A refused request needs at least as many free pages the next time, unless one of its hits got another holder or a further page
-of it was cached. Hits evicted from the end on are followed; after other changes the prefix is looked up again.
+"""Look-ups of prefixes, and refused requests. A group's page j has the digest of the last hash page in it: that at index
+(j + 1) * stride - 1.
 """
 
 cimport cython
@@ -36,20 +34,18 @@ cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t
     return True
 
 
-cdef void fetch_hit(Pool *pool, const Query *query, const Group *kind, Py_ssize_t at, Py_ssize_t stop) noexcept nogil:
-    """Have the memory fetched that look-ups soon after digest `at` will read: slots first, then the records that those name."""
-    if at + 2 * LOOK_AHEAD < stop:
-        fetch(home_of(pool, query.digests[at + 2 * LOOK_AHEAD], kind.id))
-        fetch(&pool.pages[home_of(pool, query.digests[at + LOOK_AHEAD], kind.id).page_id])
-
-
 cdef Py_ssize_t find_first_miss(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
 ) noexcept nogil:
-    """End of the pages from `start` on, at most up to `stop`, that hit in all groups of a kind."""
-    cdef Py_ssize_t page = start
+    """End of the pages from `start` on, at most up to `stop`, that hit in all groups of a kind. The memory that look-ups soon
+    after will read is fetched: slots first, then the records that those name.
+    """
+    cdef Py_ssize_t at, page = start
     while page < stop:
-        fetch_hit(pool, query, kind, (page + 1) * kind.stride - 1, stop * kind.stride)
+        at = (page + 1) * kind.stride - 1
+        if at + 2 * LOOK_AHEAD < stop * kind.stride:
+            fetch(home_of(pool, query.digests[at + 2 * LOOK_AHEAD], kind.id))
+            fetch(&pool.pages[home_of(pool, query.digests[at + LOOK_AHEAD], kind.id).page_id])
         if not hits_all(pool, query, kind, page):
             break
         page += 1
@@ -134,28 +130,28 @@ cdef Query query_of(
 ) noexcept:
     """A look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
-    return Query(&groups.kinds, digests, num_digests, hash_size, ids, False)
+    return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False)
 
 
-cdef bint fetch_hits(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept:
     """Fill the `PageIds` of each group with the pages of a hit in the pool, null pages before those that it needs and where the
-    pool has none. False where memory is short.
+    pool has none. Returns `num_hashes`; -1 where memory is short.
     """
     cdef const Group *group
     cdef PageIds found
     cdef Py_ssize_t g, page, start
-    for g in range(groups.num):
-        group, found = &groups.groups[g], hits[g]
+    for g in range(query.num_groups):
+        group, found = &query.groups[g], hits[g]
         found.num = 0
         if not found.try_reserve(num_hashes // group.stride):
-            return False
+            return -1
         found.num = num_hashes // group.stride
         start = find_first_hit_page(query, group, num_hashes)
         for page in range(start):
             found.ids[page] = NULL_PAGE
         for page in range(start, found.num):
             found.ids[page] = find_within(pool, query.digests[(page + 1) * group.stride - 1], group.id, query.ids)
-    return True
+    return num_hashes
 
 
 cdef Range range_in(PageStore store, tuple ids) except *:
@@ -177,14 +173,12 @@ def find_prefix(
     cdef HashChain hashes = require_instance(chain, HashChain, "chain")
     cdef Range inside = range_in(store, ids)
     cdef tuple hits = new_ids(groups.num)
-    cdef bint has_room
     cdef Query query
     with hashes.lock, store.lock:
         query = query_of(groups, hashes.digests, hashes.num, hashes.page_size, num, inside)
         query.reaches_tier = reaches_tier and store.pool.tier != NULL
-        num_hashes = find_longest(&store.pool, &query)
-        has_room = fetch_hits(&store.pool, &query, groups, num_hashes, hits)
-    if not has_room:
+        num_hashes = fetch_hits(&store.pool, &query, find_longest(&store.pool, &query), hits)
+    if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
     return hits, num_hashes * hashes.page_size
 
@@ -195,153 +189,11 @@ cdef enum:
 cdef object ndarray = np.ndarray
 
 
-cdef bint is_hit(Pool *pool, const Prefix *prefix, const int32_t *ids, Py_ssize_t i) noexcept nogil:
-    """Whether the page that was found for place `i` is cached under its digest."""
-    return has_key(&pool.pages[ids[i]], prefix.digests[(i + 1) * prefix.stride - 1], prefix.group)
-
-
-cdef bint ends_at(Pool *pool, const Prefix *prefix, Py_ssize_t num_pages) noexcept nogil:
+cdef bint ends_at(Pool *pool, const Watch *watch, Py_ssize_t num_pages) noexcept nogil:
     """Whether the page behind the first `num_pages` misses, or may not hit."""
-    if num_pages >= prefix.max_num_pages:
+    if num_pages >= watch.max_num_pages:
         return True
-    return find_within(pool, prefix.digests[(num_pages + 1) * prefix.stride - 1], prefix.group, prefix.ids) == NULL_PAGE
-
-
-cdef class Refusal:
-    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, hold `num_hit_tokens` tokens; both shrink
-    as the last hits are evicted. While the hits are watched, `is_short` knows that the refusal stands.
-    """
-
-    def __cinit__(self, tuple hits not None, num_tokens, num_hit_tokens):
-        if not all([isinstance(ids, PageIds) for ids in hits]):
-            raise ArgumentTypeError(f"hits: got {[type(ids).__name__ for ids in hits]}, allowed: PageIds")
-        self.hits = hits
-        self.num_tokens = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
-        self.num_hit_tokens = size_of(num_hit_tokens, "num_hit_tokens", 0, self.num_tokens)
-
-    def __reduce__(self):
-        raise ArgumentTypeError("a refusal cannot be pickled")
-
-    cdef bint watch_hits(self, PageStore store, CacheGroups groups, HashChain chain) except -1:
-        """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
-        would find exactly them now, and no tier may have more. O(pages).
-        """
-        cdef const Group *group = groups.groups
-        cdef PageIds ids = store.checked(self.hits[0]) if len(self.hits) == 1 else None
-        if ids is None or groups.num != 1 or not hits_leading_pages(group) or groups.kinds.use_eagle:
-            return False
-        with chain.lock, store.lock:
-            self.page_size = group.stride * chain.page_size
-            self.prefix = Prefix(chain.digests, group.stride, 0, group.id, Range(0, store.pool.num_pages))
-            self.prefix.max_num_pages = min(max(0, self.num_tokens - 1) // self.page_size, chain.num // group.stride)
-            if store.pool.tier == NULL and self.has_cached_hits(store, ids):
-                self.begin(&store.pool, ids.num - count_free(&store.pool, ids.ids, ids.num))
-        if self.watch.is_leading:
-            self.store, self.chain = store, chain
-        return self.watch.is_leading
-
-    cdef bint has_cached_hits(self, PageStore store, PageIds ids) noexcept:
-        """Whether `ids` are as many pages as the hits have tokens for, and cached."""
-        cdef Py_ssize_t i
-        if ids.num > self.prefix.max_num_pages or ids.num * self.page_size != self.num_hit_tokens:
-            return False
-        for i in range(ids.num):
-            if not is_hit(&store.pool, &self.prefix, ids.ids, i):
-                return False
-        return True
-
-    cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept:
-        """Watch hits that are cached, `num_held` of them held: one by one, unless the page behind them hits too. The pool is
-        locked.
-        """
-        cdef Py_ssize_t i, n = self.num_hit_tokens // self.page_size if self.prefix.stride else 0
-        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, n, num_held, False)
-        self.watch.is_leading = self.prefix.stride and ends_at(pool, &self.prefix, n)
-        for i in range(n if self.watch.is_leading else 0):
-            pool.pages[self.first_ids()[i]].group |= WATCHED
-
-    cdef const int32_t *first_ids(self) noexcept:
-        return (<PageIds>self.hits[0]).ids if self.hits else NULL
-
-    cdef bint finds_hits(self, Pool *pool) noexcept:
-        """Whether a look-up would find the hits, less those evicted from the end on since, and at most `watch.num_held` of them
-        held. O(pages evicted). The pool is locked.
-        """
-        cdef Watch *watch = &self.watch
-        if watch.num_reused != pool.num_reused:
-            return False
-        if not watch.is_leading:
-            return watch.num_changes == count_changes(pool)
-        while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
-            if is_hit(pool, &self.prefix, self.first_ids(), watch.num_pages - 1):
-                break
-            watch.num_pages -= 1
-            watch.num_unwatched += 1
-        if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, &self.prefix, watch.num_pages):
-            return False
-        self.num_hit_tokens = watch.num_pages * self.page_size
-        return True
-
-    cdef bint finds_watched_hits(self) noexcept:
-        """The same for those of a chain. It and the pool are locked."""
-        self.prefix.digests = self.chain.digests
-        return self.chain.num // self.prefix.stride >= self.prefix.max_num_pages and self.finds_hits(&self.store.pool)
-
-    def has_same_hits(self) -> bool:
-        """Whether a look-up would find the watched hits; those evicted from the end on go out of them. O(pages evicted)."""
-        cdef bint is_same
-        cdef PageIds ids
-        if self.store is None:
-            return False
-        with self.chain.lock, self.store.lock:
-            is_same = self.finds_watched_hits()
-        if is_same and self.watch.num_pages < len(self.hits[0]):
-            ids = PageIds.__new__(PageIds)
-            ids.add(self.first_ids(), self.watch.num_pages)
-            self.hits = (ids,)
-        return is_same
-
-    cdef bint is_short(self, int64_t num_new_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether it is certain that too few pages are free for the watched hits and `num_new_pages` behind them. O(1)."""
-        cdef int64_t num_pages
-        cdef bint is_short
-        if self.store is None:
-            return False
-        with self.chain.lock, self.store.lock:
-            num_pages = num_new_pages + (<PageIds>self.hits[0]).num - self.watch.num_held
-            is_short = self.finds_watched_hits() and self.watch.num_pages == (<PageIds>self.hits[0]).num
-            is_short = is_short and not has_free_pages(&self.store.pool, num_pages, num_reserved, -1)
-        return is_short
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class RequestHashes:
-    """The digests of a request's full pages, computed on demand.
-
-    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
-    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal. ``is_short``: too few
-    pages were free to load what the host tier has.
-    """
-
-    def __cinit__(self, request, HashChain chain not None, extra_keys=None):
-        self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
-
-    def __reduce__(self):
-        raise ArgumentTypeError("RequestHashes references the secret key of the hashes and cannot be pickled or copied")
-
-
-cdef Tokens count_tokens(
-    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
-) except *:
-    """The tokens of a request that knows `num_known`. None for the others: all, and no limit."""
-    cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
-    if num_tokens is not None:
-        tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)
-    if max_num_new_tokens is not None:
-        tokens.max_num_new = size_of(max_num_new_tokens, "max_num_new_tokens", 1)
-    return tokens
+    return find_within(pool, watch.digests[(num_pages + 1) * watch.stride - 1], watch.group, watch.ids) == NULL_PAGE
 
 
 cdef bint are_same(tuple mine, tuple others) except -1:
@@ -381,12 +233,114 @@ cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except 
 
 
 @cython.final
-cdef class RowRefusal(Refusal):
-    """A refused request for a row, which keeps its tokens, and how to recognise it."""
+@cython.auto_pickle(False)
+cdef class Refusal:
+    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, hold `num_hit_tokens` tokens; both shrink
+    as the last hits are evicted.
+
+    It needs at least as many free pages the next time, unless one of its hits got another holder or a further page of it was
+    cached: see `Watch`. The refusal of a row keeps its tokens, and how to recognise it.
+    """
+
+    def __init__(self):
+        raise TypeError("a Refusal is what a refused request leaves")
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a refusal cannot be pickled")
+
+    cdef void begin(
+        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
+        int64_t num_changes,
+    ) noexcept:
+        """Watch hits among `ids`, found after `num_changes` changes of the index, `num_held` of them held. The pool is locked.
+        O(hits).
+        """
+        cdef const Group *group = groups.groups
+        cdef Watch *watch = &self.watch
+        cdef Py_ssize_t i
+        watch.num_changes, watch.num_reused, watch.num_unwatched = num_changes, pool.num_reused, pool.num_unwatched
+        watch.num_held = num_held
+        if not self.hits or groups.num > 1 or not hits_leading_pages(group) or num_changes != count_changes(pool):
+            return
+        watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
+        watch.ids, watch.digests, watch.num_pages = ids, digests, self.num_hit_tokens // watch.page_size
+        watch.max_num_pages = min(max(0, self.num_tokens - 1) // watch.page_size, num_digests // group.stride)
+        if not ends_at(pool, watch, watch.num_pages):
+            watch.stride = 0
+        for i in range(watch.num_pages if watch.stride else 0):
+            pool.pages[(<PageIds>self.hits[0]).ids[i]].group |= WATCHED
+
+    cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1:
+        """The same for the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and
+        are all that a look-up would find, since there is no tier with more.
+        """
+        cdef PageIds ids = self.hits[0]
+        cdef Pool *pool = &store.pool
+        self.store, self.chain, self.shard = store, chain, -1
+        with chain.lock, store.lock:
+            if pool.tier == NULL and not groups.kinds.use_eagle:
+                self.begin(
+                    pool, groups, chain.digests, chain.num, Range(0, pool.num_pages),
+                    ids.num - count_free(pool, ids.ids, ids.num), num_changes,
+                )
+        return self.watch.stride > 0
+
+    cdef bint finds_hits(self, Pool *pool) noexcept:
+        """Whether a look-up would find the hits, less those evicted from the end on since, and at most `watch.num_held` of them
+        held. O(pages evicted). The locks are held.
+        """
+        cdef Watch *watch = &self.watch
+        cdef Py_ssize_t last
+        if watch.num_reused != pool.num_reused:
+            return False
+        if not watch.stride:
+            return watch.num_changes == count_changes(pool)
+        if self.chain is not None:
+            watch.digests = self.chain.digests
+        while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
+            last = watch.num_pages - 1
+            if has_key(
+                &pool.pages[(<PageIds>self.hits[0]).ids[last]], watch.digests[(last + 1) * watch.stride - 1], watch.group
+            ):
+                break
+            watch.num_pages = last
+            watch.num_unwatched += 1
+        if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, watch, watch.num_pages):
+            return False
+        self.num_hit_tokens = watch.num_pages * watch.page_size
+        return True
+
+    cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
+        """Whether too few pages are free for `num_pages` pages, the hits that a look-up `finds_hits` among them. O(1)."""
+        return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
+
+    cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
+        """The same for a request all of whose hits have stayed; False for another one."""
+        cdef bint is_short
+        with self.chain.lock, self.store.lock:
+            is_short = self.finds_hits(&self.store.pool) and self.watch.num_pages == (<PageIds>self.hits[0]).num
+            is_short = is_short and self.is_short(&self.store.pool, num_pages, num_reserved)
+        return is_short
+
+    def has_same_hits(self) -> bool:
+        """Whether a look-up would find the hits of a request. Those evicted from the end on go out. O(pages evicted)."""
+        cdef bint is_same
+        cdef PageIds ids
+        if self.store is None:
+            return False
+        with self.chain.lock, self.store.lock:
+            is_same = self.finds_hits(&self.store.pool)
+        if is_same and self.watch.num_pages < len(self.hits[0]):
+            ids = PageIds.__new__(PageIds)
+            ids.add((<PageIds>self.hits[0]).ids, self.watch.num_pages)
+            self.hits = (ids,)
+        return is_same
 
     @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request is this one, which has `tokens`: O(1) for the list or memory that they came in, else O(tokens)."""
+        """Whether a request for a row is this one, which has `tokens`. O(1) for the list or memory that they came in, else
+        O(tokens).
+        """
         cdef object source = token_ids
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
@@ -403,3 +357,33 @@ cdef class RowRefusal(Refusal):
                 return False
             self.source = source
         return True
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class RequestHashes:
+    """The digests of a request's full pages, computed on demand.
+
+    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
+    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
+    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal. ``is_short``: too few
+    pages were free to load what the host tier has.
+    """
+
+    def __cinit__(self, request, HashChain chain not None, extra_keys=None):
+        self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
+
+    def __reduce__(self):
+        raise ArgumentTypeError("RequestHashes references the secret key of the hashes and cannot be pickled or copied")
+
+
+cdef Tokens count_tokens(
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
+) except *:
+    """The tokens of a request that knows `num_known`. None for the others: all, and no limit."""
+    cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
+    if num_tokens is not None:
+        tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)
+    if max_num_new_tokens is not None:
+        tokens.max_num_new = size_of(max_num_new_tokens, "max_num_new_tokens", 1)
+    return tokens

@@ -29,6 +29,7 @@ cdef struct Step:             # the next tokens of a request
     int32_t context           # see `Origin`
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
+    int64_t num_changes       # of the index before it was refused for want of pages
     int32_t wrong_page        # the page that an outcome is about, and its place in its group
     Py_ssize_t wrong_at
     Py_ssize_t wrong_num      # pages of that group
@@ -58,6 +59,9 @@ cdef class RequestPages:
     cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept
     cdef void enter_full(self, const Contents *contents, Py_ssize_t num_digests, int64_t num_tokens) noexcept
     cdef void rewind(self, int64_t num_computed) noexcept
+    cdef int enter_computed(
+        self, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed, object context
+    ) except -1
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
     cdef int32_t find_shard(self) noexcept
@@ -67,5 +71,4 @@ cdef class RequestPages:
 cdef void lock_chain(HashChain chain) noexcept
 cdef void unlock_chain(HashChain chain) noexcept
 cdef void set_contents(Contents *contents, HashChain chain) noexcept
-cdef Hits *new_hits(tuple hits) except? NULL
-cdef void set_hits(Hits *array, tuple hits) noexcept
+cdef Hits *list_hits(tuple hits) noexcept

@@ -7,22 +7,21 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.arguments cimport as_list, as_shard, size_of
+from pagepool.core.arguments cimport as_list, size_of
 from pagepool.core.holdings cimport (
-    FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Source, Waiting,
-    are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_demanded, count_free_hits,
-    count_moves, count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states,
-    enter_waiting, find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of,
-    list_last_first, price, put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
+    are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
+    count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
+    find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, list_last_first,
+    price, put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport new_ids
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, shard_of
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state, pages_for
-from pagepool.core.siphash cimport Digest
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError
 
@@ -74,33 +73,13 @@ cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
     return checked
 
 
-cdef Hits *new_hits(tuple hits) except? NULL:
-    """Room for the hits of each group; NULL without any."""
-    cdef Hits *array = NULL
-    if hits:
-        array = <Hits *>malloc(len(hits) * sizeof(Hits))
-        if array == NULL:
-            raise MemoryError(f"the hits of {len(hits)} groups")
-    return array
-
-
-cdef void set_hits(Hits *array, tuple hits) noexcept:
-    """Fill the array with the hits of each group."""
+cdef Hits *list_hits(tuple hits) noexcept:
+    """The hits of each group in new memory; NULL without any, and where memory is short."""
     cdef Py_ssize_t g
-    for g in range(len(hits)):
+    cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
+    for g in range(len(hits) if array != NULL else 0):
         array[g] = Hits((<PageIds>hits[g]).ids, <int32_t>(<PageIds>hits[g]).num)
-
-
-cdef bint is_in_shard(const Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t *shard) noexcept:
-    """Whether all pages, null pages aside, are in one shard, which is set by the first of them where it is -1."""
-    cdef Py_ssize_t i
-    for i in range(n if pool.num_shards else 0):
-        if ids[i] != NULL_PAGE:
-            if shard[0] < 0:
-                shard[0] = shard_of(pool, ids[i])
-            if shard_of(pool, ids[i]) != shard[0]:
-                return False
-    return True
+    return array
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
@@ -120,6 +99,17 @@ cdef int64_t capacity_for(int64_t num_pages) noexcept:
     while capacity < num_pages:
         capacity *= 2
     return capacity
+
+
+cdef bint reserve_ids(Held *held, int64_t num_pages) noexcept:
+    """Make room for `num_pages` ids; False where memory is short."""
+    cdef int32_t *ids
+    if capacity_for(num_pages) > capacity_for(held.num_pages):
+        ids = <int32_t *>realloc(held.ids, capacity_for(num_pages) * sizeof(int32_t))
+        if ids == NULL:
+            return False
+        held.ids = ids
+    return True
 
 
 @cython.final
@@ -230,35 +220,29 @@ cdef class RequestPages:
         return copies
 
     def allocate(
-        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0, context=0, shard=None,
-        num_shards=0, num_reserved=0,
+        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0
     ) -> tuple | None:
         """Give `num_tokens` tokens slots, as one transaction: first give back the pages that no token from
         `num_computed_tokens` on attends to; then make `hits`, found under `chain`, the first pages, and take the missing ones;
         then keep the states after `num_computed_tokens` tokens that are due, and enter the pages that `num_tokens_to_cache`
-        tokens fill in the prefix index with a context of `EntryJournal.add_context`. Return the new pages of each group.
-
-        None if the pool has too few free pages beside `num_reserved`, or if only the shard has; the hits count as used just
-        now in the latter case. Pages that were given back stay so.
+        tokens fill in the prefix index. Return the new pages of each group; None if the pool has too few free pages. Pages that
+        were given back stay so.
 
         Errors, where nothing has changed: PageHashError for a hit that has another content by now, and for a page that was
         entered as something else; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
         transfers of its pages are due; DoubleFreeError if somebody else gave back a page that is due. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
-        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
         cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
         step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
-        step.context = self.store.checked_context(context)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        step.demand.num_reserved = size_of(num_reserved, "num_reserved_pages")
-        step.demand.shard, step.stays_in_shard = as_shard(shard, divided), False
+        step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        outcome = self.allocate_checked(&step, checked, chain, None, divided, new)
+        outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
         if outcome != DONE and outcome != TOO_FEW:
             self.refuse(outcome, &step, checked, chain)
         return new if outcome == DONE else None
@@ -269,14 +253,15 @@ cdef class RequestPages:
         """Allocate with the locks of the chain, which hashes `tokens` first, and of the store, divided into `num_shards` shards
         (0: as it is).
         """
-        cdef Hits *array = new_hits(hits)
+        cdef Hits *array = list_hits(hits)
         cdef Outcome outcome
+        if hits and array == NULL:
+            return NO_MEMORY
         lock_chain(chain)
         try:
             if tokens is not None and not chain.extend_locked(tokens):
                 return NO_MEMORY
             self.store.lock_divided(num_shards)
-            set_hits(array, hits)
             step.demand.hits = array
             outcome = self.allocate_locked(step, chain, new)
             self.store.lock.release()
@@ -311,6 +296,7 @@ cdef class RequestPages:
             self.stay_in_shard(demand)
         if demand.num_new or demand.hits != NULL:
             outcome = self.take(demand, new)
+            step.num_changes = count_changes(pool)
         if outcome == DONE and has_states:
             self.keep_states(step, &contents, <int64_t>num_digests * chain.page_size if chain is not None else 0, new)
         if outcome == DONE and step.num_to_cache and chain is not None:
@@ -333,7 +319,7 @@ cdef class RequestPages:
                 return LOST_PAGE
         if self.has_foreign_entry(step, contents, num_digests):
             return ENTERED_OTHERWISE
-        step.wrong_page = find_held_free(pool, count_demanded(&step.demand))
+        step.wrong_page = find_held_free(pool, step.demand.num_taken)
         return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
 
     cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept:
@@ -355,21 +341,24 @@ cdef class RequestPages:
         return False
 
     cdef void stay_in_shard(self, Demand *demand) noexcept:
-        """Take new pages from the shard of all pages and hits, if they are in one, in place of the demanded one. O(pages)."""
+        """Take new pages from the shard of all pages, or hits, if they are in one, in place of the demanded one. O(pages)."""
+        cdef Pool *pool = &self.store.pool
+        cdef const int32_t *ids
         cdef int32_t shard = -1
-        cdef Py_ssize_t g
-        cdef bint is_one = True
-        for g in range(self.holding.num_groups):
-            is_one = is_one and is_in_shard(&self.store.pool, self.holding.held[g].ids, self.holding.held[g].num_pages, &shard)
-            if demand.hits != NULL:
-                is_one = is_one and is_in_shard(&self.store.pool, demand.hits[g].ids, demand.hits[g].num, &shard)
-        if is_one and shard >= 0:
+        cdef Py_ssize_t g, i
+        for g in range(self.holding.num_groups if pool.num_shards else 0):
+            ids = self.holding.held[g].ids if demand.hits == NULL else demand.hits[g].ids
+            for i in range(self.holding.held[g].num_pages if demand.hits == NULL else demand.hits[g].num):
+                if ids[i] != NULL_PAGE and shard >= 0 and shard_of(pool, ids[i]) != shard:
+                    return
+                if ids[i] != NULL_PAGE:
+                    shard = shard_of(pool, ids[i])
+        if shard >= 0:
             demand.shard = shard
 
     cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept:
         """Allocate room for hits, and for new pages here and in `new`, and for copies; False where memory is short."""
         cdef Held *held
-        cdef int32_t *ids
         cdef Py_ssize_t g, num_copies = count_state_hits(&self.holding, demand.hits)
         cdef int64_t n, num_held
         for g in range(self.holding.num_groups if new is not None else 0):
@@ -378,11 +367,8 @@ cdef class RequestPages:
             num_held = held.num_pages + count_attached(&self.holding, demand, g) + n
             if n > self.store.pool.num_pages:  # it will not fit
                 continue
-            if capacity_for(num_held) > capacity_for(held.num_pages):
-                ids = <int32_t *>realloc(held.ids, capacity_for(num_held) * sizeof(int32_t))
-                if ids == NULL:
-                    return False
-                held.ids = ids
+            if not reserve_ids(held, num_held):
+                return False
             if not (<PageIds>new[g]).try_reserve(n + is_state(&self.holding.groups[g].rules)):
                 return False
         return reserve_copies(&self.store.pool, num_copies + (self.holding.num_groups if has_states else 0))
@@ -416,13 +402,13 @@ cdef class RequestPages:
         """Keep the states that are due as checkpoints, if their tokens are known and hashed; then look at them no more, since
         the step writes the working pages.
         """
-        cdef Source source = Source(step.demand.shard, step.demand.num_reserved)
         cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
         cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
         cdef Py_ssize_t g
         for g in range(self.holding.num_groups):
             if keep_state(
-                &self.store.pool, &self.holding, <int32_t>g, contents if is_known else NULL, num_computed, &source
+                &self.store.pool, &self.holding, <int32_t>g, contents if is_known else NULL, num_computed, step.demand.shard,
+                step.demand.num_reserved,
             ):
                 (<PageIds>new[g]).put(self.holding.held[g].ids, 1)
 
@@ -444,12 +430,9 @@ cdef class RequestPages:
     cdef bint make_room(self, const Holding *source) noexcept:
         """Allocate room for the pages that another request holds; False where memory is short."""
         cdef Py_ssize_t g
-        cdef int32_t *ids
         for g in range(source.num_groups):
-            ids = <int32_t *>realloc(self.holding.held[g].ids, capacity_for(source.held[g].num_pages) * sizeof(int32_t))
-            if ids == NULL and source.held[g].num_pages:
+            if not reserve_ids(&self.holding.held[g], source.held[g].num_pages):
                 return False
-            self.holding.held[g].ids = ids
         return True
 
     cdef int32_t find_shard(self) noexcept:
@@ -499,20 +482,9 @@ cdef class RequestPages:
         again. A page that has an entry keeps it. PageHashError, and nothing changed, if a page was entered as something else.
         O(pages due).
         """
-        cdef Step step
-        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
-        cdef bint is_right
-        step.num_to_cache = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        with chain.lock, self.store.lock:
-            set_contents(&contents, chain)
-            is_right = not self.has_foreign_entry(&step, &contents, chain.num)
-            if is_right:
-                self.rewind(step.num_computed)
-                self.enter_full(&contents, chain.num, step.num_to_cache)
-                self.plan()
-        if not is_right:
-            self.refuse(ENTERED_OTHERWISE, &step, (), chain)
+        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        self.enter_computed(chain, num, num_computed, False, False, context)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
         """Enter the pages that `num_tokens` tokens fill, some of which came from elsewhere, in the prefix index. Give back
@@ -520,12 +492,19 @@ cdef class RequestPages:
 
         PageHashError, and nothing changed, if a page was entered as something else. O(pages given back and entered).
         """
+        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        self.enter_computed(chain, num, INT64_MAX, True, is_failed, context)
+
+    cdef int enter_computed(
+        self, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed, object context
+    ) except -1:
+        """`end_external` if it `is_external`, else `enter`."""
+        cdef Pool *pool = &self.store.pool
         cdef Step step
         cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
         cdef Py_ssize_t num_digests = 0
         cdef bint is_right
-        step.num_to_cache = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
-        step.num_computed = INT64_MAX
+        step.num_to_cache, step.num_computed = num_tokens, num_computed
         lock_chain(chain)
         self.store.lock.acquire()
         if chain is not None:
@@ -533,18 +512,19 @@ cdef class RequestPages:
             num_digests = chain.num
         is_right = not self.has_foreign_entry(&step, &contents, num_digests)
         if is_right:
-            skip_unread(&self.store.pool, &self.holding, <int32_t>step.num_to_cache)
-            self.enter_full(&contents, num_digests, step.num_to_cache)
+            self.rewind(num_computed)
+            if is_external:
+                skip_unread(pool, &self.holding, <int32_t>num_tokens)
+            self.enter_full(&contents, num_digests, num_tokens)
             if is_failed:
-                forget_uncomputed(
-                    &self.store.pool, &self.holding, <int32_t>step.num_to_cache, contents.digests, num_digests
-                )
-                put_back_behind(&self.store.pool, &self.holding, <int32_t>step.num_to_cache)
+                forget_uncomputed(pool, &self.holding, <int32_t>num_tokens, contents.digests, num_digests)
+                put_back_behind(pool, &self.holding, <int32_t>num_tokens)
             self.plan()
         self.store.lock.release()
         unlock_chain(chain)
         if not is_right:
             self.refuse(ENTERED_OTHERWISE, &step, (), chain)
+        return 0
 
     def require_copies_taken(self, bint may_be_read=False) -> None:
         """CopiesDueError while copies or transfers of the pages are due, except copies from them if they `may_be_read`."""
@@ -616,7 +596,6 @@ cdef class RequestPages:
         cdef int64_t num_computed = MAX_TOKENS
         cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
         cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
-        cdef const Digest *digests = NULL
         cdef Py_ssize_t bad = -1, num_digests = 0
         cdef bint has_room
         if num_computed_tokens is not None:
@@ -629,13 +608,13 @@ cdef class RequestPages:
             bad = self.store.give_back_ids(ids.ids, ids.num, False)
         if has_room and bad < 0:
             if chain is not None:
-                digests, num_digests = chain.digests, chain.num
+                num_digests = chain.num
                 set_contents(&contents, chain)
                 if num_last <= <int64_t>num_digests * chain.page_size and not awaits_copies(&self.store.pool, &self.holding):
                     enter_states(&self.store.pool, &self.holding, &contents, <int32_t>num_last)
             drop_copies(&self.store.pool, &self.holding)
             if num_computed_tokens is not None:
-                forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, digests, num_digests)
+                forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, contents.digests, num_digests)
             empty(&self.holding)
             self.plan()
         self.store.lock.release()

@@ -12,19 +12,19 @@ from pagepool.core.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.holdings cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_demanded, count_state_hits,
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits,
     enter_waiting, fit, price, reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.lookups cimport (
-    Prefix, Query, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
+    Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
 )
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.request_pages cimport new_hits, set_hits
-from pagepool.core.rules cimport MAX_TOKENS, Group, hits_leading_pages
+from pagepool.core.request_pages cimport list_hits
+from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 from pagepool.core.tier cimport look_up
@@ -57,27 +57,29 @@ cdef class RowRequest:
 
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef object token_ids
+    cdef object source              # the list, or the `PageIds`, with the tokens
+    cdef PageIds token_ids
+    cdef Tokens tokens
     cdef object options
-    cdef object num_tokens
-    cdef object max_num_new_tokens
     cdef Py_ssize_t num_reserved
-    cdef Py_ssize_t interval        # see `Tokens`
-    cdef Py_ssize_t num_external    # see `Tokens`
-    cdef Tokens tokens              # while the row is claimed, as are the next two
-    cdef int32_t shard
+    cdef int32_t shard              # while the row is claimed, as is the next
     cdef int32_t context
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, interval=0, num_external_tokens=0,
     ):
-        self.rows, self.row = rows, rows.checked_row(row)
-        self.token_ids, self.options = token_ids, options
-        self.num_tokens, self.max_num_new_tokens = num_tokens, max_num_new_tokens
+        cdef Py_ssize_t checked_interval = size_of(interval, "interval", 0, MAX_TOKENS)
+        cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
+        self.rows, self.row, self.options = rows, rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        self.interval = size_of(interval, "interval", 0, MAX_TOKENS)
-        self.num_external = size_of(num_external_tokens, "num_external_tokens")
+        self.token_ids = as_page_ids(token_ids, "token_ids")
+        self.source = token_ids if type(token_ids) is list else self.token_ids
+        if self.token_ids.num == 0:
+            raise ArgumentError("token_ids: got none, allowed: at least 1")
+        if self.token_ids.num > rows.batch.max_num_tokens:
+            rows.refuse_length(self.row, self.token_ids.num)
+        self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, checked_interval, num_external)
 
     def admit(self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
@@ -87,36 +89,29 @@ cdef class RowRequest:
         counts an admitted request.
         """
         cdef RunningRows rows = self.rows
-        cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
         cdef object result = None
-        cdef Tokens counts
         cdef int32_t checked_context = rows.store.checked_context(context)
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
-        if tokens.num == 0:
-            raise ArgumentError("token_ids: got none, allowed: at least 1")
-        if tokens.num > rows.batch.max_num_tokens:
-            rows.refuse_length(self.row, tokens.num)
-        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num, self.interval, self.num_external)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim()
-        self.tokens, self.shard, self.context = counts, checked_shard, checked_context
+        self.shard, self.context = checked_shard, checked_context
         try:
-            self.set_contents(tokens, keys)
+            self.set_contents(keys)
             result = self.take(takes_hits and rows.batch.hash_page_size)
-            is_admitted = type(result) is not RowRefusal
+            is_admitted = type(result) is not Refusal
             if not is_admitted:
-                (<RowRefusal>result).interval, (<RowRefusal>result).num_external = self.interval, self.num_external
-                (<RowRefusal>result).options = self.options if type(self.options) is tuple else None
-                (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
+                (<Refusal>result).interval, (<Refusal>result).num_external = self.tokens.interval, self.tokens.num_external
+                (<Refusal>result).options = self.options if type(self.options) is tuple else None
+                (<Refusal>result).source = self.source
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
                 rows.batch.states[self.row].is_claimed = 0
         if is_admitted and counter is not None:
-            counter.count(tokens.num, rows.batch.states[self.row].num_hits)
+            counter.count(self.tokens.num_known, rows.batch.states[self.row].num_hits)
         return result if is_admitted else None
 
     cdef int claim(self) except -1:
@@ -129,9 +124,10 @@ cdef class RowRequest:
             raise ArgumentError(f"row {self.row} is admitted already, or being admitted")
         return 0
 
-    cdef int set_contents(self, PageIds tokens, list extra_keys) except -1:
+    cdef int set_contents(self, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
         cdef RunningRows rows = self.rows
+        cdef PageIds tokens = self.token_ids
         cdef Batch *batch = &rows.batch
         cdef const int32_t *copied = tokens_of(batch, self.row)
         cdef Py_ssize_t start, num_kept = 0
@@ -170,28 +166,29 @@ cdef class RowRequest:
         return 0
 
     cdef object take(self, bint takes_hits):
-        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
+        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `Refusal`, and nothing taken,
         if too few pages are free.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
-        cdef RowRefusal refusal = RowRefusal(hits, self.tokens.num_known, 0)
+        cdef Refusal refusal = Refusal.__new__(Refusal)
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE
         cdef int64_t num_changes
-        cdef Hits *array = new_hits(hits)
+        cdef Hits *array = NULL
         cdef Demand demand
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
+        refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.enter_call()
         try:
             batch.states[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
-                has_room = self.find_hits(refusal, array, &is_short)
+                has_room = self.find_hits(refusal, &array, &is_short)
             num_hit_tokens = refusal.num_hit_tokens  # made before anything is taken
-            demand.hits, demand.num_reserved, demand.shard = NULL if is_short else array, self.num_reserved, self.shard
+            demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, &holding, &demand, NULL, batch.states[self.row].num_hashed)
@@ -201,7 +198,7 @@ cdef class RowRequest:
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
                 else:
-                    held_free = find_held_free(batch.pool, count_demanded(&demand))
+                    held_free = find_held_free(batch.pool, demand.num_taken)
                     if held_free == NULL_PAGE and has_room:
                         self.fill_row(&demand, <int32_t>refusal.num_hit_tokens)
         finally:
@@ -214,8 +211,10 @@ cdef class RowRequest:
             raise MemoryError("the pages that were hit")
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint find_hits(self, RowRefusal refusal, Hits *array, bint *is_short) noexcept:
-        """Find the hits, which a refusal would keep. False where memory is short. The locks are held."""
+    cdef bint find_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
+        """Find the hits, which a refusal would keep; none if pages to load them into are short. False where memory is short.
+        The locks are held.
+        """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
@@ -228,31 +227,27 @@ cdef class RowRequest:
         cdef Py_ssize_t num_hashes = look_up(
             batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
         )
-        set_hits(array, refusal.hits)
+        if num_hashes < 0:
+            return False
         if is_short[0]:
             refusal.hits = ()
-        else:
-            refusal.num_hit_tokens = max(0, num_hashes) * batch.hash_page_size
-        return num_hashes >= 0
+            return True
+        refusal.num_hit_tokens = num_hashes * batch.hash_page_size
+        array[0] = list_hits(refusal.hits)
+        return array[0] != NULL
 
-    cdef void begin_refusal(self, RowRefusal refusal, const Demand *demand, int64_t num_changes) noexcept:
+    cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
-        cdef Group *group = &batch.groups[0]
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
         for g in range(batch.num_groups):
             num_held += count_attached(&holding, demand, g)
         num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
-        refusal.shard = self.shard
-        if refusal.hits and batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(batch.pool):
-            refusal.page_size = group.rules.page_size
-            refusal.prefix = Prefix(
-                digests_of(batch, self.row), group.stride, (refusal.num_tokens - 1) // refusal.page_size, group.id,
-                ids_in_shard(batch.pool, refusal.shard),
-            )
-        refusal.begin(batch.pool, num_held)
-        refusal.watch.num_changes = num_changes
+        refusal.begin(
+            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.states[self.row].num_hashed,
+            ids_in_shard(batch.pool, self.shard), num_held, num_changes,
+        )
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a demand that fits, and enter the pages that are full, unless they are filled

@@ -35,7 +35,7 @@ cdef class RunningRows:
     cdef tuple lock_order           # the same in the order in which everybody locks them
     cdef list buffers               # the arrays that `batch` points into
     cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
-    cdef list refusals              # by row: the RowRefusal of the request that was tried last, or None
+    cdef list refusals              # by row: the Refusal of the request that was tried last, or None
     cdef bytes key
     cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
     cdef readonly object num_tokens

@@ -17,15 +17,15 @@ from pagepool.core.batch cimport (
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, ForkOutcome, Held, Holding, are_destinations,
-    are_sources, awaits_copies, check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting,
-    find_load_number, find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, note_loads, note_taken,
-    put_back_behind, reserve_copies, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, are_destinations, are_sources,
+    awaits_copies, check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting,
+    find_load_number, find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, put_back_behind, record_loads,
+    record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
-from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pages cimport share, take_from, touch_all
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
@@ -646,11 +646,11 @@ cdef class RunningRows:
         list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
-        cdef RowRefusal refusal = self.refusals[checked]
+        cdef Refusal refusal = self.refusals[checked]
         cdef Holding holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
-        cdef int64_t num_needed
+        cdef int64_t num_pages
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
@@ -661,8 +661,8 @@ cdef class RunningRows:
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
-            num_needed = count_new_pages(&holding, count_room_tokens(&tokens, refusal.num_hit_tokens)) - refusal.watch.num_held
-            is_refused = not has_free_pages(&self.store.pool, num_needed, num_reserved, refusal.shard)
+            num_pages = count_new_pages(&holding, count_room_tokens(&tokens, refusal.num_hit_tokens))
+            is_refused = refusal.is_short(&self.store.pool, num_pages, num_reserved)
         self.let_go()
         return is_refused
 
@@ -1139,7 +1139,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         load_missing(batch, row, <int32_t>g)
         show_row(batch, row, g)
-    note_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
+    record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
     batch.states[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
@@ -1196,7 +1196,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
     held.num_hits = held.num_unique = 0
     held.ranking = Ranking(first, 0)
-    note_taken(pool, held)
+    record_taken(pool, held)
 
 
 cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept:
@@ -1270,7 +1270,8 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
 
 cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = growth.grown_rows[at]
-    refuse_unready(&running.batch, row, is_due, True, at)
+    if is_due:
+        refuse_unready(&running.batch, row, True, True, at)
     if not is_as_grown(&running.batch, growth, at):
         raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
     raise ArgumentError(

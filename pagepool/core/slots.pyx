@@ -1,17 +1,18 @@
-"""Slots for the next tokens of requests."""
+"""Slots for the next tokens of requests, and the pages that look-ups and allocations return."""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport as_long_long, as_shard, size_of
-from pagepool.core.cache_pages cimport CachePages, pages_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
-from pagepool.core.ids cimport new_ids
-from pagepool.core.lookups cimport Refusal
+from pagepool.core.groups cimport CacheGroups
+from pagepool.core.ids cimport PageIds, lists_of, new_ids
+from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, Step
+from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
 from pagepool.core.rules cimport is_state, pages_for
+from pagepool.core.store cimport CachePage, PageStore
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -34,9 +35,30 @@ cdef int64_t count_of(object value) except -1:
     return min(value, MAX_COUNT)
 
 
+cdef struct Counts:           # tokens of a call of `allocate_slots`
+    int64_t num_computed      # before the call
+    int64_t num_new_computed  # in hits
+    int64_t num_tokens        # with those, external ones and new ones
+    int64_t num_slots         # with lookahead tokens, at most those of the model
+    int64_t num_reserved      # pages to leave free
+
+
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
     """The native half of `CacheManager`, which has the lock, and says what is known of requests."""
+
+    cdef PageStore store
+    cdef CacheGroups groups
+    cdef object coordinator
+    cdef object lookups             # `PrefixLookups`
+    cdef dict requests              # request id -> RequestPages
+    cdef dict hashes                # request id -> RequestHashes
+    cdef readonly tuple _no_ids
+    cdef int64_t max_num_tokens
+    cdef int64_t hash_page_size
+    cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
+    cdef bint enables_caching
+    cdef bint hashes_natively
 
     def _begin(self, coordinator, lookups) -> None:
         """`coordinator` has the pages of requests, `lookups` their hashes."""
@@ -140,28 +162,25 @@ cdef class SlotAllocator:
         self, object request, object request_id, Counts *counts, object new_computed_pages, bint is_delayed, object hint,
         object data_parallel_size
     ):
-        """Hash the pages that get full, which fails if tokens are missing; the rest is one native transaction. The manager's
-        lock is held.
+        """Check a call for which something is due, and hash the pages that get full, which fails if tokens are missing. Then
+        allocate. The manager's lock is held.
         """
-        cdef tuple new = None, found = None, hits = self.read_hits(request_id, new_computed_pages)
-        cdef bint has_hits = hits is not self._no_ids, needs_pages, is_admission, is_full, is_due_state
+        cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
+        cdef bint has_hits = hits is not self._no_ids, is_admission, is_full
         cdef RequestPages held = self.requests.get(request_id)
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef HashChain chain = None
-        cdef object contexts = None
-        cdef int64_t num_new, num_hashed = 0
+        cdef int64_t num_pages, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
-        cdef Outcome outcome
         is_admission = held is None
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
-        if hashes is not None and hashes.refusal is not None and data_parallel_size is None:
-            if is_admission and hashes.request is request and hashes.refusal.hits is hits:
-                num_new = max(0, pages_for(&self.groups.groups[0].rules, counts.num_slots) - len(hits[0]))
-                if hashes.refusal.is_short(num_new, counts.num_reserved):
-                    self.lookups.warn_if_hopeless(hits, num_new)
+        if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
+            if hashes.request is request and hashes.refusal.hits is hits:
+                num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
+                if hashes.refusal.is_request_short(num_pages, counts.num_reserved):
+                    self.lookups.warn_if_hopeless(hits, num_pages - len(hits[0]))
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
@@ -173,49 +192,65 @@ cdef class SlotAllocator:
         is_full = step.num_to_cache > 0 and (
             is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
         )
-        is_due_state = self.interval and not is_admission and held.has_states_due(counts.num_computed)
         if is_full:
             num_hashed = max(num_hashed, step.num_to_cache)
-        elif is_due_state and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
-            num_hashed = counts.num_computed
+        elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
+            if held.has_states_due(counts.num_computed):
+                num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
             found = find_shard(self.coordinator.page_pool.num_pages, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
                 hashes = self.lookups.extend(request, num_hashed)
-            chain = hashes.chain
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
-        needs_pages = has_hits or counts.num_slots > held.limits.num_room
-        if needs_pages or is_due_state:
-            new = new_ids(self.groups.num)
         step.num_computed, step.context = counts.num_computed, 0
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
-        if chain is not None:
+        if not has_hits and not num_hashed:
+            hashes = None
+        return self.allocate_hashed(
+            request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
+        )
+
+    cdef object allocate_hashed(
+        self, object request, object request_id, RequestPages held, bint is_admission, tuple hits, RequestHashes hashes,
+        int64_t num_hashed, PageIds tokens, Step *step, int32_t num_shards
+    ):
+        """Allocate for a checked call in one native transaction, and keep what is known of the request, or of its refusal. Its
+        first `num_hashed` tokens have `hashes`, of which `tokens` are still to be hashed; None: no hashes are needed.
+        """
+        cdef tuple new = None, checked = () if hits is self._no_ids else hits
+        cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
+        cdef HashChain chain = None if hashes is None else hashes.chain
+        cdef object contexts = None
+        cdef Outcome outcome
+        if needs_pages or self.interval:
+            new = new_ids(self.groups.num)
+        if hashes is not None:
             if hashes.page_hashes:
-                self.name_pages(hashes, held, hits, counts.num_computed, num_hashed)
+                self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
             contexts = self.lookups.contexts if hashes.extra_keys is not None else None
             if contexts is not None:  # held last, so that no error in between keeps it
                 step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            outcome = held.allocate_checked(&step, hits if has_hits else (), chain, tokens, num_shards, new)
+            outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.requests.pop(request_id, None)
             if step.context:
                 contexts.release(step.context)
-        if chain is not None and hashes.page_hashes:
+        if hashes is not None and hashes.page_hashes:
             self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
-            self.note_refusal(hashes if has_hits else None, held, hits, step.demand.num_new, step.demand.shard >= 0)
+            self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
         if outcome != DONE:
-            held.refuse(outcome, &step, hits if has_hits else (), chain)
+            held.refuse(outcome, step, checked, chain)
         if is_admission:
             self.lookups.count_admission(request, self.count_most_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
@@ -316,16 +351,17 @@ cdef class SlotAllocator:
         self.lookups.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
         return 0
 
-    cdef int note_refusal(
-        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_new, bint is_divided
-    ) except -1:
+    cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Remember what a refused request has hit, and warn if no waiting helps."""
         cdef Py_ssize_t g
+        cdef Refusal refusal
         attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new)
-        if hashes is not None and hashes.query is not None and not is_divided and self.groups.num == 1:
-            refusal = Refusal(hits, hashes.query[0], self.count_tokens(hits, 0))
-            hashes.refusal = refusal if refusal.watch_hits(self.store, self.groups, hashes.chain) else None
+        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
+        if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
+            refusal = Refusal.__new__(Refusal)
+            refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_tokens(hits, 0)
+            is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
+            hashes.refusal = refusal if is_watched else None
         return 0
 
 
@@ -337,3 +373,82 @@ cdef object read_num_tokens(object request):
     except AttributeError:
         return read_count(request, "num_tokens")
     return num_tokens if is_count(num_tokens, &count) else require_int("num_tokens", num_tokens, 0)
+
+
+@cython.freelist(64)
+@cython.auto_pickle(False)
+cdef class CachePages:
+    """Pages for each cache group: the hits of a look-up, or the new pages of an allocation.
+
+    It holds ids; the page objects in ``pages`` are made when they are first read.
+    """
+
+    cdef tuple groups         # `PageIds` of each group, or, without a store, a list of `CachePage` of each
+    cdef PageStore store
+
+    def __init__(self, tuple pages not None, PageStore store=None):
+        """`pages` is one list of `CachePage` for each group or, with `store`, `PageIds` of that pool."""
+        for group in pages:
+            if store is not None:
+                store.checked(group)
+            elif type(group) is not list or not all([isinstance(page, CachePage) for page in group]):
+                allowed = "lists of CachePage, or PageIds and a store"
+                raise ArgumentTypeError(f"pages: got {type(group).__name__}, allowed: {allowed}")
+        self.groups, self.store = pages, store
+
+    @property
+    def pages(self) -> tuple:
+        """One list of page objects for each group."""
+        cdef PageStore store = self.store
+        if store is not None:
+            self.groups = tuple([store.pages(ids) for ids in self.groups])
+            self.store = None
+        return self.groups
+
+    def get_page_ids(self) -> tuple:
+        """One list of page ids for each group. O(pages)."""
+        if self.store is not None:
+            return lists_of(self.groups)
+        return tuple([[page.page_id for page in group] for group in self.groups])
+
+    def get_ids(self, PageStore store not None) -> tuple:
+        """Return the native ids; PageIdError unless the pages belong to `store`."""
+        if self.store is store:
+            return self.groups
+        return tuple([store.ids_of_pages(group) for group in self.pages])
+
+    def get_unhashed_page_ids(self) -> list:
+        """Return the ids of the pages that are not cached. ArgumentError unless there is exactly one group."""
+        if len(self.groups) != 1:
+            raise ArgumentError(f"get_unhashed_page_ids: got {len(self.groups)} groups, allowed: 1")
+        return [page.page_id for page in self.pages[0] if page.page_hash is None]
+
+    def new_empty(self):
+        """Return no pages, for the same number of groups."""
+        return CachePages(tuple([[] for _ in self.groups]))
+
+    def __add__(self, other):
+        """Return the pages of both, group by group. ArgumentError if the numbers of groups differ."""
+        if not isinstance(self, CachePages) or not isinstance(other, CachePages):
+            return NotImplemented
+        if len(self.pages) != len(other.pages):
+            raise ArgumentError(f"+: got {len(other.pages)} groups, allowed: {len(self.pages)}, as many as on the left")
+        return CachePages(tuple([[*mine, *others] for mine, others in zip(self.pages, other.pages)]))
+
+    def __eq__(self, other):
+        """Whether both have the same pages in the same order."""
+        return isinstance(other, CachePages) and self.pages == other.pages
+
+    def __reduce__(self):
+        return type(self), (self.groups, self.store)
+
+    def __repr__(self):
+        """The ids."""
+        return f"CachePages(page_ids={self.get_page_ids()})"
+
+
+cdef CachePages pages_of(tuple groups, PageStore store):
+    """`CachePages` of native ids."""
+    cdef CachePages pages = CachePages.__new__(CachePages)
+    pages.groups, pages.store = groups, store
+    return pages

@@ -1,4 +1,4 @@
-"""Spans of tokens of a request or a running row. The cached pages in them are pinned, retained with a priority, and leased."""
+"""Leases, protection, and spans of tokens of a request or running row, in which cached pages are pinned and retained."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -7,11 +7,11 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
-from pagepool.core.batch cimport digests_of, hash_row, holding_of
+from pagepool.core.batch cimport digests_of, hash_row, held_by
 from pagepool.core.chain cimport HashChain
 from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held, Holding
+from pagepool.core.holdings cimport Held
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
@@ -32,99 +32,17 @@ from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
 
 
-@cython.auto_pickle(False)
-cdef class TokenSpan:
-    """Pages of `store`: those of a request, or row, that lie wholly within its tokens ``[start, stop)``.
-
-    A `stop` of None is the end of its tokens.
+cdef Py_ssize_t find_unholdable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Return the index of the null page, of a free page without an entry or with a reference, or of a page that cannot have a
+    further one; -1: there is none.
     """
-
-    def __cinit__(self, PageStore store not None, start=0, stop=None):
-        self.store = store
-        self.start = size_of(start, "start", 0, INT64_MAX)
-        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
-
-    def __reduce__(self):
-        raise ArgumentTypeError("a span of tokens cannot be pickled")
-
-    cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept:
-        """The places of a group's pages: of `num_pages` those that have digests. Of a state those of its checkpoints."""
-        cdef int64_t size = group.rules.entry_size
-        cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
-        cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
-        if group.id == NO_GROUP:
-            return Range(0, 0)
-        return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
-
-    cdef bint list_group(
-        self, const Group *group, const int32_t *ids, Py_ssize_t n, const Digest *digests, Py_ssize_t num_digests, PageIds found
-    ) noexcept:
-        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests."""
-        cdef Range places = self.pages_of(group, n, num_digests)
-        cdef int32_t i, page_id
-        cdef Digest key
-        if not found.try_reserve(max(0, places.stop - places.start)):
-            return False
-        for i in range(places.start, places.stop):
-            key = digests[(i + 1) * group.stride - 1]
-            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
-            if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
-                found.put(&page_id, 1)
-        return True
-
-    cdef bint list_holding(
-        self, const Holding *holding, const Digest *digests, Py_ssize_t num_digests, PageIds found
-    ) noexcept:
-        """List the cached pages that a request or row holds. False where memory is short."""
-        cdef const Held *held
-        cdef Py_ssize_t g
-        for g in range(holding.num_groups):
-            held = &holding.held[g]
-            if not self.list_group(&holding.groups[g], held.ids, held.num_pages, digests, num_digests, found):
-                return False
-        return True
-
-    cdef bint list_request(
-        self, CacheGroups groups, HashChain chain, RequestPages held, Py_ssize_t num_tokens, PageIds found, tuple hits
-    ) noexcept:
-        """List the cached pages that a request holds, or, if it is None, those that one of so many tokens would hit. False
-        where memory is short. Chain and pool are locked.
-        """
-        cdef Pool *pool = &self.store.pool
-        cdef Query query = query_of(groups, chain.digests, chain.num, chain.page_size, num_tokens, Range(0, pool.num_pages))
-        cdef PageIds ids
-        cdef Py_ssize_t g
-        if held is not None:
-            return self.list_holding(&held.holding, chain.digests, chain.num, found)
-        if not fetch_hits(pool, &query, groups, find_longest(pool, &query), hits):
-            return False
-        for g in range(groups.num):
-            ids = hits[g]
-            if not self.list_group(&groups.groups[g], ids.ids, ids.num, chain.digests, chain.num, found):
-                return False
-        return True
-
-    cdef bint list_row(self, RunningRows rows, Py_ssize_t row, PageIds found) noexcept:
-        """List the cached pages of a row of a locked batch, none if it is not admitted. False where memory is short."""
-        cdef Holding holding = holding_of(&rows.batch, row)
-        if not rows.batch.states[row].is_admitted:
-            return True
-        return self.list_holding(&holding, digests_of(&rows.batch, row), rows.batch.states[row].num_hashed, found)
-
-    cdef Py_ssize_t checked_row(self, RunningRows rows, object row) except -1:
-        cdef Py_ssize_t checked = rows.checked_row(row)
-        self.check_pool(rows.store)
-        return checked
-
-    cdef int check_pool(self, PageStore store) except -1:
-        if store is not self.store:
-            raise ArgumentError("rows or pages: got those of another pool")
-        return 0
-
-    cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1:
-        if not is_admitted:
-            raise ArgumentError(f"row {row} is not admitted")
-        return 0
+    cdef const Page *page
+    cdef Py_ssize_t i
+    for i in range(n):
+        page = &pool.pages[ids[i]]
+        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) and (page.group == NO_GROUP or page.ref_cnt):
+            return i
+    return find_untouchable(pool, ids, n, n)
 
 
 cdef enum PinOutcome:
@@ -140,168 +58,36 @@ cdef struct Verdict:           # on pages to pin
     int32_t bad                # a page that cannot be pinned
 
 
-cdef int32_t find_unpinnable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """A page that cannot have a further reference, or that has some in the free queue; NULL_PAGE: there is none."""
-    cdef Py_ssize_t i = find_untouchable(pool, ids, n, n)
-    if i >= 0:
-        return ids[i]
-    for i in range(n if pool.num_held_free else 0):
-        if is_free(pool, ids[i]) and pool.pages[ids[i]].ref_cnt:
-            return ids[i]
-    return NULL_PAGE
-
-
-cdef Py_ssize_t unpin_group(Pool *pool, const Group *group, Range pages, const Digest *digests) noexcept nogil:
-    """Take back a pin of each page that is pinned with the contents at these places, the last first. Returns of how many."""
-    cdef Py_ssize_t n = 0
-    cdef int32_t i, page_id
-    for i in range(pages.stop - 1, pages.start - 1, -1):
-        page_id = find_pinned(pool, find(pool, digests[(i + 1) * group.stride - 1], group.id))
-        if page_id != NULL_PAGE:
-            take_pin_back(pool, page_id)
-            n += 1
-    return n
-
-
-cdef Py_ssize_t add_pins(int32_t *pins, PageIds found, PageIds fresh) noexcept:
-    """Count a pin for each page that was found, and list those that had none. Returns before which page no more can be."""
-    cdef Py_ssize_t i
-    for i in range(found.num):
-        if pins[found.ids[i]] == INT32_MAX:
-            return i
-        if pins[found.ids[i]] == 0:
-            fresh.put(&found.ids[i], 1)
-        pins[found.ids[i]] += 1
-    return found.num
-
-
 cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verdict) noexcept:
     """Pin all pages that were found, or none; `fresh` lists those without pins. The pool is locked."""
     cdef Pool *pool = &store.pool
-    cdef Py_ssize_t i, num_done
+    cdef Py_ssize_t i, bad, num_done = 0
     verdict.num_pinned = pool.num_pinned
+    verdict.outcome = PINNED
     if found.num == 0:
         return
     if not store.make_pins() or not fresh.try_reserve(found.num):
         verdict.outcome = SHORT_OF_MEMORY
         return
-    num_done = add_pins(pool.pins, found, fresh)
+    while num_done < found.num and pool.pins[found.ids[num_done]] < INT32_MAX:
+        if pool.pins[found.ids[num_done]] == 0:
+            fresh.put(&found.ids[num_done], 1)
+        pool.pins[found.ids[num_done]] += 1
+        num_done += 1
+    bad = find_unholdable(pool, fresh.ids, fresh.num)
     if num_done < found.num:
-        verdict.outcome, verdict.bad = UNPINNABLE, found.ids[num_done]
-    elif fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
+        verdict.bad = found.ids[num_done]
+    elif bad >= 0:
+        verdict.bad = fresh.ids[bad]
+    if num_done == found.num and fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
         verdict.outcome = OVER_BUDGET
+    elif verdict.bad != NULL_PAGE:
+        verdict.outcome = UNPINNABLE
     else:
-        verdict.bad = find_unpinnable(pool, fresh.ids, fresh.num)
-        verdict.outcome = UNPINNABLE if verdict.bad != NULL_PAGE else PINNED
-    if verdict.outcome == PINNED:
         touch_all(pool, fresh.ids, fresh.num)
         pool.num_pinned += <int32_t>fresh.num
     for i in range(num_done if verdict.outcome != PINNED else 0):
         pool.pins[found.ids[i]] -= 1
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class PinSpan(TokenSpan):
-    """A span of tokens whose pages are pinned or unpinned."""
-
-    def pin(
-        self, CacheGroups groups not None, HashChain chain not None, RequestPages held, num_tokens, max_num_pinned
-    ) -> int:
-        """Pin the cached pages that a request of `num_tokens` tokens holds, or, if `held` is None, hits. Returns how many.
-
-        PinBudgetError, and nothing changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
-        """
-        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
-        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef tuple hits = new_ids(groups.num)
-        self.check_pool(self.store if held is None else held.store)
-        with chain.lock, self.store.lock:
-            if self.list_request(groups, chain, held, num, found, hits):
-                pin_found(self.store, found, fresh, &verdict)
-            else:
-                verdict.outcome = SHORT_OF_MEMORY
-        return self.finish(&verdict, found.num, fresh.num)
-
-    def pin_row(self, RunningRows rows not None, row, max_num_pinned) -> int:
-        """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
-        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
-        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef Py_ssize_t checked = self.checked_row(rows, row)
-        cdef bint is_admitted
-        rows.enter_call()
-        is_admitted = rows.batch.states[checked].is_admitted
-        if self.list_row(rows, checked, found):
-            pin_found(self.store, found, fresh, &verdict)
-        else:
-            verdict.outcome = SHORT_OF_MEMORY
-        rows.let_go()
-        self.check_admitted(checked, is_admitted)
-        return self.finish(&verdict, found.num, fresh.num)
-
-    cdef object finish(self, const Verdict *verdict, Py_ssize_t num_found, Py_ssize_t num_fresh):
-        """Return how many pages were pinned, or raise why none was."""
-        if verdict.outcome == OVER_BUDGET:
-            raise PinBudgetError(
-                f"pages to pin: got {num_fresh} more, {verdict.num_pinned} are pinned, allowed: {verdict.max_num_pinned} in all"
-            )
-        if verdict.outcome == SHORT_OF_MEMORY:
-            raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
-        if verdict.outcome == UNPINNABLE:
-            self.refuse_page(verdict.bad)
-        return num_found
-
-    cdef int refuse_page(self, int32_t page_id) except -1:
-        if is_pinned(&self.store.pool, page_id):
-            raise PageIdError(f"page {page_id} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
-        if is_free(&self.store.pool, page_id):
-            self.store.check_untaken(page_id)
-        self.store.refuse_touch(page_id)
-        return 0
-
-    def unpin(self, CacheGroups groups not None, HashChain chain not None) -> int:
-        """Take back a pin of each page that is pinned with a content of the chain: group by group, the last page first.
-        Returns of how many pages. O(pages).
-        """
-        cdef const Group *group
-        cdef Py_ssize_t g, n = 0
-        with chain.lock, self.store.lock:
-            for g in range(groups.num if self.store.pool.num_pinned else 0):
-                group = &groups.groups[g]
-                n += unpin_group(&self.store.pool, group, self.pages_of(group, MAX_TOKENS, chain.num), chain.digests)
-        return n
-
-    def unpin_row(self, RunningRows rows not None, row) -> int:
-        """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
-        cdef const Group *group
-        cdef Range pages
-        cdef Py_ssize_t g, n = 0, checked = self.checked_row(rows, row)
-        cdef bint is_admitted
-        rows.enter_call()
-        is_admitted = rows.batch.states[checked].is_admitted
-        if is_admitted and rows.batch.hash_page_size:
-            hash_row(&rows.batch, checked, rows.batch.states[checked].num_tokens)
-        for g in range(rows.batch.num_groups if is_admitted and self.store.pool.num_pinned else 0):
-            group = &rows.batch.groups[g]
-            pages = self.pages_of(group, MAX_TOKENS, rows.batch.states[checked].num_hashed)
-            n += unpin_group(&self.store.pool, group, pages, digests_of(&rows.batch, checked))
-        rows.let_go()
-        self.check_admitted(checked, is_admitted)
-        return n
-
-
-cdef Py_ssize_t find_unleasable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Index of the null page, of a free page without an entry, or with a reference, or of one that cannot have a further one;
-    -1: there is none.
-    """
-    cdef const Page *page
-    cdef Py_ssize_t i
-    for i in range(n):
-        page = &pool.pages[ids[i]]
-        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) and (page.group == NO_GROUP or page.ref_cnt):
-            return i
-    return find_untouchable(pool, ids, n, n)
 
 
 @cython.final
@@ -326,18 +112,6 @@ cdef class Lease:
 
     def __reduce__(self):
         raise ArgumentTypeError("a lease cannot be pickled")
-
-    cdef void take(self) noexcept:
-        """Take a reference to each page. A page that is held is not used by that, so no policy is told."""
-        cdef Pool *pool = &self.store.pool
-        cdef Py_ssize_t i
-        pool.is_restored &= self.ids.num == 0
-        for i in range(self.ids.num):
-            if is_free(pool, self.ids.ids[i]):
-                touch_all(pool, &self.ids.ids[i], 1)
-            else:
-                share(pool, self.ids.ids[i])
-            self.store.leases[self.ids.ids[i]] += 1
 
     cdef int refuse(self, Py_ssize_t bad) except -1:
         """Raise what is wrong with the page at an index, or that memory is short."""
@@ -366,24 +140,18 @@ cdef class Lease:
         """Give the references back, of the last page first; a second call does nothing. DoubleFreeError, and nothing changed,
         if somebody else gave one of them back. O(pages).
         """
-        cdef Py_ssize_t bad
+        cdef Py_ssize_t i, bad = -1
         if not self.is_held:
             return
         with self.store.lock:
-            bad = self.give_back()
+            if self.is_held:  # no other thread was faster
+                bad = self.store.give_back_ids(self.ids.ids, self.ids.num, True)
+                self.is_held = bad >= 0
+                for i in range(self.ids.num if bad < 0 else 0):
+                    self.store.leases[self.ids.ids[i]] -= 1
         if bad >= 0:
             self.store.refuse_give_back(self.ids, bad)
         self.leases.pop(self, None)
-
-    cdef Py_ssize_t give_back(self) noexcept:
-        """Give the references back, unless another thread has. Returns the index of a page that has none, or -1."""
-        cdef Py_ssize_t i, bad = -1
-        if self.is_held:
-            bad = self.store.give_back_ids(self.ids.ids, self.ids.num, True)
-        for i in range(self.ids.num if self.is_held and bad < 0 else 0):
-            self.store.leases[self.ids.ids[i]] -= 1
-        self.is_held = self.is_held and bad >= 0
-        return bad
 
     def __enter__(self):
         return self
@@ -397,15 +165,23 @@ def lease_pages(PageStore store not None, page_ids, dict leases not None) -> Lea
     so that no interrupt can lose it. O(pages); the first call O(num_pages).
     """
     cdef Lease lease = Lease.__new__(Lease)
-    cdef Py_ssize_t bad
+    cdef Pool *pool = &store.pool
+    cdef Py_ssize_t i, bad
+    cdef int32_t page_id
     lease.ids = store.checked(as_own_ids(page_ids, "page_ids"))
     lease.store, lease.leases = store, leases
     leases[lease] = None
     with store.lock:
-        bad = find_unleasable(&store.pool, lease.ids.ids, lease.ids.num)
+        bad = find_unholdable(pool, lease.ids.ids, lease.ids.num)
         lease.is_held = bad < 0 and store.make_leases()
-        if lease.is_held:
-            lease.take()
+        pool.is_restored &= not lease.is_held or lease.ids.num == 0
+        for i in range(lease.ids.num if lease.is_held else 0):
+            page_id = lease.ids.ids[i]
+            if is_free(pool, page_id):
+                touch_all(pool, &page_id, 1)
+            else:
+                share(pool, page_id)  # a page that is held is not used by that, so no policy is told
+            store.leases[page_id] += 1
     if not lease.is_held:
         del leases[lease]
         lease.refuse(bad)
@@ -475,26 +251,20 @@ cdef bint retain_found(PageStore store, PageIds found, Retention retention) noex
     return True
 
 
-cdef Py_ssize_t keep_cached(const Pool *pool, int32_t *ids, Py_ssize_t n, uint8_t *is_listed) noexcept nogil:
-    """Keep those ids that are of cached pages, each once, and mark them. Returns how many."""
-    cdef Py_ssize_t i, count = 0
-    for i in range(n):
-        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP and not is_listed[ids[i]]:
-            is_listed[ids[i]] = True
-            ids[count] = ids[i]
-            count += 1
-    return count
-
-
 cdef bint replace_protected(PageStore store, PageIds listed, uint8_t *is_listed) noexcept:
     """Protect the cached pages among those that are listed, and no others, the last first. The pool is locked. False, and
     nothing changed, where memory is short.
     """
     cdef Pool *pool = &store.pool
     cdef PageIds old = store.protected_ids
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i, n = listed.num
     cdef int32_t page_id
-    listed.num = keep_cached(pool, listed.ids, listed.num, is_listed)
+    listed.num = 0
+    for i in range(n):
+        page_id = listed.ids[i]
+        if page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not is_listed[page_id]:
+            is_listed[page_id] = True
+            listed.put(&page_id, 1)
     if listed.num and not begin_levels(store):
         return False
     for i in range(old.num - 1 if old is not None else -1, -1, -1):
@@ -557,48 +327,193 @@ cdef class Retention:
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class RetentionSpan(TokenSpan):
-    """A span of tokens whose pages are retained."""
+cdef class TokenSpan:
+    """Tokens ``[start, stop)`` of a request or an admitted row, which `of_request` and `of_row` name; a `stop` of None is the
+    end of its tokens. The cached pages that lie wholly within them are pinned, unpinned or retained.
+    """
 
-    def retain(
-        self, CacheGroups groups not None, HashChain chain not None, RequestPages held, num_tokens,
-        Retention retention not None,
-    ) -> int:
-        """Retain the cached pages that a request of `num_tokens` tokens holds, or, if `held` is None, hits. Returns how many.
-        ArgumentError if there is none, unless none of its tokens lies in the span. O(pages).
+    cdef readonly int64_t start
+    cdef readonly int64_t stop
+    cdef PageStore store            # None: it is of nothing yet
+    cdef CacheGroups groups
+    cdef int64_t num_tokens         # of a request
+    cdef HashChain chain            # of a request; None: it is of a row
+    cdef RequestPages held          # None: the request holds no pages
+    cdef RunningRows rows
+    cdef Py_ssize_t row
+
+    def __cinit__(self, start=0, stop=None):
+        self.start = size_of(start, "start", 0, INT64_MAX)
+        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a span of tokens cannot be pickled")
+
+    def of_request(
+        self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
+        RequestPages held=None,
+    ) -> TokenSpan:
+        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`. Its pages are those in `held`, or, if it
+        is None, those that the request would hit.
         """
-        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef PageIds found = PageIds.__new__(PageIds)
-        cdef tuple hits = new_ids(groups.num)
-        cdef bint has_room
-        self.check_pool(self.store if held is None else held.store)
-        with chain.lock, self.store.lock:
-            has_room = self.list_request(groups, chain, held, num, found, hits)
-            has_room = has_room and retain_found(self.store, found, retention)
-        self.check_room(has_room)
-        return self.require_cached(found.num, num)
+        cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
+        if held is not None and (held.store is not store or held.groups is not groups):
+            raise ArgumentError("held: got pages of another pool or other groups")
+        span.store, span.groups, span.chain, span.held = store, groups, chain, held
+        span.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        return span
 
-    def retain_row(self, RunningRows rows not None, row, Retention retention not None) -> int:
-        """Retain the cached pages of an admitted row. Returns how many. Errors as in `require_cached`. O(pages)."""
-        cdef PageIds found = PageIds.__new__(PageIds)
-        cdef Py_ssize_t num_tokens, checked = self.checked_row(rows, row)
-        cdef bint is_admitted, has_room
-        rows.enter_call()
-        is_admitted, num_tokens = rows.batch.states[checked].is_admitted, rows.batch.states[checked].num_tokens
-        has_room = self.list_row(rows, checked, found) and retain_found(self.store, found, retention)
-        rows.let_go()
-        self.check_admitted(checked, is_admitted)
-        self.check_room(has_room)
-        return self.require_cached(found.num, num_tokens)
+    def of_row(self, RunningRows rows not None, row) -> TokenSpan:
+        """Return the same span of a row."""
+        cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
+        span.row = rows.checked_row(row)
+        span.rows, span.store, span.groups = rows, rows.store, rows.groups
+        return span
 
-    cdef int check_room(self, bint has_room) except -1:
-        if not has_room:
-            raise MemoryError(f"levels of {self.store.pool.num_pages} pages")
+    cdef tuple lock(self):
+        """Take the locks of the request or row, and return room for hits. ArgumentError for a row that is not admitted."""
+        cdef tuple hits
+        if self.store is None:
+            raise ArgumentError("the span is of no request and no row: call of_request or of_row")
+        hits = new_ids(self.groups.num)
+        if self.chain is not None:
+            self.chain.lock.acquire()
+            self.store.lock.acquire()
+            return hits
+        self.rows.enter_call()
+        if not self.rows.batch.states[self.row].is_admitted:
+            self.rows.let_go()
+            raise ArgumentError(f"row {self.row} is not admitted")
+        self.num_tokens = self.rows.batch.states[self.row].num_tokens
+        return hits
+
+    cdef void unlock(self) noexcept:
+        if self.chain is None:
+            self.rows.let_go()
+        else:
+            self.store.lock.release()
+            self.chain.lock.release()
+
+    cdef const Digest *digests(self) noexcept:
+        return digests_of(&self.rows.batch, self.row) if self.chain is None else self.chain.digests
+
+    cdef Range places_in(self, const Group *group, Py_ssize_t num_pages) noexcept:
+        """The places of those of a group's `num_pages` pages that have digests, or of a state's checkpoints."""
+        cdef Py_ssize_t num_digests = self.rows.batch.states[self.row].num_hashed if self.chain is None else self.chain.num
+        cdef int64_t size = group.rules.entry_size
+        cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
+        cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
+        if group.id == NO_GROUP:
+            return Range(0, 0)
+        return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
+
+    cdef bint list_group(self, const Group *group, const int32_t *ids, Py_ssize_t n, PageIds found) noexcept:
+        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests."""
+        cdef Range places = self.places_in(group, n)
+        cdef int32_t i, page_id
+        cdef Digest key
+        if not found.try_reserve(max(0, places.stop - places.start)):
+            return False
+        for i in range(places.start, places.stop):
+            key = self.digests()[(i + 1) * group.stride - 1]
+            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
+            if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
+                found.put(&page_id, 1)
+        return True
+
+    cdef bint list_cached(self, PageIds found, tuple hits) noexcept:
+        """List the cached pages that the request or row holds, or those that it would hit. False where memory is short. The
+        locks are held.
+        """
+        cdef Pool *pool = &self.store.pool
+        cdef Group *groups = self.groups.groups
+        cdef const Held *held = NULL
+        cdef Query query
+        cdef PageIds ids
+        cdef Py_ssize_t g
+        if self.chain is None:
+            held = held_by(&self.rows.batch, self.row, 0)
+        elif self.held is not None:
+            held = self.held.holding.held
+        else:
+            query = query_of(
+                self.groups, self.chain.digests, self.chain.num, self.chain.page_size, self.num_tokens,
+                Range(0, pool.num_pages),
+            )
+            if fetch_hits(pool, &query, find_longest(pool, &query), hits) < 0:
+                return False
+        for g in range(self.groups.num):
+            ids = hits[g]
+            if not self.list_group(
+                &groups[g], held[g].ids if held else ids.ids, held[g].num_pages if held else ids.num, found
+            ):
+                return False
+        return True
+
+    def pin(self, max_num_pinned) -> int:
+        """Pin the cached pages. Returns how many. PinBudgetError, and nothing changed, if more than `max_num_pinned` pages of
+        the pool would be pinned. O(pages).
+        """
+        cdef Verdict verdict = Verdict(SHORT_OF_MEMORY, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef tuple hits = self.lock()
+        if self.list_cached(found, hits):
+            pin_found(self.store, found, fresh, &verdict)
+        self.unlock()
+        if verdict.outcome == OVER_BUDGET:
+            raise PinBudgetError(
+                f"pages to pin: got {fresh.num} more, {verdict.num_pinned} are pinned, allowed: {verdict.max_num_pinned} in all"
+            )
+        if verdict.outcome == SHORT_OF_MEMORY:
+            raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
+        if verdict.outcome == UNPINNABLE:
+            self.refuse_page(verdict.bad)
+        return found.num
+
+    cdef int refuse_page(self, int32_t page_id) except -1:
+        if is_pinned(&self.store.pool, page_id):
+            raise PageIdError(f"page {page_id} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
+        if is_free(&self.store.pool, page_id):
+            self.store.check_untaken(page_id)
+        self.store.refuse_touch(page_id)
         return 0
 
-    cdef Py_ssize_t require_cached(self, Py_ssize_t num_pages, int64_t num_tokens) except -1:
-        """`num_pages`; ArgumentError if that is 0, unless none of `num_tokens` tokens lies in the span."""
-        cdef int64_t stop = min(self.stop, num_tokens)
-        if num_pages == 0 and self.start < stop:
+    def unpin(self) -> int:
+        """Take back a pin of each page that is pinned with a content of the tokens: group by group, the last page first.
+        Returns of how many pages. O(pages), and for a row O(tokens that are not hashed yet).
+        """
+        cdef Pool *pool
+        cdef const Group *group
+        cdef Range places
+        cdef Py_ssize_t g, n = 0
+        cdef int32_t i, page_id
+        self.lock()
+        pool = &self.store.pool
+        if self.chain is None and self.rows.batch.hash_page_size:
+            hash_row(&self.rows.batch, self.row, <int32_t>self.num_tokens)
+        for g in range(self.groups.num if pool.num_pinned else 0):
+            group = &self.groups.groups[g]
+            places = self.places_in(group, MAX_TOKENS)
+            for i in range(places.stop - 1, places.start - 1, -1):
+                page_id = find_pinned(pool, find(pool, self.digests()[(i + 1) * group.stride - 1], group.id))
+                if page_id != NULL_PAGE:
+                    take_pin_back(pool, page_id)
+                    n += 1
+        self.unlock()
+        return n
+
+    def retain(self, Retention retention not None) -> int:
+        """Retain the cached pages. Returns how many. ArgumentError if there is none, unless no token lies in the span.
+        O(pages).
+        """
+        cdef PageIds found = PageIds.__new__(PageIds)
+        cdef tuple hits = self.lock()
+        cdef int64_t stop = min(self.stop, self.num_tokens)
+        cdef bint has_room
+        has_room = self.list_cached(found, hits) and retain_found(self.store, found, retention)
+        self.unlock()
+        if not has_room:
+            raise MemoryError(f"levels of {self.store.pool.num_pages} pages")
+        if found.num == 0 and self.start < stop:
             raise ArgumentError(f"tokens {self.start} to {stop}: got no cached page, allowed: at least one")
-        return num_pages
+        return found.num

@@ -427,12 +427,12 @@ cdef Py_ssize_t look_up(
         query.reaches_tier = True
         num_all = find_longest(pool, query)
         if num_all > num_hashes:
-            if not fetch_hits(pool, query, groups, num_all, hits):
+            if fetch_hits(pool, query, num_all, hits) < 0:
                 return -1
             if load_missing(pool, query, groups, num_all, hits, contents, shard, num_reserved):
                 return num_all
             is_short[0] = True
-    return num_hashes if fetch_hits(pool, query, groups, num_hashes, hits) else -1
+    return fetch_hits(pool, query, num_hashes, hits)
 
 
 cdef bint load_missing(

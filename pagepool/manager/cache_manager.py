@@ -10,17 +10,15 @@ import numpy.typing as npt
 from pagepool._core import (
     CachePages,
     FailedLoads,
-    HashChain,
     Lease,
     PageCopies,
     PageIds,
     PageStore,
     PageTier,
-    PinSpan,
     RequestPages,
     Retention,
-    RetentionSpan,
     SlotAllocator,
+    TokenSpan,
     Transfers,
     add_tier,
     check_holders,
@@ -490,20 +488,21 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.stats().num_pinned_pages, manager.unpin(request), manager.stats().num_pinned_pages
         (2, 2, 1)
         """
-        span = PinSpan(self._store, start, stop)
+        span = TokenSpan(start, stop)
         num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            chain, held = self._hash_cached(request, num_tokens, span.stop)
-            return span.pin(self.coordinator.groups, chain, held, num_tokens, self.max_num_pinned_pages)
+            return self._span_of(request, span, num_tokens).pin(self.max_num_pinned_pages)
 
-    def _hash_cached(self, request: Request, num_tokens: int, stop: int) -> tuple[HashChain, RequestPages | None]:
-        """Return the hashes of a request, up to `stop` if it holds pages, and what it holds. Without hashes nothing hits."""
+    def _span_of(self, request: Request, span: TokenSpan, num_tokens: int) -> TokenSpan:
+        """Return the span of a request, with hashes up to its end if the request holds pages. Without hashes nothing hits."""
         held = self._requests.get(id_of(request)) or None
+        num_hashed = num_tokens if self.enable_caching else 0
         if held is not None:
-            num_tokens = min(num_tokens, stop)
+            num_hashed = min(num_hashed, span.stop)
         elif self._lookups.read_query(request) is None:
-            num_tokens = 0
-        return self._lookups.hash_apart(request, num_tokens if self.enable_caching else 0), held
+            num_hashed = 0
+        chain = self._lookups.hash_apart(request, num_hashed)
+        return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, held)
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
         """Unpin once each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their number.
@@ -512,12 +511,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         freed, or another one with equal tokens and extra keys. Pages that nothing else holds go to the back of the free queue,
         group by group, the last page first. ArgumentError unless ``0 <= start <= stop``. O(tokens): they are hashed.
         """
-        span = PinSpan(self._store, start, stop)
+        span = TokenSpan(start, stop)
         num_tokens = min(read_count(request, "num_tokens"), span.stop)
         if not self.enable_caching:
             return 0
         with self._lock:
-            return span.unpin(self.coordinator.groups, self._lookups.hash_apart(request, num_tokens))
+            chain = self._lookups.hash_apart(request, num_tokens)
+            return span.of_request(self._store, self.coordinator.groups, chain, num_tokens).unpin()
 
     # Retention.
 
@@ -552,11 +552,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.probe(kept).num_hit_tokens, manager.probe(other).num_hit_tokens
         (4, 0)
         """
-        span, retention = RetentionSpan(self._store, start, stop), Retention(priority, seconds)
+        span, retention = TokenSpan(start, stop), Retention(priority, seconds)
         num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            chain, held = self._hash_cached(request, num_tokens, span.stop)
-            return span.retain(self.coordinator.groups, chain, held, num_tokens, retention)
+            return self._span_of(request, span, num_tokens).retain(retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
         """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
