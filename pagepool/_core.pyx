@@ -14,10 +14,10 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
 With an eviction policy (`Policy`) the free queue has parts: it is one ring, with a record before each part, which stands
-behind the pages' records. The blank part is first, and evicted first. Invariants: the lowest bits of a free page's mark name its part; pages without
-an entry are in the blank part, and marks of that part are 0; the policy counts the pages of each part. The ghost remembers keys
-of evicted pages: each stands once, in the set that its tag leads to. A snapshot has the marks, the ghost, the counts and what
-the policy has learned, so a loaded pool evicts what the saved one would have.
+behind the pages' records. The blank part is first, and evicted first. Invariants: the lowest bits of a free page's mark name
+its part; pages without an entry are in the blank part, and marks of that part are 0; the policy counts the pages of each part.
+The ghost remembers keys of evicted pages: each stands once, in the set that its tag leads to. A snapshot has the marks, the
+ghost, the counts and what the policy has learned, so a loaded pool evicts what the saved one would have.
 
 A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
 index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
@@ -27,7 +27,6 @@ heap of deadlines has each page whose priority ends once.
 
 A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
 takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each lease.
-
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
@@ -47,7 +46,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
 `transfers.pxd`        transfers between a pool and its tier, noted
-`holdings.pxd`         what requests and rows hold: taken all or nothing (`price`, `fit`, `attach`), entered, kept, copied, forked
+`holdings.pxd`         what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `page_table.pxd`       rows of a page table
 `batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `locks.pyx`            locks across a fork
@@ -64,7 +63,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `slots.pyx`            `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`            `TableRows`, `GroupedRows`
-`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `trim`, `release`, `fork`, `swap_out`
+`running.pyx`          `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
 `copies.pyx`           `PageCopies` that are due
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `holders.pyx`          `check_holders`

@@ -27,23 +27,16 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
     cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(store), dtype=np.int32)
-    cdef str flaw = None
+    cdef str flaw
     if rows is None:
-        store.lock.acquire()
+        with store.lock:
+            flaw = find_flaw(store, checked, None, &counts[0], &tier_counts[0])
     else:
         rows.check_made()
         if rows.store is not store:
             raise ArgumentError("rows: got those of another pool")
         rows.enter_call()
-        count_swapped(rows, &tier_counts[0])
-        flaw = find_flaw_in_rows(rows, &counts[0])
-    flaw = flaw or find_flaw_in_requests(store, &counts[0], checked)
-    if rows is not None:
-        flaw = flaw or find_shared_open_page(rows, &counts[0])
-    flaw = flaw or find_flaw_in_tier(store.pool.tier, &tier_counts[0])
-    if rows is None:
-        store.lock.release()
-    else:
+        flaw = find_flaw(store, checked, rows, &counts[0], &tier_counts[0])
         rows.let_go()
     if flaw is not None:
         raise IntegrityError(flaw)
@@ -76,6 +69,18 @@ cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
 
 
 # What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
+
+cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *counts, int32_t *tier_counts):
+    """What is wrong with requests, rows, if there are any, and the tier. Rows are counted first, and compared last."""
+    cdef str flaw = None
+    if rows is not None:
+        count_swapped(rows, tier_counts)
+        flaw = find_flaw_in_rows(rows, counts)
+    flaw = flaw or find_flaw_in_requests(store, counts, requests)
+    if rows is not None:
+        flaw = flaw or find_shared_open_page(rows, counts)
+    return flaw or find_flaw_in_tier(store.pool.tier, tier_counts)
+
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     """No page stands in more places, including those in `counts`, than it has references besides those of pins and leases. A

@@ -194,7 +194,7 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
-    """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, and the eviction
+    """Return the store of which a snapshot has these arrays. `kind` is whether prefixes are cached, and the eviction
     policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of
     the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of
     shards. SnapshotError if they contradict one another. O(num_pages).

@@ -139,6 +139,7 @@ class RequestExtraKeys:
         O(log features), and O(log features) for each feature of the page.
         """
         start = start_page * page_size
+        # A list: where memory is short a generator would raise as it is closed, where nobody can catch it.
         is_keyed = bool([key for key in self.request_keys if start == 0 or key[0] in self.IN_ALL_PAGES])
         token = start if is_keyed else self.features.find_next(start)
         if token is None:

@@ -36,6 +36,7 @@ class PrefixProbe(NamedTuple):
 
 class PrefixLookups(KeyHolder):
     """The hashes, the last look-up and the refusal of each request. The manager holds its lock during calls that change them.
+
     ``counters`` count the look-ups of admitted requests, new ones and preempted ones; ``contexts`` is set with events.
     """
 
@@ -64,7 +65,10 @@ class PrefixLookups(KeyHolder):
 
     def extend(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        hashes = self.hashes.get(id_of(request))
+        try:  # each look-up comes here: an id is checked only where it cannot be used
+            hashes = self.hashes.get(request.request_id)
+        except (AttributeError, TypeError):
+            hashes = self.hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)

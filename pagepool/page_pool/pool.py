@@ -1,7 +1,7 @@
 """The pool of pages, its free queue and its page objects, as engines know them."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -268,8 +268,9 @@ class PagePool:
         `page_hashes` are the request's from its first page on. Missing ones are computed with the builtin `hash` from
         ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(new pages).
         """
-        span = num_cached_pages, num_full_pages, page_size
-        self._enter(self.store.ids_of_pages, pages, request, page_hashes, span, kv_cache_group_id)
+        span = _check_span(num_cached_pages, num_full_pages, page_size)
+        ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
+        self._enter(ids, request, page_hashes, span, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -282,17 +283,13 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        span = num_cached_pages, num_full_pages, page_size
-        self._enter(PageIds, page_ids, request, page_hashes, span, kv_cache_group_id)
+        span = _check_span(num_cached_pages, num_full_pages, page_size)
+        ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
+        self._enter(ids, request, page_hashes, span, kv_cache_group_id)
 
-    def _enter(
-        self, ids_of: Callable[[Any], PageIds], pages: Any, request: Any, page_hashes: list[PageHash], span: Span, group_id: int
-    ) -> None:
+    def _enter(self, ids: PageIds, request: Any, page_hashes: list[PageHash], span: Span, group_id: int) -> None:
         """Enter the full pages of a request that are not cached yet."""
-        num_cached_pages = require_int("num_cached_pages", span[0], 0)
-        num_full_pages = require_int("num_full_pages", span[1], 0)
-        page_size = require_int("page_size", span[2], 1)
-        ids = ids_of(require_slice("pages", pages, num_cached_pages, num_full_pages))
+        num_cached_pages, num_full_pages, page_size = span
         if not isinstance(page_hashes, list):
             raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
         if len(page_hashes) < num_cached_pages:
@@ -303,7 +300,7 @@ class PagePool:
         is_complete = len(page_hashes) >= num_full_pages
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
         first_place = max(0, num_cached_pages - 1)  # the place of the parent, which is not entered again
-        hashes = [*page_hashes, *missing][first_place : max(num_cached_pages, num_full_pages)]
+        hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
         chain = HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):
             chain.append_key(self.store.names.key_of(page_hash))
@@ -391,6 +388,15 @@ class PagePool:
     def check(self) -> None:
         """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""
         check_store(self.store)
+
+
+def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> Span:
+    """Return the numbers as ints."""
+    return (
+        require_int("num_cached_pages", num_cached_pages, 0),
+        require_int("num_full_pages", num_full_pages, 0),
+        require_int("page_size", page_size, 1),
+    )
 
 
 def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
