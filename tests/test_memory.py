@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import sys
+import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -177,6 +179,32 @@ not_with_cython_3_3 = pytest.mark.skipif(
 )
 
 
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run in a forked child, which has one thread. Allocations are counted for the whole process, so another thread,
+    such as pytest-xdist's, would count too, and could be the one whose allocation fails.
+    """
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        pytest.importorskip("_testcapi")
+        process_id = os.fork()
+        if process_id:
+            status = os.waitpid(process_id, 0)[1]
+            assert os.waitstatus_to_exitcode(status) == 0, "the child's traceback is in the captured output"
+            return
+        code = 1
+        try:
+            test(*args, **kwargs)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    return pytest.mark.filterwarnings("ignore:.*fork")(run)  # CPython and JAX warn about the parent's threads
+
+
 class Failure:
     """Makes the allocation with that number fail, and only that one."""
 
@@ -233,6 +261,7 @@ TABLE = make_table()
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("construct", CORE_CONSTRUCTORS.values(), ids=CORE_CONSTRUCTORS)
+@alone
 def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callable[[], object]) -> None:
     """For each failed allocation."""
     sizes = []
@@ -245,6 +274,7 @@ def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callabl
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("construct", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+@alone
 def test_a_constructor_in_python_that_runs_out_of_memory(construct: Callable[[], object]) -> None:
     """The call raises. CPython may keep its arguments, and Cython a memoryview, so memory is not compared."""
     assert sum(1 for _ in Failure().each(lambda: None, lambda _: construct()))
@@ -304,6 +334,7 @@ NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("call", NATIVE_CALLS.values(), ids=NATIVE_CALLS)
+@alone
 def test_a_call_that_runs_out_of_memory_changes_nothing(call: Callable[[InUse], object]) -> None:
     """For each failed allocation; afterwards the call succeeds."""
     before = InUse().state()
@@ -315,6 +346,7 @@ def test_a_call_that_runs_out_of_memory_changes_nothing(call: Callable[[InUse], 
 
 
 @not_with_cython_3_3
+@alone
 def test_snapshots_that_run_out_of_memory_change_nothing() -> None:
     """The pool is the same after each, and is saved and restored as if there had been none."""
     in_use = InUse()
@@ -339,6 +371,7 @@ MANAGER_CALLS: dict[str, Callable[[InUse], object]] = {
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("call", MANAGER_CALLS.values(), ids=MANAGER_CALLS)
+@alone
 def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callable[[InUse], object]) -> None:
     """Like an interrupt, it may occur after pages were taken: `free` frees them."""
     for in_use in Failure().each(InUse, call):
@@ -354,6 +387,7 @@ def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callabl
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("name", ["take", "take_with_snapshot", "list_all"])
+@alone
 def test_taking_events_without_memory_is_made_up_for(name: str) -> None:
     """For each failed allocation, the next events are complete."""
     for manager in Failure().each(make_told, lambda manager: getattr(manager._require_event_source(), name)()):
