@@ -262,9 +262,25 @@ class CacheManager(KeyHolder, SlotAllocator):
         ids = ANY_PAGE
         if dp_shard_hint is not None or data_parallel_size is not None:
             ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
-            pages, num_tokens = self._find_prefix(request, query, ids, num_reserved)
-        return CachePages(pages, self._store), num_tokens
+            hashes = self._extend_hashes(request, num_queried_tokens)
+            refusal = hashes.refusal
+            if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+                pages, num_tokens = refusal.hits, refusal.num_hit_tokens
+            else:
+                hashes.refusal = None
+                if store.has_tier:  # pages that are loaded have their names, and their parents'
+                    self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
+                context = self._hold_context(hashes.extra_keys)
+                try:
+                    pages, num_tokens, hashes.is_short = load_prefix(
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, ids, context, num_reserved
+                    )
+                finally:
+                    self._release_context(context)
+            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
+        return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """Report what `get_computed_pages` would find with room for what is loaded, and why not more. Nothing changes."""
@@ -357,29 +373,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
         self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
         return hashes.chain
-
-    def _find_prefix(
-        self, request: Request, query: Query, ids: tuple[int, int | None], num_reserved: int
-    ) -> tuple[tuple[PageIds, ...], int]:
-        """Return the longest cached prefix among pages `ids`, or a refusal's that holds. Loads leave `num_reserved` free."""
-        num_queried_tokens, is_preempted = query
-        hashes = self._extend_hashes(request, num_queried_tokens)
-        refusal = hashes.refusal
-        if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
-            pages, num_tokens = refusal.hits, refusal.num_hit_tokens
-        else:
-            hashes.refusal = None
-            if self._store.has_tier:  # pages that are loaded have their names, and their parents'
-                self.hasher.name_pages(self._store.names, hashes, 0, len(hashes.page_hashes))
-            context = self._hold_context(hashes.extra_keys)
-            try:
-                pages, num_tokens, hashes.is_short = load_prefix(
-                    self._store, self.coordinator.groups, hashes.chain, num_queried_tokens, ids, context, num_reserved
-                )
-            finally:
-                self._release_context(context)
-        hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
-        return pages, num_tokens
 
     def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """Return the int for extra keys in the core until `_release_context`; 0 without keys or events."""

@@ -124,9 +124,9 @@ BUGS = read_bugs("""
 
 # What is hit.
 == the last token hits too
-                    self._store, self.coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, ids, context, num_reserved
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, ids, context, num_reserved
 == a hit is one page too long
-        return CachePages(pages, self._store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
+        return CachePages(pages, store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
 
     def probe
 == a hit in any shard will do
