@@ -69,7 +69,7 @@ cdef class SlotAllocator:
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
         self.enables_caching = coordinator.enable_caching
-        self.hashes_natively = self.hasher.native_key is not None
+        self.hashes_natively = self.hasher.is_native
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
