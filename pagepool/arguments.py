@@ -165,10 +165,7 @@ def id_of(request: Any) -> str:
 
 def read_count(request: Any, name: str) -> int:
     """Return a token count of a request as an int. ArgumentTypeError if it is missing, ArgumentError if it is negative."""
-    try:
-        count = getattr(request, name)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
+    count = read(request, name)
     return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 

@@ -29,7 +29,7 @@ from pagepool.page_copies import (
     find_crossing,
     find_places,
     get_page_axes,
-    get_part_size,
+    list_programs,
     pad,
     read_fields,
     read_in_part,
@@ -330,14 +330,12 @@ class GroupPages:
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
         """Run all programs for up to so many pages: null pages are read, and dropped instead of written."""
-        is_divided = any(get_part_size(leaf, self.page_axis) < leaf.shape[self.page_axis] for leaf in leaves)
+        programs = list_programs(leaves, self.page_axis, max_num_pages)
         for pack in self.packs:
             pack.commit(leaves)
-            for exponent in range((max_num_pages - 1).bit_length() + 1):
-                pairs = np.stack([np.zeros(1 << exponent, dtype=np.int32), np.full(1 << exponent, NOWHERE, dtype=np.int32)])
-                saved = pack.save(leaves, pairs[0])
-                for crosses in (False, True) if is_divided else (False,):
-                    pack.load(leaves, saved, pairs, crosses)
+            for num_pages, crosses in programs:
+                pairs = np.repeat(np.array([[0], [NOWHERE]], dtype=np.int32), num_pages, axis=1)
+                pack.load(leaves, pack.save(leaves, pairs[0]), pairs, crosses)
 
 
 def split(rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:

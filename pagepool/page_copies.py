@@ -84,10 +84,8 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
     max_num_copies = require_int("max_num_copies", max_num_copies, 1, num_pages - 1)
-    is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
-    for crosses in (False, True) if is_divided else (False,):
-        for exponent in range((max_num_copies - 1).bit_length() + 1):
-            leaves = run_copies(leaves, np.zeros((2, 1 << exponent), dtype=np.int32), page_axis, crosses)
+    for num_copies, crosses in list_programs(leaves, page_axis, max_num_copies):
+        leaves = run_copies(leaves, np.zeros((2, num_copies), dtype=np.int32), page_axis, crosses)
     warm: Arrays = tree.unflatten(leaves)
     return warm
 
@@ -156,6 +154,13 @@ def check_different(leaves: Sequence[Any]) -> None:
 def get_part_size(leaf: jax.Array, page_axis: int) -> int:
     """Return the number of pages in one device's part of an array."""
     return int(leaf.sharding.shard_shape(leaf.shape)[page_axis])
+
+
+def list_programs(leaves: Sequence[jax.Array], page_axis: int, max_num_pages: int) -> list[tuple[int, bool]]:
+    """Return the numbers of pages for which there are programs, powers of two, each with `crosses` of `run_copies`."""
+    is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
+    exponents = range((max_num_pages - 1).bit_length() + 1)
+    return [(1 << exponent, crosses) for crosses in ((False, True) if is_divided else (False,)) for exponent in exponents]
 
 
 def find_crossing(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int) -> bool:

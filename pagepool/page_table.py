@@ -315,11 +315,8 @@ def get_max_num_windows(num_values: int) -> int:
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
-Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]
-
-
 @lru_cache(maxsize=64)
-def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Scatter:
+def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Callable[..., Any]:
     """Return the program that writes a payload into tables with these shardings. jax compiles it once per shape."""
     jax = import_jax()
     donated = (0,) if donate else ()
