@@ -67,12 +67,6 @@ __all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe"]
 
 logger = logging.getLogger(__name__)
 
-Query = tuple[int, bool]
-"""The number of a request's tokens, and whether it was preempted."""
-
-ANY_PAGE: tuple[int, int | None] = (0, None)
-"""The half-open range of page ids to the end of the pool."""
-
 
 class PrefixProbe(NamedTuple):
     """Result of `CacheManager.probe`: the tokens that would hit, the tokens queried, and why not more hit."""
@@ -259,14 +253,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         if query is None:
             return self.create_empty_page_list(), 0
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
-        ids = ANY_PAGE
+        bounds: tuple[int, int | None] = 0, None
         if dp_shard_hint is not None or data_parallel_size is not None:
-            ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+            bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
             hashes = self._extend_hashes(request, num_queried_tokens)
             refusal = hashes.refusal
-            if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+            if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
                 hashes.refusal = None
@@ -275,7 +269,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 context = self._hold_context(hashes.extra_keys)
                 try:
                     pages, num_tokens, hashes.is_short = load_prefix(
-                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, ids, context, num_reserved
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved
                     )
                 finally:
                     self._release_context(context)
@@ -328,8 +322,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     # The hashes, the last look-up and the refusal of each request. Calls that change them are made with the lock.
 
-    def _read_query(self, request: Request) -> Query | None:
-        """Return the query of a request; None if it takes no hits."""
+    def _read_query(self, request: Request) -> tuple[int, bool] | None:
+        """Return the number of a request's tokens, and whether it was preempted; None if it takes no hits."""
         try:
             num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
             params = request.sampling_params
@@ -633,12 +627,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         (2, 2, 1)
         """
         span = TokenSpan(start, stop)
-        num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            return self._span_of(request, span, num_tokens).pin(self.max_num_pinned_pages)
+            return self._span_of(request, span).pin(self.max_num_pinned_pages)
 
-    def _span_of(self, request: Request, span: TokenSpan, num_tokens: int) -> TokenSpan:
+    def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
         """Return the span of a request, with hashes up to its end if the request holds pages. Without hashes nothing hits."""
+        num_tokens = read_count(request, "num_tokens")
         held = self._requests.get(id_of(request)) or None
         num_hashed = num_tokens if self.enable_caching else 0
         if held is not None:
@@ -697,9 +691,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         (4, 0)
         """
         span, retention = TokenSpan(start, stop), Retention(priority, seconds)
-        num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            return self._span_of(request, span, num_tokens).retain(retention)
+            return self._span_of(request, span).retain(retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
         """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
