@@ -170,7 +170,7 @@ def read_count(request: Any, name: str) -> int:
 
 
 def has_status(request: Any, status: int) -> bool:
-    """Whether a request is in that state."""
+    """Whether a request has that status."""
     try:
         return bool(read(request, "status") == status)
     except ValueError:  # from comparing an array

@@ -86,7 +86,7 @@ class CacheCoordinator:
         }
 
     def _rules_of(self, described: dict[str, Any], spec: Any) -> PageRules:
-        """Return the rules of a group. Hits with eagle have any number of tokens, for they are sought one page further."""
+        """Return the rules of a group. Hits with eagle may have any length, since the search goes one page further."""
         hit_tokens = 0 if self.use_eagle else self._num_hit_tokens
         match described["kind"]:
             case "Mamba":

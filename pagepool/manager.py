@@ -52,10 +52,10 @@ from pagepool.arguments import (
 )
 from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
-from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
 from pagepool.page_pool import PagePool
+from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, HostTierStats, QueryCounts, TimeHistogram
@@ -331,7 +331,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             refuse_incomplete(request, error)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = require_int("num_tokens", num_tokens, 0)
-        if type(is_preempted) is not bool:  # NumPy's
+        if type(is_preempted) is not bool:  # such as a bool of NumPy
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
         takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
         return (num_tokens, is_preempted) if takes_hits else None
@@ -382,8 +382,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @contextmanager
     def _naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """Name the keys of a request from page `start` on, and their parents', where hashes have names, for the calls that
-        enter them. Yield the context of the extra keys in the core.
+        """Name the keys of the pages that the body enters, from page `start` on, and that of their parent, if the hashes have
+        names. Yield the context of the request's extra keys in the core.
         """
         context = self._hold_context(None if hashes is None else hashes.extra_keys)
         try:
@@ -549,7 +549,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
-        """`commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
+        """Do `commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
 
         Returns the number of computed tokens, from which the request goes on. With a state, which covers tokens that did not
         come, it is 0: all pages are given back, and the request may be looked up again. O(pages given back and entered).
@@ -557,7 +557,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
 
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
-        """Enter the pages that a transfer has filled, of these tokens. Return the number of computed tokens."""
+        """Enter the pages that a transfer has filled with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
         with self._lock:
             held = self._require_held(request)
@@ -567,7 +567,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
             held.require_copies_taken()
             if is_failed and self.coordinator.has_state:
-                self._give_back(request.request_id)
+                held.give_back()
+                del self._requests[request.request_id]
                 return 0
             hashes = self._extend_hashes(request, start + num_tokens) if self.enable_caching else None
             with self._naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
@@ -793,16 +794,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
             with self._naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
-                self._give_back(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
+                held = self._requests.get(request.request_id)
+                if held is not None:
+                    held.give_back(num_computed_tokens, chain, num_last_tokens, context)
+                    del self._requests[request.request_id]
             if num_computed_tokens is not None:
                 self.page_pool._forget_evicted_names()
-
-    def _give_back(self, request_id: str, *options: Any) -> None:
-        """Call `RequestPages.give_back`, unless the request holds no pages."""
-        held = self._requests.get(request_id)
-        if held is not None:
-            held.give_back(*options)
-            del self._requests[request_id]
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
@@ -815,7 +812,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request. Not a preempted one: with images without features it would miss its pages."""
+        """Drop the hashes of a finished request. A preempted one needs them: if it has images without features, it would miss
+        its pages otherwise.
+        """
         with self._lock:
             self._hashes.pop(id_of(request), None)
 

@@ -158,7 +158,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
-request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, context
+held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
 == undo forgets no entries
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range

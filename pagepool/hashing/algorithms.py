@@ -162,7 +162,7 @@ class VllmHasher(Sha256Hasher):
 
 
 class CallableHasher(PageHasher):
-    """Any callable, whose values users see. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
+    """Any callable; users see its values. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
 
     is_native = False
 
@@ -224,7 +224,7 @@ class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
         self._hashes = hashes
 
     def __getitem__(self, request_id: str) -> list[PageHash]:
-        """Return the hashes made so far for a request. Natively made ones are in its chain alone."""
+        """Return the hashes made so far for a request. Natively made ones are only in its chain."""
         hashes = self._hashes.get(request_id)
         if hashes is None or not self._is_native:
             return [] if hashes is None else list(hashes.page_hashes)

@@ -98,7 +98,7 @@ class FreeCachePageQueue:
 
 
 class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """A live view of the prefix index: for each hash and group, pages by id as cached. ``len`` and ``in`` are O(1)."""
+    """A live view of the prefix index: the pages of each hash and group by id, as they were cached. ``len``, ``in``: O(1)."""
 
     def __init__(self, store: PageStore) -> None:
         """View the index of `store`."""
