@@ -77,10 +77,11 @@ class CacheCoordinator:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
         is_cached = kind != "Mamba" or getattr(spec, "checkpoint_interval", None) is not None
         entry_size = self._num_hit_tokens if kind == "Mamba" else int(spec.page_size)
-        sizes = {name: getattr(spec, name, None) for name in ("page_size", "sliding_window", "attention_chunk_size")}
-        return {
-            "kind": kind,
-            **{name: None if size is None else int(size) for name, size in sizes.items()},
+        described: dict[str, Any] = {"kind": kind}
+        for name in ("page_size", "sliding_window", "attention_chunk_size"):
+            size = getattr(spec, name, None)
+            described[name] = None if size is None else int(size)
+        return described | {
             "index_group_id": group_id if is_cached else None,
             "num_hashes_per_page": entry_size // self.hash_page_size if is_cached else 1,
         }

@@ -812,9 +812,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request. A preempted one needs them: if it has images without features, it would miss
-        its pages otherwise.
-        """
+        """Drop the hashes of a finished request. A preempted one needs them to hit, if it has images without features."""
         with self._lock:
             self._hashes.pop(id_of(request), None)
 
