@@ -159,7 +159,7 @@ class RequestHashes:
 
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
-    def _begin(self, coordinator: Any, lookups: Any) -> None: ...
+    def _begin(self, coordinator: Any, hashes: dict[str, RequestHashes]) -> None: ...
     def allocate_slots(
         self,
         request: Request,

@@ -165,15 +165,12 @@ def id_of(request: Any) -> str:
 
 def read_count(request: Any, name: str) -> int:
     """Return a token count of a request as an int. ArgumentTypeError if it is missing, ArgumentError if it is negative."""
-    try:
-        count = getattr(request, name)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
+    count = read(request, name)
     return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 
 def has_status(request: Any, status: int) -> bool:
-    """Whether a request is in that state."""
+    """Whether a request has that status."""
     try:
         return bool(read(request, "status") == status)
     except ValueError:  # from comparing an array

@@ -77,17 +77,17 @@ class CacheCoordinator:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
         is_cached = kind != "Mamba" or getattr(spec, "checkpoint_interval", None) is not None
         entry_size = self._num_hit_tokens if kind == "Mamba" else int(spec.page_size)
-        return {
-            "kind": kind,
-            "page_size": _size_of(spec, "page_size"),
-            "sliding_window": _size_of(spec, "sliding_window"),
-            "attention_chunk_size": _size_of(spec, "attention_chunk_size"),
+        described: dict[str, Any] = {"kind": kind}
+        for name in ("page_size", "sliding_window", "attention_chunk_size"):
+            size = getattr(spec, name, None)
+            described[name] = None if size is None else int(size)
+        return described | {
             "index_group_id": group_id if is_cached else None,
             "num_hashes_per_page": entry_size // self.hash_page_size if is_cached else 1,
         }
 
     def _rules_of(self, described: dict[str, Any], spec: Any) -> PageRules:
-        """Return the rules of a group. Hits with eagle have any number of tokens, for they are sought one page further."""
+        """Return the rules of a group. Hits with eagle may have any length, since the search goes one page further."""
         hit_tokens = 0 if self.use_eagle else self._num_hit_tokens
         match described["kind"]:
             case "Mamba":
@@ -115,9 +115,3 @@ def kind_of(kv_cache_spec: Any) -> str:
         if cls.__name__ in SPECS:
             return cls.__name__.removesuffix("Spec")
     raise ArgumentError(f"kv_cache_spec: got {type(kv_cache_spec).__name__}, allowed: {', '.join(SPECS)}")
-
-
-def _size_of(kv_cache_spec: Any, name: str) -> int | None:
-    """Return a size of a spec, or None if it has no such size."""
-    size = getattr(kv_cache_spec, name, None)
-    return None if size is None else int(size)

@@ -29,7 +29,7 @@ from pagepool.page_copies import (
     find_crossing,
     find_places,
     get_page_axes,
-    get_part_size,
+    list_programs,
     pad,
     read_fields,
     read_in_part,
@@ -163,16 +163,15 @@ class HostPages:
         number = require_int("number", transfers.number, 1)
         if number in self._pending:
             raise ArgumentError(f"number: got {number}, allowed: one that is not in flight")
-        parts = self._split(arrays)
+        grouped = self._split(arrays)
         save_places, load_places = self._check(saves, "save"), self._check(loads, "load")
         pending: tuple[list[Any], list[Any]] = [None] * saves.shape[1], [None] * loads.shape[1]
-        for group, leaves, places in zip(self._groups, parts, save_places, strict=True):
+        for group, leaves, places in zip(self._groups, grouped, save_places, strict=True):
             put(pending[0], places, group.save(leaves, saves[:2, places]))
-        for group, leaves, places in zip(self._groups, parts, load_places, strict=True):
+        for group, leaves, places in zip(self._groups, grouped, load_places, strict=True):
             put(pending[1], places, group.load(leaves, loads[:2, places]))
         self._pending[number] = pending
-        joined: Arrays = self._join(parts)
-        return joined
+        return self._join(grouped)  # type: ignore[no-any-return]
 
     def poll(self) -> list[FinishedTransfers]:
         """Return the transfers that are done, each once, in the order of their start. It does not block. O(pages in flight)."""
@@ -190,11 +189,10 @@ class HostPages:
         donated, and errors are those of `run`.
         """
         max_num_pages = require_int("max_num_pages", max_num_pages, 1)
-        parts = self._split(arrays)
-        for group, leaves in zip(self._groups, parts, strict=True):
+        grouped = self._split(arrays)
+        for group, leaves in zip(self._groups, grouped, strict=True):
             group.warmup(leaves, min(max_num_pages, MAX_PAGES_PER_CALL))
-        joined: Arrays = self._join(parts)
-        return joined
+        return self._join(grouped)  # type: ignore[no-any-return]
 
     def _split(self, arrays: Any) -> list[list[Any]]:
         """Return the checked arrays of each group."""
@@ -202,13 +200,13 @@ class HostPages:
         if tree != self._tree:
             raise ArgumentError(f"arrays: got the pytree {tree}, allowed: as at first, {self._tree}")
         check_different(leaves)
-        parts = [leaves[start:stop] for start, stop in zip([0, *self._stops], self._stops, strict=False)]
-        for group, part in zip(self._groups, parts, strict=True):
-            group.check(part)
-        return parts
+        grouped = [leaves[start:stop] for start, stop in zip([0, *self._stops], self._stops, strict=False)]
+        for group, own in zip(self._groups, grouped, strict=True):
+            group.check(own)
+        return grouped
 
-    def _join(self, parts: Sequence[Sequence[Any]]) -> Any:
-        return self._tree.unflatten([leaf for part in parts for leaf in part])
+    def _join(self, grouped: Sequence[Sequence[Any]]) -> Any:
+        return self._tree.unflatten([leaf for leaves in grouped for leaf in leaves])
 
     def _check(self, moves: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
         """Check saves or loads. Return the places of those of each group."""
@@ -247,15 +245,15 @@ def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | No
 
 
 class PageCopy:
-    """A copy of a page, perhaps still under way: an array for each pack of its group, or the error for which there is none.
-    `origin` is the page of the device that it was read from.
+    """A copy of a page, which may still be under way: an array for each pack of its group, or the error that prevented it.
+    `origin` is the page of the device from which it was read.
     """
 
     def __init__(self, origin: int = 0, arrays: Sequence[Any] = (), error: Exception | None = None) -> None:
         self.origin, self.arrays, self.error = origin, arrays, error
 
     def is_ready(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return immediately."""
         return all(array.is_ready() for array in self.arrays)
 
     def wait(self) -> Exception | None:
@@ -291,7 +289,7 @@ class GroupPages:
     def save(self, leaves: Sequence[Any], pairs: Int32Array) -> list[PageCopy]:
         """Start saves, from pages of the device to pages of the host."""
         copies: list[PageCopy] = []
-        for src, dst in split(pairs):
+        for src, dst in divide(pairs):
             for page_id in dst.tolist():
                 self.pages.pop(page_id, None)  # its memory is given back before more is taken
             try:
@@ -311,7 +309,7 @@ class GroupPages:
             for page_id in pairs[0].tolist()
         ]
         places = np.array([place for place, copy in enumerate(copies) if copy.error is None], dtype=np.intp)
-        for (dst,), (chosen,) in zip(split(pairs[1:, places]), split(places[None]), strict=True):
+        for (dst,), (chosen,) in zip(divide(pairs[1:, places]), divide(places[None]), strict=True):
             put(copies, chosen, self._load([copies[place] for place in chosen], dst, leaves))
         return copies
 
@@ -330,20 +328,18 @@ class GroupPages:
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
         """Run all programs for up to so many pages: null pages are read, and dropped instead of written."""
-        is_divided = any(get_part_size(leaf, self.page_axis) < leaf.shape[self.page_axis] for leaf in leaves)
+        programs = list_programs(leaves, self.page_axis, max_num_pages)
         for pack in self.packs:
             pack.commit(leaves)
-            for exponent in range((max_num_pages - 1).bit_length() + 1):
-                pairs = np.stack([np.zeros(1 << exponent, dtype=np.int32), np.full(1 << exponent, NOWHERE, dtype=np.int32)])
-                saved = pack.save(leaves, pairs[0])
-                for crosses in (False, True) if is_divided else (False,):
-                    pack.load(leaves, saved, pairs, crosses)
+            for num_pages, crosses in programs:
+                pairs = np.repeat(np.array([[0], [NOWHERE]], dtype=np.int32), num_pages, axis=1)
+                pack.load(leaves, pack.save(leaves, pairs[0]), pairs, crosses)
 
 
-def split(rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield parts of the last axis that a call moves."""
-    for start in range(0, rows.shape[-1], MAX_PAGES_PER_CALL):
-        yield rows[..., start : start + MAX_PAGES_PER_CALL]
+def divide(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the pieces of the last axis that one call of a program moves each."""
+    for start in range(0, values.shape[-1], MAX_PAGES_PER_CALL):
+        yield values[..., start : start + MAX_PAGES_PER_CALL]
 
 
 class Pack(NamedTuple):
@@ -448,8 +444,8 @@ def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequen
     """Return each page of all parts as one array (traced)."""
     jax = import_jax()
     pages = [read_in_part(part, page_ids, page_axis, own) for part, own in zip(parts, axes, strict=True)]
-    rows = [jax.numpy.moveaxis(page, page_axis, 0).reshape(page_ids.shape[0], -1) for page in pages]
-    return list(jax.numpy.concatenate(rows, axis=1))
+    flat = [jax.numpy.moveaxis(page, page_axis, 0).reshape(page_ids.shape[0], -1) for page in pages]
+    return list(jax.numpy.concatenate(flat, axis=1))
 
 
 def write_pages(
@@ -457,11 +453,11 @@ def write_pages(
 ) -> list[Any]:
     """Write pages that `read_pages` returned (traced)."""
     jnp = import_jax().numpy
-    rows, start, written = jnp.stack(pages), 0, []
+    flat, start, written = jnp.stack(pages), 0, []
     for part, own in zip(parts, axes, strict=True):
         shape = (*part.shape[:page_axis], *part.shape[page_axis + 1 :])
         stop = start + prod(shape)
-        page = jnp.moveaxis(rows[:, start:stop].reshape(len(pages), *shape), 0, page_axis)
+        page = jnp.moveaxis(flat[:, start:stop].reshape(len(pages), *shape), 0, page_axis)
         written.append(write_in_part(part, page, pairs, page_axis, own, crosses))
         start = stop
     return written

@@ -72,8 +72,7 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     num_pages = check_arrays(leaves, page_axis)
     check_moves("copies.", pairs, num_pages, num_pages)
     crosses = find_crossing(leaves, pairs, page_axis)
-    copied: Arrays = tree.unflatten(run_copies(leaves, pairs, page_axis, crosses))
-    return copied
+    return tree.unflatten(run_copies(leaves, pairs, page_axis, crosses))  # type: ignore[no-any-return]
 
 
 def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays:
@@ -84,12 +83,9 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
     max_num_copies = require_int("max_num_copies", max_num_copies, 1, num_pages - 1)
-    is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
-    for crosses in (False, True) if is_divided else (False,):
-        for exponent in range((max_num_copies - 1).bit_length() + 1):
-            leaves = run_copies(leaves, np.zeros((2, 1 << exponent), dtype=np.int32), page_axis, crosses)
-    warm: Arrays = tree.unflatten(leaves)
-    return warm
+    for num_copies, crosses in list_programs(leaves, page_axis, max_num_copies):
+        leaves = run_copies(leaves, np.zeros((2, num_copies), dtype=np.int32), page_axis, crosses)
+    return tree.unflatten(leaves)  # type: ignore[no-any-return]
 
 
 def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> Int32Array:
@@ -158,6 +154,13 @@ def get_part_size(leaf: jax.Array, page_axis: int) -> int:
     return int(leaf.sharding.shard_shape(leaf.shape)[page_axis])
 
 
+def list_programs(leaves: Sequence[jax.Array], page_axis: int, max_num_pages: int) -> list[tuple[int, bool]]:
+    """Return the numbers of pages for which there are programs, powers of two, each with `crosses` of `run_copies`."""
+    is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
+    exponents = range((max_num_pages - 1).bit_length() + 1)
+    return [(1 << exponent, crosses) for crosses in ((False, True) if is_divided else (False,)) for exponent in exponents]
+
+
 def find_crossing(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int) -> bool:
     """Whether a page is in another device's part than the page that it is written to."""
     sizes = {get_part_size(leaf, page_axis) for leaf in leaves}
@@ -168,8 +171,7 @@ def run_copies(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int, c
     """Copy pages by the program for this number of copies. `crosses`: whether a page is copied into another device's part."""
     payload = pad(pairs, 0)
     program = get_program(tuple([leaf.sharding for leaf in leaves]), page_axis, crosses)
-    copied: Sequence[jax.Array] = call_with_payload(program, leaves, payload)
-    return copied
+    return call_with_payload(program, leaves, payload)  # type: ignore[no-any-return]
 
 
 def pad(pairs: Int32Array, filler: int) -> Int32Array:

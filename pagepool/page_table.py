@@ -19,7 +19,7 @@ from pagepool._core import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
-from pagepool.forking import COMMITS, make_lock
+from pagepool.process_forks import COMMITS, make_lock
 from pagepool.specs import cdiv
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ WINDOW = 64
 """Columns per window, the unit of transfer."""
 
 SMALLEST_PAYLOAD = 16
-"""In windows; each payload size is four times the previous one."""
+"""The smallest payload in windows. Each payload size is four times the previous one."""
 
 FULL_UPLOAD_SHARE = 16
 """If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
@@ -290,14 +290,11 @@ def is_lost(array: jax.Array) -> bool:
 
 def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """Send an array that is never written again. Each process sends its own part: `device_put` would first compare them all."""
-    module = import_jax()
-    array: jax.Array
-    with module.transfer_guard_host_to_device("allow"):
+    jax = import_jax()
+    with jax.transfer_guard_host_to_device("allow"):
         if sharding.is_fully_addressable:
-            array = module.device_put(table, sharding)
-        else:
-            array = module.make_array_from_callback(table.shape, sharding, lambda index: table[index])
-    return array
+            return jax.device_put(table, sharding)  # type: ignore[no-any-return]
+        return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
@@ -315,11 +312,8 @@ def get_max_num_windows(num_values: int) -> int:
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
-Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]
-
-
 @lru_cache(maxsize=64)
-def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Scatter:
+def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Callable[..., Any]:
     """Return the program that writes a payload into tables with these shardings. jax compiles it once per shape."""
     jax = import_jax()
     donated = (0,) if donate else ()

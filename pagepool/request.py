@@ -1,4 +1,4 @@
-"""The interface of requests, their states, and a small request for use without an engine."""
+"""The interface of requests, their status, and a small request for use without an engine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -29,7 +29,7 @@ LoraId: TypeAlias = int | str | tuple[str, str]
 
 
 class EngineRequestStatus(IntEnum):
-    """The state of a request in an engine. Requests with values above `PREEMPTED` are finished."""
+    """The status of a request in an engine. Requests with values above `PREEMPTED` are finished."""
 
     WAITING = 1
     WAITING_FOR_FSM = 2
@@ -47,7 +47,7 @@ class EngineRequestStatus(IntEnum):
 
     @staticmethod
     def is_finished(status: "EngineRequestStatus") -> bool:
-        """Whether a request in this state will never run again.
+        """Whether a request with this status will never run again.
 
         >>> EngineRequestStatus.is_finished(EngineRequestStatus.PREEMPTED)
         False

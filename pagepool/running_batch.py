@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -80,13 +80,16 @@ class RunningBatch(RunningRows):
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
         hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
+        tables = _tables_of(page_table, manager)
+        if manager.enable_caching and not manager.hasher.is_native:
+            raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
         super().__init__(
             manager.page_pool.store,
-            _tables_of(page_table, manager),
+            tables,
             manager.coordinator.groups,
             manager.max_model_len,
             hash_page_size,
-            _native_key_of(manager),
+            manager.hasher.siphash_key,
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
         )
@@ -194,7 +197,11 @@ class RunningBatch(RunningRows):
         if known is None or not known.are_same(features, keys):
             request.mm_features = features
             keys = RequestExtraKeys.of(request)
-            known = self._last_features[row] = _ReadFeatures(features, keys, self._list_keyed(keys))
+            try:
+                references = [ref(feature) for feature in features]
+            except TypeError:  # a class without weak references: its features are read each time
+                references = []
+            known = self._last_features[row] = _ReadFeatures(references, keys, self._list_keyed(keys))
         return known.keys, known.keyed
 
     def _list_keyed(self, keys: RequestExtraKeys | None) -> KeyedPages:
@@ -261,27 +268,22 @@ class RunningBatch(RunningRows):
         self._manager.page_pool.check()
 
 
-class _ReadFeatures:
-    """The features that a row read last, and their keys. References are weak, since features may hold pixels."""
+class _ReadFeatures(NamedTuple):
+    """The features that a row read last, the keys of their request, and its pages with keys. References are weak, since
+    features may hold pixels.
+    """
 
-    __slots__ = ("_references", "keyed", "keys")
-
-    def __init__(self, features: tuple[Any, ...], keys: RequestExtraKeys | None, keyed: KeyedPages) -> None:
-        """`keys` are those of a request with `features`; `keyed` are its pages with keys."""
-        try:
-            self._references = [ref(feature) for feature in features]
-        except TypeError:  # a class without weak references: its features are read each time
-            self._references = []
-        self.keys = keys
-        self.keyed = keyed
+    references: list[ref[Any]]
+    keys: RequestExtraKeys | None
+    keyed: KeyedPages
 
     def are_same(self, features: tuple[Any, ...], other_keys: RequestExtraKeys | None) -> bool:
         """Whether the features are the same objects, and `other_keys` equal the keys that are not of features."""
         mine, others = (keys.request_keys if keys else () for keys in (self.keys, other_keys))
         return (
-            len(self._references) == len(features)
+            len(self.references) == len(features)
             and mine == others
-            and all(reference() is feature for reference, feature in zip(self._references, features, strict=True))
+            and all(reference() is feature for reference, feature in zip(self.references, features, strict=True))
         )
 
 
@@ -299,13 +301,3 @@ def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManage
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
     return tables
-
-
-def _native_key_of(manager: CacheManager) -> bytes:
-    """Return the key with which the core hashes pages; zeros without caching."""
-    if not manager.enable_caching:
-        return bytes(16)
-    key = manager.hasher.native_key
-    if key is None:
-        raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
-    return key

@@ -124,9 +124,9 @@ BUGS = read_bugs("""
 
 # What is hit.
 == the last token hits too
-                    self._store, self._coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, ids, context, num_reserved
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
 == a hit is one page too long
-        return CachePages(pages, self._store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
+        return CachePages(pages, store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
 
     def probe
 == a hit in any shard will do
@@ -158,7 +158,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
-request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, context
+held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
 == undo forgets no entries
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range

@@ -311,8 +311,8 @@ LOADED = "print([name for name in ('easydel', 'jax', 'pagepool.compat', 'pagepoo
     ("code", "value", "output"),
     [
         (f"import sys, pagepool; {LOADED}", None, "[]"),
-        (f"import pagepool; {SHOW}", "1", "pagepool.manager.cache_manager"),
-        (f"import {ENGINE}, pagepool; {SHOW}", "1", "pagepool.manager.cache_manager"),
+        (f"import pagepool; {SHOW}", "1", "pagepool.manager"),
+        (f"import {ENGINE}, pagepool; {SHOW}", "1", "pagepool.manager"),
         (f"{SHOW}; print('pagepool' in sys.modules)", "1", f"{HOME}\nFalse"),
         ("import sys, pagepool; print([name for name in ('easydel', 'jax') if name in sys.modules])", "1", "[]"),
     ],

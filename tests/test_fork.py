@@ -283,7 +283,7 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
 @pytest.mark.parametrize("place", range(4))
 def test_locks_that_never_come_raise_in_the_child(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that holds the lock waits for the forking thread."""
-    monkeypatch.setattr("pagepool.forking.MAX_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("pagepool.process_forks.MAX_WAIT_SECONDS", 0.1)
     name, lock, calls = list_locks()[place]
     is_held, may_go = threading.Event(), threading.Event()
 

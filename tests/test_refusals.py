@@ -70,7 +70,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         return is_refused
 
     def count_requests(manager: CacheManager, request: Any, *args: Any, **options: Any) -> Any:
-        hashes = manager._lookups.hashes.get(request.request_id)
+        hashes = manager._hashes.get(request.request_id)
         refusal = hashes and hashes.refusal
         pages = allocate_slots(manager, request, *args, **options)
         found["requests"] += pages is None and refusal is not None and hashes.refusal is refusal  # else a new one is noted
@@ -213,7 +213,7 @@ class TestRequests:
         hits, num_hit_tokens = manager.get_computed_pages(third)
         assert num_hit_tokens == 20
         assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None
-        monkeypatch.setattr(pagepool.manager.lookups, "load_prefix", None)
+        monkeypatch.setattr(pagepool.manager, "load_prefix", None)
         for _ in range(3):
             hits, num_hit_tokens = manager.get_computed_pages(third)
             assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None

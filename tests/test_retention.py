@@ -42,7 +42,7 @@ def order_of(manager: CacheManager, requests: dict[str, EngineRequest]) -> str:
 
 
 def hashes_of(manager: CacheManager, request: EngineRequest) -> list[int]:
-    chain = manager._lookups.hash_apart(request, request.num_tokens)
+    chain = manager._hash_apart(request, request.num_tokens)
     return [chain[i] for i in range(len(chain))]
 
 

@@ -81,7 +81,7 @@ def make_busy(manager: CacheManager) -> list[Any]:
     objects = [hits, held, manager.page_pool.pages[1], manager.req_to_page_hashes, manager.stats(), manager.take_events()]
     hits, _ = manager.get_computed_pages(refused)
     assert manager.allocate_slots(refused, 252, 0, hits) is None
-    if manager.hasher.native_key is not None:
+    if manager.hasher.is_native:
         batch = RunningBatch(manager, PageTable(2, 64, 64))
         batch.admit(0, list(range(9)), cache_salt="salt")
         batch.admit(1, list(range(250)))
@@ -104,7 +104,7 @@ def list_reachable(roots: list[Any]) -> Iterator[Any]:
 def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
     """Return the key, and the root if a seed makes it, in all forms in which they may be written."""
     hasher = manager.hasher
-    secrets = [hasher._key, *([hasher._root] if has_seed and isinstance(hasher, Sha256Hasher) else [])]
+    secrets = [hasher.siphash_key, *([hasher._root] if has_seed and isinstance(hasher, Sha256Hasher) else [])]
     return [
         form
         for secret in secrets

@@ -34,7 +34,6 @@ from pagepool import (
 )
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, RowRequest, find_prefix
 from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
-from pagepool.page_pool.pages import list_kept_keys
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
@@ -614,7 +613,7 @@ class Reader:
         is_cleared, changes, _ = EntryJournal(self.store).take_changes(True)
         (removed_keys, groups), (new_keys, runs, _), entries = changes
         assert EntryJournal(self.store).kept_contexts() is None
-        assert list_kept_keys(self.store) is None
+        assert EntryJournal(self.store).list_kept_keys() is None
         if is_cleared:
             self.keys.clear()
         pairs = removed_keys.reshape(-1, 2).tolist()

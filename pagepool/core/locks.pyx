@@ -11,7 +11,7 @@ from pagepool.core.platform cimport GIL_DISABLED
 
 import os
 
-from pagepool.forking import hold_locks, release_locks, replace_lost_locks
+from pagepool.process_forks import hold_locks, release_locks, replace_lost_locks
 
 cdef extern from *:
     """

@@ -45,12 +45,11 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
 
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
-    """The native half of `CacheManager`, which has the lock, and says what is known of requests."""
+    """The native half of `CacheManager`, which has the lock and the hasher, and makes the hashes of requests."""
 
     cdef PageStore store
     cdef CacheGroups groups
     cdef object coordinator
-    cdef object lookups             # `PrefixLookups`
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
     cdef readonly tuple _no_ids
@@ -60,17 +59,17 @@ cdef class SlotAllocator:
     cdef bint enables_caching
     cdef bint hashes_natively
 
-    def _begin(self, coordinator, lookups) -> None:
-        """`coordinator` has the pages of requests, `lookups` their hashes."""
-        self.coordinator, self.lookups = coordinator, lookups
+    def _begin(self, coordinator, dict hashes not None) -> None:
+        """`coordinator` has the pages of requests, `hashes` their hashes, both by request id."""
+        self.coordinator = coordinator
         self.store, self.groups = coordinator.page_pool.store, coordinator.groups
-        self.requests, self.hashes = coordinator.requests, lookups.hashes
+        self.requests, self.hashes = coordinator.requests, hashes
         self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens = coordinator.max_model_len
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
         self.enables_caching = coordinator.enable_caching
-        self.hashes_natively = lookups.hasher.native_key is not None
+        self.hashes_natively = self.hasher.is_native
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -180,7 +179,7 @@ cdef class SlotAllocator:
             if hashes.request is request and hashes.refusal.hits is hits:
                 num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
                 if hashes.refusal.is_request_short(num_pages, counts.num_reserved):
-                    self.lookups.warn_if_hopeless(hits, num_pages - len(hits[0]))
+                    self._warn_if_hopeless(hits, num_pages - len(hits[0]))
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
@@ -202,7 +201,7 @@ cdef class SlotAllocator:
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
-                hashes = self.lookups.extend(request, num_hashed)
+                hashes = self._extend_hashes(request, num_hashed)
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
@@ -232,8 +231,8 @@ cdef class SlotAllocator:
         if hashes is not None:
             if hashes.page_hashes:
                 self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
-            contexts = self.lookups.contexts if hashes.extra_keys is not None else None
-            if contexts is not None:  # held last, so that no error in between keeps it
+            if hashes.extra_keys is not None and self.event_source is not None:
+                contexts = self.event_source.contexts  # held last, so that no error in between keeps a context
                 step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
@@ -252,7 +251,7 @@ cdef class SlotAllocator:
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
         if is_admission:
-            self.lookups.count_admission(request, self.count_most_tokens(hits))
+            self._count_admission(request, self.count_most_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -329,7 +328,7 @@ cdef class SlotAllocator:
                 tokens = hashes.chain.read_next(token_ids, num_pages)
                 if tokens is not None:
                     return tokens
-        self.lookups.extend(request, num_pages * self.hash_page_size)
+        self._extend_hashes(request, num_pages * self.hash_page_size)
         return None
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
@@ -348,7 +347,7 @@ cdef class SlotAllocator:
         cdef Py_ssize_t g
         if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
-        self.lookups.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
+        self.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
@@ -356,7 +355,7 @@ cdef class SlotAllocator:
         cdef Py_ssize_t g
         cdef Refusal refusal
         attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-        self.lookups.warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
+        self._warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
         if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
             refusal = Refusal.__new__(Refusal)
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_tokens(hits, 0)

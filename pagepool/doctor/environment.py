@@ -89,7 +89,7 @@ def inspect_versions(problems: list[Problem]) -> dict[str, Any]:
 
 
 def inspect_core(problems: list[Problem]) -> dict[str, Any]:
-    """Return how the core was built. One without guards is a problem: it is for measurements."""
+    """Return how the core was built. A core without guards, which is only for measurements, is a problem."""
     flags = build_flags()
     if not flags["guards"]:
         problems.append(Problem("the core was built without guards", "build it again without PAGEPOOL_UNGUARDED"))

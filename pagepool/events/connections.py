@@ -25,12 +25,12 @@ __all__ = ["Guard", "Peer", "Peers"]
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES = 1 << 16  # of an unfinished message; small frames take up to 32 times as much in libzmq
+MAX_UNREAD_BYTES = 1 << 16  # in an unfinished message; small frames take up to 32 times as much in libzmq
 NUM_FRAME_BYTES = 64  # largest overhead of a frame on the wire
 NUM_SUBSCRIPTION_BYTES = 64  # added to the length of each topic
-MAX_SUBSCRIPTIONS_READ = 256  # at once
+MAX_SUBSCRIPTIONS_READ = 256  # in one call
 MILLISECONDS_BETWEEN_LOOKS = 50
-SHARE_OF_DESCRIPTORS = 8  # one in this number may be a connection of one endpoint
+SHARE_OF_DESCRIPTORS = 8  # one in this many of the process may be a connection of an endpoint
 SECONDS_BETWEEN_WARNINGS = 60.0
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # on Linux
 DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # the packet filter's program that keeps 0 bytes
@@ -163,9 +163,9 @@ class Guard:
             peer.is_refused = True
         spare = self._spare.fileno()
         with self._lock, contextlib.suppress(OSError):
-            os.dup2(descriptor, spare, inheritable=False)  # which works where no descriptor is free
+            os.dup2(descriptor, spare, inheritable=False)  # this works even if no descriptor is free
             try:
-                if peers.has(spare):  # which is the connection until the end of this block
+                if peers.has(spare):  # the spare descriptor is the connection until the end of this block
                     self._spare.shutdown(socket.SHUT_RDWR)
             finally:
                 os.dup2(self._nothing.fileno(), spare, inheritable=False)
@@ -182,7 +182,7 @@ class Guard:
                     if peer.num_topic_bytes > max_bytes:
                         self.close(peers, descriptor)
 
-    # In the thread.
+    # Methods that run in the thread.
 
     def _run(self) -> None:
         """Run until the last monitor has stopped."""
@@ -250,6 +250,6 @@ def _count_received(descriptor: int) -> int:
     try:
         with _borrowed(descriptor) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
-    except OSError:  # closed, or of another kind
+    except OSError:  # it is closed, or no TCP connection
         return 0
     return int.from_bytes(info[BYTES_RECEIVED_AT:], sys.byteorder)

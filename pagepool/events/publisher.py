@@ -42,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
-MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
-REQUEST = [0, 8]  # lengths of its frames
+MAX_INT32 = 2**31 - 1  # the largest value of ZeroMQ's options
+REQUEST = [0, 8]  # lengths of the frames of a request
 END = (-1).to_bytes(8, "big", signed=True)
 SUBSCRIPTIONS_HWM = 4  # messages of one subscriber that wait in libzmq, which accepts all of them at each send
-MAX_REQUESTS_READ = 64  # at once
+MAX_REQUESTS_READ = 64  # in one call
 MAX_REPLAYS = 4  # to one router at once
-MAX_REPLAYS_TRIED = 32  # at once, until a router accepts something
+MAX_REPLAYS_TRIED = 32  # in one call, until a router accepts something
 REPLAY_HWM = 16  # batches that wait in the socket for one router
 PATIENCE = 10.0  # seconds after which the connection of a router that does not read its replay is closed
 SECONDS_UNREAD = 30.0  # after which a subscriber that reads nothing is disconnected
-SHARE_OF_SERVICE = 0.1  # of the thread's time, for requests of routers
+SHARE_OF_SERVICE = 0.1  # the part of the thread's time for requests of routers
 MIN_REST = 0.002  # seconds between two parts of replays
 MAX_WAIT = 3600.0  # seconds
 MAX_SILENCE = 60.0  # seconds between two heartbeats
@@ -212,7 +212,7 @@ class Worker:
         with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
             return zmq.Frame(view, copy=True), bool(events) and isinstance(events[0], AllBlocksCleared)
 
-    # In the thread.
+    # Methods that run in the thread.
 
     def run(self) -> None:
         """Publish and replay until the publisher is closed."""

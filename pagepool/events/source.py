@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from pagepool._core import EntryJournal, PageStore
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
-from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.hashing.algorithms import PageHasher
+from pagepool.process_forks import EVENTS, make_lock
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = ["Contexts", "EventSource"]

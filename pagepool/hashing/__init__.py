@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from pagepool.arguments import as_list, read, require_int, require_short, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.forking import NAMES, make_lock
 from pagepool.hashing.extra_keys import LORA, ExtraKeys, RequestExtraKeys, VllmExtraKeys, encode_extra_keys, list_features
+from pagepool.process_forks import NAMES, make_lock
 
 __all__ = [
     "LORA",
@@ -182,7 +182,7 @@ class HashNames:
                 self._hash_of_key[key] = page_hash
                 named = self._keys_of_hash.get(page_hash)
                 if named is None:
-                    self._keys_of_hash[page_hash] = [key]  # at once: others read without the lock, and no list is empty
+                    self._keys_of_hash[page_hash] = [key]  # others read without the lock, and must find no empty list
                 else:
                     named.append(key)
 
@@ -250,7 +250,7 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
 def hash_next_pages(
     hash_function: HashFunction, page_size: int, request: Any, page_hashes: Sequence[PageHash], num_pages: int | None
 ) -> list[PageHash]:
-    """Return the hashes behind `page_hashes` of a request's first `num_pages` pages; None: of all full ones."""
+    """Return the hashes of a request's pages after those in `page_hashes`, up to `num_pages` pages; None: all full ones."""
     all_token_ids = read(request, "all_token_ids")
     extra_keys = RequestExtraKeys.of(request)
     parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None

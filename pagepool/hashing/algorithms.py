@@ -4,7 +4,6 @@ import hashlib
 import hmac
 import os
 import struct
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,12 +38,14 @@ VLLM_SEED = "vllm-none-hash"
 
 
 class PageHasher(KeyHolder):
-    """SipHash-2-4-128 in the compiled core, and the base of the other algorithms. Each manager has one.
+    """SipHash-2-4-128 in the compiled core, and the base of the other algorithms, which hash in Python. Each manager has one.
 
-    It hashes pages of `page_size` tokens. A digest has ``num_digest_bytes``. The key of the index is its lower half, or all of
-    it. The hashes of equal contents depend on ``_root``, which may be secret.
+    It hashes pages of `page_size` tokens. The core can make the hashes alone if it ``is_native``. A digest has
+    ``num_digest_bytes``; the key of the index is its lower half, or all of it. The hashes of equal contents depend on
+    ``_root``, which may be secret.
     """
 
+    is_native = True
     num_digest_bytes = 16
     algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
@@ -53,12 +54,7 @@ class PageHasher(KeyHolder):
         """See `CacheManager` for the seed. Setting ``keep_token_ids`` later affects requests that start after that."""
         self.page_size = page_size
         self.keep_token_ids = False
-        self._key = self._root = get_siphash_key(hash_seed)
-
-    @property
-    def native_key(self) -> bytes | None:
-        """The SipHash key if the core can make the hashes alone, else None."""
-        return self._key
+        self.siphash_key = self._root = get_siphash_key(hash_seed)
 
     def describe(self) -> dict[str, str]:
         """Return the algorithm, and a keyed digest that identifies the seed without revealing it."""
@@ -68,7 +64,7 @@ class PageHasher(KeyHolder):
     def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
         """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request."""
         extra_keys = known.extra_keys if known is not None and known.request is request else self.extra_keys.of(request)
-        return RequestHashes(request, HashChain(self.page_size, self._key, self.keep_token_ids), extra_keys)
+        return RequestHashes(request, HashChain(self.page_size, self.siphash_key, self.keep_token_ids), extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
         """Hash up to `num_pages` pages of the request. ArgumentError for missing or negative tokens. O(new tokens)."""
@@ -81,7 +77,13 @@ class PageHasher(KeyHolder):
                 stop = num_hashed + 1
             else:
                 stop, keys = min(num_pages, keyed_page or num_pages), None
-            self.hash_pages(hashes, self._read_tokens(request, num_hashed, stop), keys)
+            token_ids = self._read_tokens(request, num_hashed, stop)
+            if self.is_native:
+                hashes.chain.extend(token_ids, encode_extra_keys(keys))
+            else:
+                tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
+                for start in range(0, len(tokens), self.page_size):
+                    self.hash_page(hashes, tokens[start : start + self.page_size], keys if start == 0 else None)
             num_hashed = stop
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
@@ -102,9 +104,9 @@ class PageHasher(KeyHolder):
         require_token_ids(token_ids, start)
         return token_ids
 
-    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Append the hashes of the next pages; `extra_keys` belong to the first of them."""
-        hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
+    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
+        """Append the key and the hash of the next page, made from the preceding hash."""
+        raise NotImplementedError(f"{type(self).__name__} hashes in the core")
 
     def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
         """Name the keys in ``[start, stop)`` of the chain."""
@@ -112,27 +114,10 @@ class PageHasher(KeyHolder):
             names.add(hashes.chain[i], hashes.page_hashes[i])
 
 
-class PythonHasher(PageHasher):
-    """Base of algorithms that hash page by page in Python."""
-
-    @property
-    def native_key(self) -> None:
-        """None: the core cannot make the hashes."""
-
-    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Hash page by page, each from the preceding hash."""
-        tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
-        for start in range(0, len(tokens), self.page_size):
-            self.hash_page(hashes, tokens[start : start + self.page_size], extra_keys if start == 0 else None)
-
-    @abstractmethod
-    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """Append the key and the hash of one page."""
-
-
-class Sha256Hasher(PythonHasher):
+class Sha256Hasher(PageHasher):
     """SHA-256 by `sha256_page`. The hash value is the digest, and the key of the index its lower half."""
 
+    is_native = False
     num_digest_bytes = 32
     algorithm = "sha256"
 
@@ -176,8 +161,10 @@ class VllmHasher(Sha256Hasher):
         return sha256_cbor((parent, tuple(token_ids), extra_keys))
 
 
-class CallableHasher(PythonHasher):
-    """Any callable, whose values users see. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
+class CallableHasher(PageHasher):
+    """Any callable; users see its values. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
+
+    is_native = False
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
         """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
@@ -233,11 +220,11 @@ class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
 
     def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
         """View `hashes`, which `hasher` made."""
-        self._is_native = hasher.native_key is not None
+        self._is_native = hasher.is_native
         self._hashes = hashes
 
     def __getitem__(self, request_id: str) -> list[PageHash]:
-        """Return the hashes made so far for a request. Natively made ones are in its chain alone."""
+        """Return the hashes made so far for a request. Natively made ones are only in its chain."""
         hashes = self._hashes.get(request_id)
         if hashes is None or not self._is_native:
             return [] if hashes is None else list(hashes.page_hashes)

@@ -99,7 +99,7 @@ class RequestExtraKeys:
 
     SALT: ClassVar[str] = "salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("mm_hash", "identifier")
-    TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
+    FEATURE_IN_EVENTS: ClassVar[slice] = slice(2, 4)
     IN_ALL_PAGES: ClassVar[tuple[str, ...]] = ()
 
     request_keys: ExtraKeys
@@ -150,7 +150,7 @@ class RequestExtraKeys:
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
         """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
         in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)
-        return [key[self.TOLD_OF_FEATURE] if key[0] == "mm" else key[1] for key in in_order]
+        return [key[self.FEATURE_IN_EVENTS] if key[0] == "mm" else key[1] for key in in_order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class VllmExtraKeys(RequestExtraKeys):
 
     SALT: ClassVar[str] = "cache_salt"
     FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("identifier", "mm_hash")
-    TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
+    FEATURE_IN_EVENTS: ClassVar[slice] = slice(1, 3)
     IN_ALL_PAGES: ClassVar[tuple[str, ...]] = (LORA,)
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:

@@ -36,7 +36,7 @@ class Records(SimpleNamespace):
     page_tokens: Array
 
     def __init__(self, store: PageStore, *, of_tier: bool = False) -> None:
-        """IntegrityError for a damaged one. O(num_pages)."""
+        """Copy and check the records. IntegrityError if they are damaged. O(num_pages)."""
         super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
         if len(self.levels) or self.num_deadlines:
@@ -55,7 +55,7 @@ class Records(SimpleNamespace):
             raise IntegrityError(fault)
 
     def describe(self, page_id: int) -> str:
-        """Return a page with all its numbers."""
+        """Describe a page with all its numbers."""
         if page_id >= self.num_pages:
             return f"record {page_id}, the end of a queue or the start of a part"
         low, high, ref_cnt, before, behind, group = self.pages[page_id].tolist()
@@ -63,14 +63,14 @@ class Records(SimpleNamespace):
         return f"page {page_id} (ref count {ref_cnt}, free-queue links {before} and {behind}, {entry})"
 
     def refuse(self, is_wrong: Array, ids: Any, text: str, *columns: Any) -> None:
-        """IntegrityError for the first wrong row: the page in `ids`, if any, and the text with the numbers in the columns."""
-        row = is_wrong.tobytes().find(1)  # of few pages, many times faster than a reduction
-        if row >= 0:
-            values = [column if isinstance(column, int) else column[row] for column in columns]
-            raise IntegrityError(("" if ids is None else self.describe(ids[row])) + text.format(*values))
+        """Raise IntegrityError for the first wrong place, with its page in `ids`, if any, and its numbers in `columns`."""
+        i = is_wrong.tobytes().find(1)  # many times faster than a reduction for few pages
+        if i >= 0:
+            values = [column if isinstance(column, int) else column[i] for column in columns]
+            raise IntegrityError(("" if ids is None else self.describe(ids[i])) + text.format(*values))
 
     def require_count(self, found: Any, counted: Any, text: str) -> None:
-        """IntegrityError unless the pool counts what was found."""
+        """Raise IntegrityError unless the pool counts what was found."""
         if found != counted:
             raise IntegrityError(f"{found} {text}, the pool counts {counted}")
 
@@ -111,7 +111,7 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def check_levels(self) -> None:
-        """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
+        """Only cached pages have levels. The heap has the pages with a deadline, each behind one whose deadline is earlier."""
         levels, times, places = self.levels, self.times, self.places
         priorities = (levels & (PROTECTED - 1)).astype(np.int64) - 1
         is_wrong = (priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group[: len(levels)] == NO_GROUP) & (levels != 0)
@@ -220,7 +220,7 @@ class Records(SimpleNamespace):
         self.require_count(np.count_nonzero(pins), self.num_pinned, "pages are pinned")
 
     def check_shards(self) -> None:
-        """The queue and the twins of each shard are what lies in it, in the same order. Its first twins are in rings."""
+        """Each shard has its pages of the queue and its twins, in the pool's order. The first twins of shards are in rings."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
         num_records = 1 + self.num_parts  # in the queue of each shard, beside its pages
         num_links, num_remembered = num_pages + n * num_records, n * 2 if self.num_parts else 0
@@ -250,7 +250,7 @@ class Records(SimpleNamespace):
         self.refuse(is_wrong, ids, text, found["prev"], found["next"], NOT_FIRST)
 
     def check_journal(self) -> None:
-        """Cached pages have places and contexts, with as many users. New keys are in the index, removed ones are not."""
+        """Each cached page has a place, and a context that it uses. New keys are in the index, removed ones are not."""
         notes, ids = self.notes, self.cached_ids
         users, holders = self.contexts["num_users"], self.contexts["num_holders"]
         text = "context {} has {} users and {} holders, allowed: at least 0"

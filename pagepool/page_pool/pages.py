@@ -11,7 +11,7 @@ from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
 
-__all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key", "list_kept_keys"]
+__all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key"]
 
 
 class Pages(Sequence[CachePage]):
@@ -98,7 +98,7 @@ class FreeCachePageQueue:
 
 
 class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """A live view of the prefix index: for each hash and group, pages by id as cached. ``len`` and ``in`` are O(1)."""
+    """A live view of the prefix index: the pages of each hash and group by id, as they were cached. ``len``, ``in``: O(1)."""
 
     def __init__(self, store: PageStore) -> None:
         """View the index of `store`."""
@@ -145,13 +145,9 @@ def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: in
 
 
 def forget_names(store: PageStore) -> None:
-    """Drop the names that neither the index nor the journal needs."""
-    keys = list_kept_keys(store)
-    if keys is not None:
-        store.names.keep_only(keys)
-
-
-def list_kept_keys(store: PageStore) -> list[int] | None:
-    """Return the keys of entries, also removed ones and the tier's, and of parents; None while events are built. O(pages)."""
+    """Drop the names that nothing needs: not entries, also removed ones and the tier's, nor their children. None is dropped
+    while events are built. O(pages).
+    """
     keys = EntryJournal(store).list_kept_keys()
-    return None if keys is None else [high << 64 | low for low, high in keys.reshape(-1, 2).tolist()]
+    if keys is not None:
+        store.names.keep_only([high << 64 | low for low, high in keys.reshape(-1, 2).tolist()])

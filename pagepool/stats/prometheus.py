@@ -84,7 +84,7 @@ GAUGES = {
     "host_cached_pages": ("host_tier.num_cached_pages", "Pages of the host tier that can be loaded."),
     "host_pages_in_flight": ("host_tier.num_in_flight", "Saves and loads that are due or under way."),
 }
-"""Names without ``pagepool_``, fields of `CacheStats`, and help texts; so too the others."""
+"""Names without ``pagepool_``, fields of `CacheStats`, and help texts. The tables below have the same form."""
 
 COUNTERS = {
     "prefix_cache_queries": ("queries.num_queried_tokens", "Prompt tokens of admitted requests, counted once at admission."),

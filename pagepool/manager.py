@@ -1,8 +1,10 @@
 """The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +12,14 @@ import numpy.typing as npt
 from pagepool._core import (
     CachePages,
     FailedLoads,
+    HashChain,
     Lease,
     PageCopies,
     PageIds,
     PageStore,
     PageTier,
+    QueryCounter,
+    RequestHashes,
     RequestPages,
     Retention,
     SlotAllocator,
@@ -28,19 +33,29 @@ from pagepool._core import (
     lease_pages,
     list_in_flight,
     lists_of,
+    load_prefix,
     protect_pages,
     rewind_request,
     take_copies,
     take_transfers,
 )
-from pagepool.arguments import MAX_SIZE, as_list, has_status, id_of, read_count, require_flag, require_int, require_share
+from pagepool.arguments import (
+    MAX_SIZE,
+    as_list,
+    has_status,
+    id_of,
+    read_count,
+    refuse_incomplete,
+    require_flag,
+    require_int,
+    require_share,
+)
 from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
-from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
-from pagepool.manager.lookups import ANY_PAGE, PrefixLookups, PrefixProbe
 from pagepool.page_pool import PagePool
+from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, HostTierStats, QueryCounts, TimeHistogram
@@ -48,7 +63,17 @@ from pagepool.stats import CacheStats, HostTierStats, QueryCounts, TimeHistogram
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
-__all__ = ["CacheManager", "HostTier"]
+__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe"]
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixProbe(NamedTuple):
+    """Result of `CacheManager.probe`: the tokens that would hit, the tokens queried, and why not more hit."""
+
+    num_hit_tokens: int
+    num_queried_tokens: int
+    reason: str
 
 
 class HostTier:
@@ -175,13 +200,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
-        self._lookups = PrefixLookups(self.coordinator, self.hasher)
+        self._hashes: dict[str, RequestHashes] = {}
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
-        self._begin(self.coordinator, self._lookups)
+        self._begin(self.coordinator, self._hashes)
         self.event_source: EventSource | None = None
-        self._release_context = self._lookups.release_context
-        self.query_counters = self._lookups.counters
+        self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         self._leases: dict[Lease, None] = {}
         if host_tier is not None:
             host_tier._bind(self._store)
@@ -204,7 +228,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     @property
     def req_to_page_hashes(self) -> RequestPageHashes:
         """A live, read-only view of the hashes of each request's pages, by request id."""
-        return RequestPageHashes(self.hasher, self._lookups.hashes)
+        return RequestPageHashes(self.hasher, self._hashes)
 
     # Look-ups and slots.
 
@@ -225,25 +249,41 @@ class CacheManager(KeyHolder, SlotAllocator):
         pool has is returned, and `allocate_slots` returns None until the next look-up. O(pages); O(1) for a refused request
         with one group of full attention, until a hit page gets a new holder or another page of the request is cached.
         """
-        query = self._lookups.read_query(request)
+        query = self._read_query(request)
         if query is None:
             return self.create_empty_page_list(), 0
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
-        ids = ANY_PAGE
+        bounds: tuple[int, int | None] = 0, None
         if dp_shard_hint is not None or data_parallel_size is not None:
-            ids = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+            bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
-            pages, num_tokens = self._lookups.find(request, query, ids, num_reserved)
-        return CachePages(pages, self._store), num_tokens
+            hashes = self._extend_hashes(request, num_queried_tokens)
+            refusal = hashes.refusal
+            if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+                pages, num_tokens = refusal.hits, refusal.num_hit_tokens
+            else:
+                hashes.refusal = None
+                if store.has_tier:  # pages that are loaded have their names, and their parents'
+                    self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
+                context = self._hold_context(hashes.extra_keys)
+                try:
+                    pages, num_tokens, hashes.is_short = load_prefix(
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved
+                    )
+                finally:
+                    self._release_context(context)
+            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
+        return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """Report what `get_computed_pages` would find with room for what is loaded, and why not more. Nothing changes."""
-        query = self._lookups.read_query(request)
+        query = self._read_query(request)
         if query is None:
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
-        chain = self._lookups.hash_apart(request, num_queried)
+        chain = self._hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self.coordinator.groups, chain, num_queried, reaches_tier=True)
         is_all = num_queried - num_tokens <= self.coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
@@ -271,14 +311,112 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_tokens > held.num_room_tokens:
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
-            hashes = self._lookups.extend(request, num_tokens)
-            with self._lookups.naming(hashes, held.num_cached_hashes, num_tokens) as context:
+            hashes = self._extend_hashes(request, num_tokens)
+            with self._naming(hashes, held.num_cached_hashes, num_tokens) as context:
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after new weights. False, without a change, while a page is held or pinned."""
         with self._lock:
             return self.page_pool.reset_prefix_cache()
+
+    # The hashes, the last look-up and the refusal of each request. Calls that change them are made with the lock.
+
+    def _read_query(self, request: Request) -> tuple[int, bool] | None:
+        """Return the number of a request's tokens, and whether it was preempted; None if it takes no hits."""
+        try:
+            num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
+            params = request.sampling_params
+        except AttributeError as error:
+            refuse_incomplete(request, error)
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = require_int("num_tokens", num_tokens, 0)
+        if type(is_preempted) is not bool:  # such as a bool of NumPy
+            is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
+        takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
+        return (num_tokens, is_preempted) if takes_hits else None
+
+    def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
+        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
+        try:  # each look-up comes here: an id is checked only where it cannot be used
+            hashes = self._hashes.get(request.request_id)
+        except (AttributeError, TypeError):
+            hashes = self._hashes.get(id_of(request))
+        if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
+            hashes = self._hashes[request.request_id] = self.hasher.start(request)
+        self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+        return hashes
+
+    def _share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
+        """Keep hashes of a new request that goes on from `num_tokens` tokens of another; False unless these are the same."""
+        known, size = self._extend_hashes(request, num_tokens), self.coordinator.hash_page_size
+        hashes = self.hasher.start(new_request)
+        if known.extra_keys is not None and known.extra_keys.has_nonce:
+            hashes.extra_keys = known.extra_keys
+        self.hasher.extend(hashes, new_request, num_tokens // size)
+        num_pages, rest = len(hashes.chain), slice(num_tokens - num_tokens % size, num_tokens)
+        is_same = num_pages == 0 or hashes.chain[num_pages - 1] == known.chain[num_pages - 1]
+        is_same = is_same and hashes.extra_keys == known.extra_keys
+        if not is_same or list(request.all_token_ids[rest]) != list(new_request.all_token_ids[rest]):
+            return False
+        self._hashes[new_request.request_id] = hashes
+        return True
+
+    def _hash_apart(self, request: Request, num_tokens: int) -> HashChain:
+        """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
+        hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
+        self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+        return hashes.chain
+
+    def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+        """Return the int for extra keys in the core until `_release_context`; 0 without keys or events."""
+        if extra_keys is None or self.event_source is None:  # without the lock
+            return 0
+        with self._lock:
+            return self.event_source.contexts.hold(extra_keys)
+
+    def _release_context(self, context: int) -> None:
+        """Release an int from `_hold_context`. It is reused when no page or row has it any more."""
+        if context and self.event_source is not None:
+            self.event_source.contexts.release(context)
+
+    @contextmanager
+    def _naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
+        """Name the keys of the pages that the body enters, from page `start` on, and that of their parent, if the hashes have
+        names. Yield the context of the request's extra keys in the core.
+        """
+        context = self._hold_context(None if hashes is None else hashes.extra_keys)
+        try:
+            if hashes is not None and hashes.page_hashes:
+                stop = num_tokens // self.coordinator.hash_page_size
+                self.hasher.name_pages(self._store.names, hashes, max(0, start - 1), stop)
+            yield context
+        finally:
+            self._release_context(context)
+            if hashes is not None and hashes.page_hashes:
+                self.page_pool._forget_evicted_names()
+
+    def _count_admission(self, request: Request, num_taken_tokens: int) -> None:
+        """Count the look-up of a request that was just admitted, with the tokens whose pages it took."""
+        hashes = self._hashes.get(request.request_id)
+        if hashes is None or hashes.query is None:
+            return
+        num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
+        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
+        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
+
+    def _warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
+        """Log a warning if a request needs more pages at once than the pool has, or than it has besides the other pins."""
+        num_pages, num_pinned_pages = self.num_pages - 1, self._store.num_pinned_pages
+        if sum(map(len, held)) + num_new_pages + num_pinned_pages <= num_pages:  # the common case, null pages included
+            return
+        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+        num_other_pins = num_pinned_pages - sum(map(self._store.count_pinned, held)) if num_pinned_pages else 0
+        if num_needed_pages + num_other_pins > num_pages:
+            reason = f", and {num_other_pins} are pinned for others: no waiting helps, see unpin"
+            if num_needed_pages > num_pages:
+                reason = ": no waiting helps, see CacheManager.require_capacity"
+            logger.warning("a request needs %d pages at once, the pool has %d%s", num_needed_pages, num_pages, reason)
 
     # Copies and forks.
 
@@ -331,7 +469,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_copies_taken(may_be_read=True)
-            if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
+            if self.enable_caching and not self._share_hashes(request, new_request, num_tokens):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
@@ -343,7 +481,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 if not target:
                     del self._requests[new_request.request_id]
                 if not is_forked:
-                    self._lookups.hashes.pop(new_request.request_id, None)
+                    self._hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     # The host tier.
@@ -411,7 +549,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
-        """`commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
+        """Do `commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
 
         Returns the number of computed tokens, from which the request goes on. With a state, which covers tokens that did not
         come, it is 0: all pages are given back, and the request may be looked up again. O(pages given back and entered).
@@ -419,7 +557,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
 
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
-        """Enter the pages that a transfer has filled, of these tokens. Return the number of computed tokens."""
+        """Enter the pages that a transfer has filled with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
         with self._lock:
             held = self._require_held(request)
@@ -429,10 +567,11 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
             held.require_copies_taken()
             if is_failed and self.coordinator.has_state:
-                self._give_back(request.request_id)
+                held.give_back()
+                del self._requests[request.request_id]
                 return 0
-            hashes = self._lookups.extend(request, start + num_tokens) if self.enable_caching else None
-            with self._lookups.naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
+            hashes = self._extend_hashes(request, start + num_tokens) if self.enable_caching else None
+            with self._naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 
@@ -489,19 +628,19 @@ class CacheManager(KeyHolder, SlotAllocator):
         (2, 2, 1)
         """
         span = TokenSpan(start, stop)
-        num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            return self._span_of(request, span, num_tokens).pin(self.max_num_pinned_pages)
+            return self._span_of(request, span).pin(self.max_num_pinned_pages)
 
-    def _span_of(self, request: Request, span: TokenSpan, num_tokens: int) -> TokenSpan:
+    def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
         """Return the span of a request, with hashes up to its end if the request holds pages. Without hashes nothing hits."""
+        num_tokens = read_count(request, "num_tokens")
         held = self._requests.get(id_of(request)) or None
         num_hashed = num_tokens if self.enable_caching else 0
         if held is not None:
             num_hashed = min(num_hashed, span.stop)
-        elif self._lookups.read_query(request) is None:
+        elif self._read_query(request) is None:
             num_hashed = 0
-        chain = self._lookups.hash_apart(request, num_hashed)
+        chain = self._hash_apart(request, num_hashed)
         return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, held)
 
     def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
@@ -516,7 +655,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if not self.enable_caching:
             return 0
         with self._lock:
-            chain = self._lookups.hash_apart(request, num_tokens)
+            chain = self._hash_apart(request, num_tokens)
             return span.of_request(self._store, self.coordinator.groups, chain, num_tokens).unpin()
 
     # Retention.
@@ -553,9 +692,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         (4, 0)
         """
         span, retention = TokenSpan(start, stop), Retention(priority, seconds)
-        num_tokens = read_count(request, "num_tokens")
         with self._lock:
-            return self._span_of(request, span, num_tokens).retain(retention)
+            return self._span_of(request, span).retain(retention)
 
     def protect(self, requests: Iterable[Request]) -> int:
         """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
@@ -582,9 +720,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         with self._lock:
             hits: list[PageIds] = []
             for request in listed:
-                query = self._lookups.read_query(request)
+                query = self._read_query(request)
                 if query is not None:
-                    chain = self._lookups.hash_apart(request, query[0])
+                    chain = self._hash_apart(request, query[0])
                     hits += find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
             return protect_pages(self._store, hits)
 
@@ -610,10 +748,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             if self.event_source is None:
                 self._store.keep_token_ids(self.coordinator.max_cached_page_size)
                 source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
-                self._lookups.contexts = source.contexts
                 self.event_source = source
                 self.hasher.keep_token_ids = True
-                self._lookups.hashes.clear()  # existing hashes have no tokens
+                self._hashes.clear()  # existing hashes have no tokens
             elif self.event_source.hashes_as_bytes != hashes_as_bytes:
                 raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
 
@@ -637,13 +774,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentError("events: call enable_events before the first request")
         return self.event_source
 
-    def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """Call `PrefixLookups.hold_context` for a running batch."""
-        if extra_keys is None or self.event_source is None:  # without the lock
-            return 0
-        with self._lock:
-            return self._lookups.hold_context(extra_keys)
-
     # Freeing.
 
     def free(self, request: Request, *, num_computed_tokens: int | None = None) -> None:
@@ -658,22 +788,18 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
-            hashes = self._lookups.hashes.get(request.request_id)
+            hashes = self._hashes.get(request.request_id)
             if num_last_tokens:
-                hashes = self._lookups.extend(request, num_last_tokens)
+                hashes = self._extend_hashes(request, num_last_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
-            with self._lookups.naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
-                self._give_back(request.request_id, num_computed_tokens, chain, num_last_tokens, context)
+            with self._naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
+                held = self._requests.get(request.request_id)
+                if held is not None:
+                    held.give_back(num_computed_tokens, chain, num_last_tokens, context)
+                    del self._requests[request.request_id]
             if num_computed_tokens is not None:
                 self.page_pool._forget_evicted_names()
-
-    def _give_back(self, request_id: str, *options: Any) -> None:
-        """Call `RequestPages.give_back`, unless the request holds no pages."""
-        held = self._requests.get(request_id)
-        if held is not None:
-            held.give_back(*options)
-            del self._requests[request_id]
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
@@ -686,9 +812,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request. Not a preempted one: with images without features it would miss its pages."""
+        """Drop the hashes of a finished request. A preempted one needs them to hit, if it has images without features."""
         with self._lock:
-            self._lookups.hashes.pop(id_of(request), None)
+            self._hashes.pop(id_of(request), None)
 
     # Inspection.
 

@@ -1,8 +1,9 @@
-"""Locks of Python objects across a fork.
+"""Locks of Python objects when a process forks.
 
-A forked child has only the thread that forked. A lock held by another thread would stay locked, over a half-changed object. A
-thread that forks therefore takes the locks first, and releases them in parent and child. If a holder waits for that thread, the
-child gets the object with a lock that raises. The core does the same for its own locks, and registers the hooks.
+The child process has only the thread that forked. A lock held by another thread would stay locked, over a half-changed object.
+A thread that forks the process therefore takes the locks first, and releases them in parent and child. If a holder waits for
+that thread, the child gets the object with a lock that raises. The core does the same for its own locks, and registers the
+hooks of the process.
 """
 
 import itertools
@@ -11,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from functools import partial
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 from pagepool.errors import IntegrityError
@@ -22,14 +23,13 @@ COMMITS, MANAGERS, EVENTS, NAMES = range(4)
 """Kinds of locks, in the order in which a thread takes them."""
 
 MAX_WAIT_SECONDS = 5.0
-"""For all locks of a fork together. A call takes far less, unless it waits for the forking thread."""
+"""How long a process fork waits for all locks together. A call takes far less, unless it waits for the forking thread."""
 
 
 class _Entry(NamedTuple):
     """Where a lock is stored."""
 
     kind: int
-    number: int
     owner: "weakref.ref[Any]"
     attribute: str
 
@@ -37,11 +37,11 @@ class _Entry(NamedTuple):
 _entries: dict[int, _Entry] = {}
 _numbers = itertools.count()
 _thread = threading.local()
-"""``held``: the locks that a thread holds while it forks."""
+"""``held`` has the locks that this thread holds while it forks the process."""
 
 
 class LostLock:
-    """The lock, in a forked child, of an object that another thread was changing."""
+    """The lock, in a child process, of an object that another thread was changing when the process forked."""
 
     def __init__(self, owner: object) -> None:
         """Replace the lock of `owner`."""
@@ -63,21 +63,21 @@ class LostLock:
 
 
 def make_lock(owner: object, attribute: str, kind: int) -> Any:
-    """Return a reentrant lock to be stored as `attribute` of `owner`. A fork takes it with the locks of its kind."""
+    """Return a reentrant lock to be stored as `attribute` of `owner`. A process fork takes it with the locks of its kind."""
     number = next(_numbers)
     forget = partial(_entries.pop, number)  # not Python code, which would lose an interrupt; the reference is pop's default
-    _entries[number] = _Entry(kind, number, weakref.ref(owner, forget), attribute)
+    _entries[number] = _Entry(kind, weakref.ref(owner, forget), attribute)
     return threading.RLock()
 
 
 def _list_locks() -> list[tuple[Any, str, Any]]:
-    """Return owner, attribute and lock of each, in the order in which a fork takes them."""
-    owners = [(entry.owner(), entry.attribute) for entry in sorted(_entries.copy().values())]
+    """Return the owner and attribute of each lock, and the lock, in the order in which a process fork takes them."""
+    owners = [(entry.owner(), entry.attribute) for entry in sorted(_entries.copy().values(), key=itemgetter(0))]
     return [(owner, name, getattr(owner, name)) for owner, name in owners if hasattr(owner, name)]
 
 
 def hold_locks() -> None:
-    """Take all locks for a fork, except those that are not released in time."""
+    """Take all locks before the process forks, except those that are not released in time."""
     deadline, held = time.monotonic() + MAX_WAIT_SECONDS, vars(_thread).setdefault("held", [])
     for _, _, lock in _list_locks():
         if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -90,7 +90,7 @@ def release_locks() -> None:
 
 
 def replace_lost_locks() -> None:
-    """Replace the locks that can no longer be released. Called in a child, after `release_locks`."""
+    """Replace the locks that can no longer be released. Called in a child process, after `release_locks`."""
     for owner, name, lock in _list_locks():
         if lock.acquire(blocking=False):
             lock.release()
