@@ -100,13 +100,11 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
 
 
 cdef void delist_lock(LockNode *node) noexcept:
-    """Remove the lock of an object that is deallocated."""
-    cdef bint is_locked
-    if node.next == NULL:
-        return
-    is_locked = lock_the_rings()
-    node.prev.next = node.next
-    node.next.prev = node.prev
+    """Remove the lock of an object that is deallocated, if it was enlisted."""
+    cdef bint is_locked = lock_the_rings()
+    if node.next != NULL:
+        node.prev.next = node.next
+        node.next.prev = node.prev
     if is_locked:
         ring_lock.release()
 
