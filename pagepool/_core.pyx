@@ -13,7 +13,7 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
-With an eviction policy (`Policy`) the free queue has parts: it is one ring, with a record before each part, which stands
+With an eviction policy the free queue has parts: it is one ring, with a record before each part, which stands
 behind the pages' records. The blank part is first, and evicted first. Invariants: the lowest bits of a free page's mark name
 its part; pages without an entry are in the blank part, and marks of that part are 0; the policy counts the pages of each part.
 The ghost remembers keys of evicted pages: each stands once, in the set that its tag leads to. A snapshot has the marks, the
@@ -39,10 +39,10 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in
 `siphash.pxd`          digests of pages
+`adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
-`adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
 `transfers.pxd`        transfers between a pool and its tier, noted
@@ -52,7 +52,6 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `groups.pyx`           `CacheGroups` of a model, and the `PageRules` of each
-`eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`

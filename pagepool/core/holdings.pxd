@@ -4,13 +4,14 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
+from pagepool.core.adaptive cimport BLANK
 from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, note_entry, rank
 from pagepool.core.pages cimport find_unheld, find_untouchable, note_request, share, take_from, take_this, touch_all
 from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
-    resize, shard_of,
+    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free, resize,
+    shard_of,
 )
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,

@@ -3,11 +3,11 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport hash_key, is_sampled
+from pagepool.core.adaptive cimport BLANK, discount, hash_key, is_sampled, recall
 from pagepool.core.platform cimport rare
 from pagepool.core.queue cimport lose_level, lose_pins, pull, push, requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
+    FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
     Page, Pool, Range, Ranking, Removal, Slot, digest_of, has_level, is_free, is_pinned, learns, link_after, num_slots_of,
     resize, shard_of, unlink,
 )
@@ -282,7 +282,7 @@ cdef inline void rank(
     word = hash_key(key, group)
     if not is_sampled(word):
         return
-    part = pool.policy.note_miss(pool, word)
+    part = recall(pool.policy, word)
     if part == BLANK:
         ranking.num_unseen += 1
         return
@@ -399,8 +399,7 @@ cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the level of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
     cdef bint is_moved = is_free(pool, page_id) and (pool.policy.marks[page_id] != BLANK or has_level(pool, page_id))
     if is_moved:
-        if pool.policy.marks[page_id] != BLANK:
-            pool.policy.note_drop(pool, page_id)
+        discount(pool.policy, page_id)
         pull(pool, page_id)
         pool.policy.marks[page_id] = BLANK
     if has_level(pool, page_id):

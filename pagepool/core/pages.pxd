@@ -1,15 +1,16 @@
 # Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t
 
+from pagepool.core.adaptive cimport BLANK, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, end_retention, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
+    end_of_queue, end_retention, is_page, pick, pull, push, record_behind, start_of_part,
 )
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LOW, WATCHED, Histogram, Page, Pool, Stay,
-    count_policy_parts, digest_of, is_free, is_pinned, learns,
+    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
+    is_pinned, learns,
 )
 
 
@@ -144,22 +145,12 @@ cdef inline void note_request(Pool *pool) noexcept nogil:
         pool.policy.num_requests += 1
 
 
-cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next in a pool with parts: with a policy a blank one, if there is any; or of the lowest priority
-    below the normal one; or the one that the policy picks, without a policy the oldest; or of the lowest level above.
-    """
-    cdef int32_t num_parts, page_id = NULL_PAGE
-    if learns(pool):
-        page_id = oldest_in(pool, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_low_free:
-        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_high_free:
-        num_parts = count_policy_parts(pool)
-        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
-            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
-    if page_id != NULL_PAGE:
-        return page_id
-    return pool.policy.pick(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
+cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let the ghost remember a page with an entry that is evicted, if its key is sampled and no other page has it."""
+    cdef const Page *page = &pool.pages[page_id]
+    cdef uint64_t word = hash_key(digest_of(page), page.group & ~FLAGS)
+    if is_sampled(word) and pool.policy.marks[page_id] != BLANK and not page.group & TWIN:
+        remember(&pool.policy.ghost, word, pool.policy.marks[page_id])
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
@@ -177,7 +168,7 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
             claim(pool, out[i])
         else:
             if learns(pool):
-                pool.policy.note_eviction(pool, out[i])
+                remember_evicted(pool, out[i])
             evict(pool, out[i])
         pool.policy.marks[out[i]] = pool.policy.new_part
 
@@ -190,7 +181,7 @@ cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
         claim(pool, page_id)
     else:
         if pool.num_parts and learns(pool):
-            pool.policy.note_eviction(pool, page_id)
+            remember_evicted(pool, page_id)
         evict(pool, page_id)
     if rare(pool.num_parts != 0):
         pool.policy.marks[page_id] = pool.policy.new_part
@@ -287,7 +278,7 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
             page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
             num_released += 1
     if num_released and learns(pool):
-        pool.policy.note_release(pool, num_released)
+        count_release(pool.policy, num_released, pool.num_free)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
@@ -388,5 +379,5 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
             pool.policy.num_free_hits += was_free
             pool.policy.num_shared_hits += not was_free
             if learns(pool):
-                pool.policy.note_hit(pool, ids[i], was_free)
+                record_hit(pool.policy, ids[i], was_free)
             add_reference(pool, ids[i])

@@ -4,9 +4,12 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
+from pagepool.core.adaptive cimport (
+    BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, make_policy, stamp_page, value_of,
+)
 from pagepool.core.platform cimport monotonic_ns, rare
 from pagepool.core.records cimport (
-    BLANK, NORMAL, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PART, PROTECTED, TWIN, Deadlines, Links,
+    NORMAL, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PROTECTED, TWIN, Deadlines, Links,
     Page, Pool, count_policy_parts, has_level, is_free, is_pinned, learns, link_after, shard_of, unlink,
 )
 
@@ -112,7 +115,7 @@ cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
     if part == BLANK:
         pool.policy.marks[page_id] = BLANK
     else:
-        pool.policy.note_queued(pool, page_id, part)
+        stamp_page(pool.policy, page_id, part)
     count_in_part(pool, page_id, 1)
     return part_of_level(pool, pool.levels[page_id]) if has_level(pool, page_id) else <int32_t>part
 
@@ -183,6 +186,19 @@ cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogi
     pages[end].prev_free = mark
 
 
+cdef inline bint begin_blank_part(Pool *pool) noexcept nogil:
+    """Make all pages of a pool without parts, whose records have room for one, those of the blank part; False where memory is
+    short.
+    """
+    pool.policy = make_policy(pool.num_pages, False)
+    if pool.policy == NULL:
+        return False
+    pool.policy.num_in_part[BLANK] = pool.num_free
+    pool.num_parts, pool.is_divided = 1, True
+    link_mark(pool.pages, pool.num_pages, pool.pages[NULL_PAGE].next_free)
+    return True
+
+
 cdef inline void begin_level_parts(Pool *pool) noexcept nogil:
     """Link the marks of the parts of levels, for which there is room, into the pool's queue, which has parts already."""
     cdef Page *pages = pool.pages
@@ -204,8 +220,7 @@ cdef inline void blank_all(Pool *pool) noexcept nogil:
     cdef int32_t page_id, part
     for page_id in range(1, pool.num_pages):
         if is_free(pool, page_id):
-            if pool.policy.marks[page_id] != BLANK:
-                pool.policy.note_drop(pool, page_id)
+            discount(pool.policy, page_id)
             count_in_part(pool, page_id, -1)
             if pool.levels != NULL:
                 pool.levels[page_id] = 0
@@ -267,6 +282,106 @@ cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogi
     while page_id >= pool.num_pages:
         page_id = pool.pages[page_id].prev_free
     return page_id
+
+
+# The page that is evicted next in a queue with parts.
+
+
+cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    return &pool.policy.newest[part] if shard < 0 else &pool.shard_newest[shard * NUM_PARTS + part]
+
+
+cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    """Of the pages of a part that the newest call released, the one that it released first; or NULL_PAGE. Amortised O(1)."""
+    cdef Policy *policy = pool.policy
+    cdef const uint32_t *marks = policy.marks
+    cdef int32_t *known = known_newest(pool, part, shard)
+    cdef int32_t before, page_id = newest_in(pool, part, shard)
+    if page_id == NULL_PAGE:
+        return NULL_PAGE
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and not has_level(pool, known[0]):
+        if marks[known[0]] == marks[page_id]:
+            page_id = known[0]
+    before = record_before(pool, page_id, shard)
+    while is_page(pool, before) and marks[before] == marks[page_id]:
+        page_id = before
+        before = record_before(pool, page_id, shard)
+    known[0] = page_id
+    return page_id
+
+
+cdef inline int32_t candidate_of(Pool *pool, const Decision *decision) noexcept nogil:
+    if decision.is_newest:
+        return first_of_newest(pool, decision.part, decision.shard)
+    return oldest_in(pool, decision.part, decision.shard)
+
+
+cdef inline Decision decide_as_lru(Pool *pool, int32_t shard) noexcept nogil:
+    """Choose the oldest page of all parts."""
+    cdef Policy *policy = pool.policy
+    cdef Decision oldest = Decision(BLANK, shard, False, 0)
+    cdef uint32_t mark
+    cdef int32_t part, page_id
+    for part in range(NEW, NUM_PARTS):
+        page_id = oldest_in(pool, part, shard)
+        if page_id != NULL_PAGE:
+            mark = policy.marks[page_id]
+            if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
+                oldest = Decision(part, shard, False, mark)
+    return oldest
+
+
+cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
+    """Choose the page of least value among the oldest and the newest of each part, if it is worth less than LRU's choice."""
+    cdef Policy *policy = pool.policy
+    cdef Decision best = decide_as_lru(pool, shard)
+    cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
+    cdef int32_t part, page_id, is_newest
+    if policy.learned.num_released < policy.learned.paused_until:
+        return best
+    for part in range(NEW, NUM_PARTS):
+        for is_newest in range(2):
+            page_id = newest_in(pool, part, shard) if is_newest else oldest_in(pool, part, shard)
+            if page_id != NULL_PAGE:
+                value = value_of(policy, policy.marks[page_id])
+                if value < least:
+                    least = value
+                    best = Decision(part, shard, is_newest, policy.marks[page_id])
+    return best
+
+
+cdef inline int32_t pick_least_value(Pool *pool, int32_t shard) noexcept nogil:
+    """The page to be evicted next by what the policy has learned. It leaves the queue before the next call."""
+    cdef Policy *policy = pool.policy
+    cdef Decision *decision = &policy.learned.decision
+    cdef int32_t behind, page_id = NULL_PAGE
+    if decision.part != BLANK and decision.shard == shard:
+        page_id = candidate_of(pool, decision)
+    if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
+        decision[0] = decide(pool, shard)
+        page_id = candidate_of(pool, decision)
+    if decision.is_newest:
+        behind = record_behind(pool, page_id, shard)
+        known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
+    return page_id
+
+
+cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
+    """The page to be evicted next in a pool with parts: with a policy a blank one, if there is any; or of the lowest priority
+    below the normal one; or the one that the policy picks, without a policy the oldest; or of the lowest level above.
+    """
+    cdef int32_t num_parts, page_id = NULL_PAGE
+    if learns(pool):
+        page_id = oldest_in(pool, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_low_free:
+        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_high_free:
+        num_parts = count_policy_parts(pool)
+        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
+            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
+    if page_id != NULL_PAGE:
+        return page_id
+    return pick_least_value(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
@@ -337,7 +452,7 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
     if pool.num_parts and learns(pool):
-        pool.policy.note_release(pool, 1)
+        count_release(pool.policy, 1, pool.num_free)
     push(pool, page_id)
 
 
@@ -383,8 +498,7 @@ cdef inline void set_level(Pool *pool, int32_t page_id, uint8_t level) noexcept 
     cdef uint8_t old = pool.levels[page_id]
     cdef bint is_moved = level != old and not level & old & PROTECTED and is_free(pool, page_id)
     if is_moved:
-        if pool.policy.marks[page_id] != BLANK:
-            pool.policy.note_drop(pool, page_id)
+        discount(pool.policy, page_id)
         pull(pool, page_id)
     pool.levels[page_id] = level
     if is_moved:

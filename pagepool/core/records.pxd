@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
+from pagepool.core.adaptive cimport BLANK, NUM_PARTS, Policy
 from pagepool.core.platform cimport raw_realloc
 from pagepool.core.siphash cimport Digest
 
@@ -17,15 +18,10 @@ cdef enum:
     MAX_GROUP = WATCHED - 1
     MAX_PAGES = 1 << 30
     NO_PART = -1
-    BLANK = 0                 # part of the queue for pages without an entry: they are evicted first
-    NEW = 1                   # part for pages that were used once
-    PART = 3                  # bits of a mark
-    NUM_POLICY_COUNTS = 8
     NORMAL = 50               # priority of pages that are not retained
     NUM_LOW = NORMAL          # lower priorities
     NUM_LEVEL_PARTS = 2 * NORMAL + 1  # a part for each other priority, and one for protected pages
     PROTECTED = 1 << 7        # flag in a page's level, behind its priority + 1, or 0
-    SET_SIZE = 8              # entries of a ghost
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -36,53 +32,9 @@ cdef struct Page:             # 32 bytes
     int32_t next_free
     int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
 
-cdef struct GhostEntry:       # an evicted page
-    uint32_t tag              # hash of its key and group; 0: none
-    uint32_t mark             # as it was in the queue, see `Policy`
-
-cdef struct Ghost:            # the keys of pages that were evicted last, in sets, each first in, first out
-    GhostEntry *entries       # [num_sets, SET_SIZE], each set in a cache line
-    void *memory              # that they are in
-    uint32_t num_sets
-
 cdef struct Ranking:          # of pages that a request computes, by what a policy knows of their keys
     int32_t num_ranked        # pages up to the last of which it knew the key
     int32_t num_unseen        # sampled keys since then that it did not know
-
-cdef struct Pool
-
-cdef struct Policy:           # chooses pages for eviction; the first member of what a policy keeps
-    # A pool with levels and no policy has one too: all pages are in the blank part, there is no ghost, and the functions are
-    # NULL. `learns` tells them apart.
-    # A free page's mark: its part in the lowest 2 bits, behind that a stamp that is the policy's. A held page's: the part that
-    # it will be put into.
-    uint32_t *marks           # [num_pages]
-    Ghost ghost
-    int64_t num_in_part[4]    # free pages without a level; this and the next four are copied together
-    int64_t num_requests      # that took pages
-    int64_t num_shared_hits   # on held pages
-    int64_t num_free_hits
-    int64_t num_lru_hits      # pages that LRU would have had, without those that were held; estimated
-    void *learned             # the rest of what a snapshot keeps
-    size_t num_learned_bytes
-    # A call is about to put pages into the queue.
-    void (*note_release)(Pool *pool, int64_t num_pages) noexcept nogil
-    # A page with an entry is put into a part: sets its mark.
-    void (*note_queued)(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil
-    # A page that was hit gets a holder, or one more: sets its mark. It has left the queue if it `was_free`.
-    void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
-    # A sampled key, known by its hash, enters the index. Returns the part that its page is to be put into, or BLANK where the
-    # policy has forgotten the key.
-    uint32_t (*note_miss)(Pool *pool, uint64_t word) noexcept nogil
-    # The page to be evicted next of those in the policy's parts, if none is blank. It leaves the queue before the next call.
-    int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
-    # A page with an entry, in no queue any more, is evicted.
-    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
-    # A page in the queue with a mark other than BLANK loses its entry otherwise, or is put into it again.
-    void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
-    # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
-    bint (*is_right)(Pool *pool) noexcept nogil
-    uint32_t new_part         # of pages that get an entry: NEW, or BLANK without a policy
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -175,6 +127,8 @@ cdef enum:
     FILLING = 1               # it did not end yet
     UNFILLED = 2              # it failed
 
+cdef struct Pool
+
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
     Pool *pool
     Transfer *items           # [num] due ones and those in flight, and room for `capacity`
@@ -213,7 +167,7 @@ cdef struct Pool:
     Policy *policy            # NULL: the page that was released first is evicted first
     int32_t num_parts         # of the queues; 0 without a policy
     bint is_divided           # whether there are shards or parts
-    int32_t *shard_newest     # [num_shards, PART + 1] behind that: pages that a policy remembers; with a policy only
+    int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
     Links *shard_firsts       # behind that: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
@@ -291,7 +245,7 @@ cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint learns(const Pool *pool) noexcept nogil:
-    """Whether a pool with parts has a policy, whose functions are set. Otherwise it has levels."""
+    """Whether a pool with parts has a policy that learns. Otherwise it has levels."""
     return pool.policy.new_part != BLANK
 
 
@@ -329,4 +283,4 @@ cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards
 
 cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Links in the place of which `shard_newest` is, two ids in each."""
-    return num_shards * (PART + 1) // 2 if pool.num_parts else 0
+    return num_shards * NUM_PARTS // 2 if pool.num_parts else 0

@@ -7,8 +7,8 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint32_t
 from libc.string cimport memcpy
 
+from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
-from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
 from pagepool.core.index cimport (
     drop, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_clear, note_entry,
 )
@@ -36,6 +36,18 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_h
 
 cdef enum:
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
+
+EVICTION_POLICIES = ("lru", "adaptive")
+
+
+cdef str checked_policy(object name):
+    """The name of a policy as a str. ArgumentError for an unknown name, ArgumentTypeError for another type."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"eviction: got {type(name).__name__}, allowed: a string")
+    policy = str.__str__(name)  # a subclass may equal anything
+    if policy not in EVICTION_POLICIES:
+        raise ArgumentError(f"eviction: got {shown(policy)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
+    return policy
 
 
 cdef tuple histogram_of(const Histogram *histogram):
@@ -117,7 +129,7 @@ cdef class PageStore:
         free(self.pool.journal.notes)
         free(self.pool.journal.contexts)
         free(self.pool.residency)
-        free_policy(&self.pool)
+        free_policy(self.pool.policy)
         free(self.pool.pins)
         free(self.leases)
         free(self.pool.levels)
@@ -147,7 +159,11 @@ cdef class PageStore:
     cdef int divide(self) except -1:
         """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
         cdef size_t num_records
-        set_policy(&self.pool, self.eviction)
+        if self.eviction != "lru":
+            self.pool.policy = make_policy(self.pool.num_pages, True)
+            if self.pool.policy == NULL:
+                raise MemoryError(f"the eviction policy of {self.pool.num_pages} pages")
+            self.pool.num_parts, self.pool.is_divided = NUM_PARTS, True
         num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS
         if not resize(<void **>&self.pool.pages, num_records * sizeof(Page)):
             raise MemoryError(f"{self.pool.num_pages} page records")

@@ -7,6 +7,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
+from pagepool.core.adaptive cimport discount
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
@@ -18,7 +19,7 @@ from pagepool.core.index cimport enter, find, is_journaled, keep_tokens, note_en
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
 from pagepool.core.pages cimport take_from, touch_all
 from pagepool.core.queue cimport has_free_pages, let_go, pull
-from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
+from pagepool.core.records cimport NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
 from pagepool.core.request_pages cimport RequestPages, set_contents
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
@@ -504,8 +505,8 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             page_id = found.ids[place]
             if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
                 continue
-            if is_held and pool.num_parts and pool.policy.marks[page_id] != BLANK:
-                pool.policy.note_drop(pool, page_id)
+            if is_held and pool.num_parts:
+                discount(pool.policy, page_id)
             if is_held:
                 pull(pool, page_id)
             else:
