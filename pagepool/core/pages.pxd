@@ -51,27 +51,24 @@ cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
     stay.last_use = now
 
 
-cdef inline void hand_out(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page that was just taken out of the queue its holder's own. One with an entry is evicted."""
+    if pool.pages[page_id].group != NO_GROUP:
+        evict(pool, page_id)
+    elif rare(not page_id & pool.sample_mask):
+        begin_stay(pool, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.num_allocated += 1
 
 
-cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page without an entry, that was just taken out of the queue, its holder's own."""
-    if rare(not page_id & pool.sample_mask):
-        begin_stay(pool, page_id)
-    hand_out(pool, page_id)
-
-
 cdef inline void evict(Pool *pool, int32_t page_id) noexcept nogil:
-    """`claim` for a page with an entry, which it loses. It stands apart, so that pages without one cost less."""
+    """Take the entry of a page, and have its content saved in the tier, if there is one."""
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
         pool.tier.note_eviction(pool, page_id)
     drop(pool, page_id)
     pool.num_evicted += 1
-    hand_out(pool, page_id)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -123,10 +120,7 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     else:
         pull_behind(pool, NULL_PAGE, out, n)
     for i in range(n):
-        if pool.pages[out[i]].group == NO_GROUP:
-            claim(pool, out[i])
-        else:
-            evict(pool, out[i])
+        claim(pool, out[i])
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
@@ -153,6 +147,14 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
         remember(&pool.policy.ghost, word, pool.policy.marks[page_id])
 
 
+cdef inline void claim_from_part(Pool *pool, int32_t page_id) noexcept nogil:
+    """`claim` for a page of a pool with parts."""
+    if learns(pool) and pool.pages[page_id].group != NO_GROUP:
+        remember_evicted(pool, page_id)
+    claim(pool, page_id)
+    pool.policy.marks[page_id] = pool.policy.new_part
+
+
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
     cdef Py_ssize_t i, num_blank
@@ -164,27 +166,17 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
-        if pool.pages[out[i]].group == NO_GROUP:
-            claim(pool, out[i])
-        else:
-            if learns(pool):
-                remember_evicted(pool, out[i])
-            evict(pool, out[i])
-        pool.policy.marks[out[i]] = pool.policy.new_part
+        claim_from_part(pool, out[i])
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
-    if pool.pages[page_id].group == NO_GROUP:
-        claim(pool, page_id)
-    else:
-        if pool.num_parts and learns(pool):
-            remember_evicted(pool, page_id)
-        evict(pool, page_id)
     if rare(pool.num_parts != 0):
-        pool.policy.marks[page_id] = pool.policy.new_part
+        claim_from_part(pool, page_id)
+    else:
+        claim(pool, page_id)
 
 
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -271,7 +263,7 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
             continue
         page = &pool.pages[ids[at]]
         if GUARDS and page.ref_cnt <= is_pinned(pool, ids[at]):
-            undo_give_back_to_parts(pool, ids, n, i, tail_first)
+            undo_give_back(pool, ids, n, i, tail_first)
             return at
         page.ref_cnt -= 1
         if page.ref_cnt == 0:
@@ -288,18 +280,6 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
     return -1
 
 
-cdef inline void undo_give_back_to_parts(
-    Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
-) noexcept nogil:
-    """Give back the references that the first `num_done` pages have lost."""
-    cdef Py_ssize_t i, at
-    for i in range(num_done):
-        at = n - 1 - i if tail_first else i
-        if ids[at] != NULL_PAGE:
-            pool.pages[ids[at]].ref_cnt += 1
-            pool.pages[ids[at]].next_free = NOT_FREE
-
-
 cdef inline void undo_give_back(
     Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
 ) noexcept nogil:
@@ -310,9 +290,10 @@ cdef inline void undo_give_back(
         page_id = ids[n - 1 - i if tail_first else i]
         if page_id == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0:
+        if is_free(pool, page_id):
             pull(pool, page_id)
             pool.num_freed -= 1
+        pool.pages[page_id].next_free = NOT_FREE  # what `give_back_to_parts` put there
         pool.pages[page_id].ref_cnt += 1
 
 
