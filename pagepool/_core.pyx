@@ -44,8 +44,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
-`transfers.pxd`        transfers between a pool and its tier, noted
+`pages.pxd`            pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
 `holdings.pxd`         what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `page_table.pxd`       rows of a page table
 `batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places

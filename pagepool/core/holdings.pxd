@@ -6,7 +6,9 @@ from libc.string cimport memcpy, memset
 
 from pagepool.core.adaptive cimport BLANK
 from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, note_entry, rank
-from pagepool.core.pages cimport find_unheld, find_untouchable, note_request, share, take_from, take_this, touch_all
+from pagepool.core.pages cimport (
+    drop_everywhere, drop_from_tier, find_unheld, find_untouchable, note_request, share, take_from, take_this, touch_all,
+)
 from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
 from pagepool.core.records cimport (
@@ -18,7 +20,6 @@ from pagepool.core.rules cimport (
     pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
-from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
 
 
 # What is held in a group is a `Held`, a request or row has a `Holding` of all groups. Always: null pages come first, then pages

@@ -248,7 +248,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_cached += 1
     pool.num_entries += 1
     if rare(pool.tier != NULL):
-        pool.tier.note_entry(pool, page_id)
+        pool.tier.record_cached(pool, page_id)
     if rare(pool.num_parts != 0) and pool.policy.marks[page_id] != pool.policy.new_part:
         note_entered(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
@@ -393,6 +393,16 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
         leave_part(pool, page_id)
     if rare(is_pinned(pool, page_id)):
         lose_pins(pool, page_id)
+
+
+cdef inline void drop_all(Pool *pool) noexcept nogil:
+    """Drop all entries. O(num_pages)."""
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages):
+        if pool.pages[page_id].group != NO_GROUP:
+            drop(pool, page_id)
+    if is_journaled(pool):
+        note_clear(&pool.journal)
 
 
 cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:

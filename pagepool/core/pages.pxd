@@ -1,17 +1,18 @@
 # Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
 from pagepool.core.adaptive cimport BLANK, count_release, hash_key, is_sampled, record_hit, remember
-from pagepool.core.index cimport drop, home_of
+from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, end_retention, is_page, pick, pull, push, record_behind, start_of_part,
+    end_of_queue, end_retention, is_page, pick, pull, push, put_back, record_behind, start_of_part,
 )
 from pagepool.core.records cimport (
-    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
-    is_pinned, learns,
+    FILLING, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, Tier, Transfer,
+    digest_of, is_free, is_pinned, learns, resize,
 )
+from pagepool.core.siphash cimport Digest
 
 
 cdef inline Stay *stay_of(Pool *pool, int32_t page_id) noexcept nogil:
@@ -66,7 +67,7 @@ cdef inline void evict(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
-        pool.tier.note_eviction(pool, page_id)
+        pool.tier.save_evicted(pool, page_id)
     drop(pool, page_id)
     pool.num_evicted += 1
 
@@ -362,3 +363,102 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
             if learns(pool):
                 record_hit(pool.policy, ids[i], was_free)
             add_reference(pool, ids[i])
+
+
+# Transfers of pages between a pool and the tier behind it: queued here, done by whoever takes the list. The lock of the pool
+# guards both.
+
+
+cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
+    """Allocate room for `n` transfers more; False where memory is short."""
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, tier.capacity)
+    while capacity < tier.num + n:
+        capacity *= 2
+    if capacity > tier.capacity:
+        if not resize(<void **>&tier.items, capacity * sizeof(Transfer)):
+            return False
+        tier.capacity = capacity
+    return True
+
+
+cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
+    """Queue a transfer, for which there is room. It takes over a reference to the tier's page, and one to the page of a load."""
+    tier.items[tier.num] = transfer
+    tier.num += 1
+    tier.num_due += 1
+
+
+cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
+    """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
+    cdef int32_t tier_id = NULL_PAGE
+    take_from(tier.pool, &tier_id, 1, -1)
+    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
+    tier.fills[tier_id] = FILLING
+    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
+    return tier_id
+
+
+cdef inline void renew(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a cached page be as one that was just used."""
+    touch_all(pool, &page_id, 1)
+    put_back(pool, page_id)
+
+
+cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight."""
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        renew(tier.pool, tier_id)
+    elif tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
+        return
+    elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+        tier.num_refused += 1
+    else:
+        queue_save(tier, key, group, page_id, False)
+
+
+cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Have a page that is evicted saved, unless another one has its content."""
+    cdef const Page *page = &pool.pages[page_id]
+    if not page.group & TWIN:
+        save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
+
+
+cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
+    """Drop the entry of a wrong content, if there is a tier. What is being saved of it gets none."""
+    cdef int32_t tier_id
+    cdef Py_ssize_t i
+    if tier == NULL:
+        return
+    tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        drop(tier.pool, tier_id)
+    for i in range(tier.num):
+        if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
+            tier.items[i].is_void = True
+
+
+cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
+    """Drop the entry of a page with a wrong content, in the tier too."""
+    cdef Digest key = digest_of(&pool.pages[page_id])
+    cdef int32_t group = pool.pages[page_id].group & ~FLAGS
+    drop(pool, page_id)
+    drop_from_tier(pool.tier, key, group)
+
+
+cdef inline void empty_tier(Tier *tier) noexcept nogil:
+    """Drop all entries of the tier; what is in flight gets none."""
+    cdef Py_ssize_t i
+    for i in range(tier.num):
+        tier.items[i].is_void = True
+    drop_all(tier.pool)
+
+
+cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
+    """Find the first list with loads that did not end, those that are due being in the next one."""
+    cdef Py_ssize_t i
+    tier.oldest_load = INT64_MAX
+    for i in range(tier.num):
+        if tier.items[i].is_load:
+            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or tier.last_number + 1)

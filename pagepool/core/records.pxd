@@ -153,10 +153,11 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     int64_t num_loaded
     int64_t num_failed
     int64_t num_refused       # pages that found no room in the tier
-    # A cached page of the pool is about to be evicted.
-    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
-    # A page of the pool was given an entry.
-    void (*note_entry)(Pool *pool, int32_t page_id) noexcept nogil
+    # Has a page of the pool saved that is about to be evicted. Called by these pointers, both stay out of the loops that take
+    # and enter pages.
+    void (*save_evicted)(Pool *pool, int32_t page_id) noexcept nogil
+    # Records that a page of the pool was given an entry.
+    void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
 
 cdef struct Pool:
     Page *pages

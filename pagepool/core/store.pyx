@@ -10,21 +10,22 @@ from libc.string cimport memcpy
 from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
 from pagepool.core.index cimport (
-    drop, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_clear, note_entry,
+    drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_entry,
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
-from pagepool.core.pages cimport find_outside, find_untouchable, give_back, note_request, pick, take_from, touch_all
+from pagepool.core.pages cimport (
+    drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, note_request, take_from, touch_all,
+)
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
     begin_parts, blank_all, count_free_in, end_retention, find_held_free, forget_deadlines, link_shards, lose_pins,
-    page_before, page_behind, pull, push, push_all,
+    page_before, page_behind, pick, pull, push, push_all,
 )
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
     Slot, Stay, count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
 )
 from pagepool.core.siphash cimport Digest
-from pagepool.core.transfers cimport drop_everywhere, empty_tier
 
 import os
 
@@ -689,7 +690,7 @@ cdef class PageStore:
         """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many
         are. O(num_pages).
         """
-        cdef int32_t i, num_held
+        cdef int32_t num_held
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             if self.pool.tier != NULL:
@@ -697,13 +698,10 @@ cdef class PageStore:
             if num_held == 0 and self.pool.num_parts:
                 blank_all(&self.pool)
                 forget_deadlines(&self.pool.deadlines)
-            for i in range(1, self.pool.num_pages if num_held == 0 else 1):
-                if self.pool.pages[i].group != NO_GROUP:
-                    drop(&self.pool, i)
+            if num_held == 0:
+                drop_all(&self.pool)
             if num_held == 0 and self.pool.tier != NULL:
                 empty_tier(self.pool.tier)
-            if num_held == 0 and is_journaled(&self.pool):
-                note_clear(&self.pool.journal)
         return num_held
 
     def key_of(self, page_id):

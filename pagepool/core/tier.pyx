@@ -15,18 +15,20 @@ from pagepool.core.holdings cimport (
     Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
 )
 from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport enter, find, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.index cimport drop, enter, find, has_key, is_first, is_journaled, keep_tokens, note_entry, rank
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
-from pagepool.core.pages cimport take_from, touch_all
-from pagepool.core.queue cimport has_free_pages, let_go, pull
-from pagepool.core.records cimport NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
+from pagepool.core.pages cimport (
+    find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
+)
+from pagepool.core.queue cimport has_free_pages, let_go, pull, put_back
+from pagepool.core.records cimport (
+    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Ranking, Tier, Transfer, digest_of, is_free,
+    resize,
+)
 from pagepool.core.request_pages cimport RequestPages, set_contents
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
-from pagepool.core.transfers cimport (
-    end_load, end_save, find_oldest_load, note_cached, note_transfer, reserve_transfers, save_evicted, save_fresh,
-)
 
 import numpy as np
 
@@ -36,12 +38,36 @@ cdef enum:
     MAX_USES = 255
 
 
-cdef void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
-    save_evicted(pool, page_id)
+cdef void drop_stale(Tier *tier) noexcept nogil:
+    """Drop fresh pages that were cached again since: one is left of each page at most."""
+    cdef Py_ssize_t i, num_left = 0, num_ready = 0
+    for i in range(tier.num_fresh):
+        if tier.fresh_numbers[tier.fresh[i].page_id] == tier.fresh[i].number:
+            tier.fresh[num_left] = tier.fresh[i]
+            num_left += 1
+            num_ready += i < tier.num_ready
+    tier.num_fresh, tier.num_ready = num_left, num_ready
 
 
-cdef void note_cached_page(Pool *pool, int32_t page_id) noexcept nogil:
-    note_cached(pool, page_id)
+cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
+    """Record that a page was cached: to count its uses, and to save it once a step has computed it, if the tier writes through.
+    Where memory is short it is saved when it is evicted.
+    """
+    cdef Tier *tier = pool.tier
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, 2 * tier.fresh_capacity)
+    if tier.uses != NULL:
+        tier.uses[page_id] = 1
+    if tier.fresh_numbers == NULL or tier.loading[page_id]:
+        return
+    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # no step ended for long
+        drop_stale(tier)
+    tier.num_cached += 1
+    tier.fresh_numbers[page_id] = tier.num_cached
+    if tier.num_fresh == tier.fresh_capacity and resize(<void **>&tier.fresh, capacity * sizeof(FreshPage)):
+        tier.fresh_capacity = capacity
+    if tier.num_fresh < tier.fresh_capacity:
+        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
+        tier.num_fresh += 1
 
 
 @cython.final
@@ -64,7 +90,7 @@ cdef class PageTier:
         self.pages = PageStore(num_pages, True, True, eviction)
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
-        tier.note_eviction, tier.note_entry, tier.pool = note_eviction, note_cached_page, &self.pages.pool
+        tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
         tier.uses = <uint8_t *>calloc(n, 1) if tier.min_uses > 1 else NULL
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
@@ -181,6 +207,23 @@ def take_transfers(PageStore store not None) -> Transfers:
                 num_saves = take_due(tier, &taken[0, 0], num)
                 number = tier.last_number
     return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
+
+
+cdef void save_fresh(Pool *pool) noexcept nogil:
+    """Have the pages saved that were cached before the last step ended, and still are."""
+    cdef Tier *tier = pool.tier
+    cdef FreshPage fresh
+    cdef const Page *page
+    cdef Py_ssize_t i
+    for i in range(tier.num_ready):
+        fresh = tier.fresh[i]
+        page = &pool.pages[fresh.page_id]
+        if tier.fresh_numbers[fresh.page_id] == fresh.number and is_first(pool, fresh.page_id):
+            save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
+    tier.num_fresh -= tier.num_ready
+    for i in range(tier.num_fresh if tier.num_ready else 0):
+        tier.fresh[i] = tier.fresh[tier.num_ready + i]
+    tier.num_ready = 0
 
 
 cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
@@ -348,6 +391,31 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
     return count
 
 
+cdef void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
+    cdef Ranking ranking = Ranking(0, 0)
+    cdef int32_t page_id = transfer.tier_id
+    tier.fills[page_id] = FILLED if is_done else UNFILLED
+    if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
+        if enter(tier.pool, page_id, transfer.key, transfer.group) and tier.pool.num_parts:
+            rank(tier.pool, &ranking, &page_id, 0, transfer.key, transfer.group)
+        if is_journaled(tier.pool):
+            note_entry(tier.pool, page_id, Origin(Digest(0, 0), 0, 0))
+    put_back(tier.pool, page_id)
+
+
+cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Let go of both pages. They lose their entries if the load failed."""
+    cdef Tier *tier = pool.tier
+    tier.loading[transfer.page_id] = 0
+    if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+        drop(pool, transfer.page_id)
+    if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
+        drop(tier.pool, transfer.tier_id)
+    put_back(pool, transfer.page_id)
+    put_back(tier.pool, transfer.tier_id)
+
+
 cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t num_saves, PageIds lost) noexcept:
     """End the transfers of a list, of which those that failed are marked, saves first."""
     cdef Tier *tier = pool.tier
@@ -475,7 +543,6 @@ cdef Py_ssize_t note_missing(
     cdef Py_ssize_t g, place, num_free_hits = 0
     cdef int32_t tier_id
     cdef PageIds found
-    cdef Transfer load
     cdef Digest key
     for g in range(groups.num):
         group, found = &groups.groups[g], hits[g]
@@ -487,8 +554,7 @@ cdef Py_ssize_t note_missing(
                 return -1
             key = query.digests[(place + 1) * group.stride - 1]
             tier_id = find(tier.pool, key, group.id)
-            load = Transfer(key, 0, NULL_PAGE, tier_id, group.id, True, False)
-            note_transfer(tier, &load)
+            queue_transfer(tier, Transfer(key, 0, NULL_PAGE, tier_id, group.id, True, False))
     return num_free_hits
 
 
