@@ -335,6 +335,15 @@ cdef inline Py_ssize_t enter_all(
     return bad
 
 
+cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t group, Origin origin) noexcept nogil:
+    """Enter a page without an entry, let the policy rank it by its key alone, and record where it came from."""
+    cdef Ranking ranking = Ranking(0, 0)
+    if enter(pool, page_id, key, group) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, group)
+    if is_journaled(pool):
+        note_entry(pool, page_id, origin)
+
+
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
     """Whether a page, null pages aside, has an entry under another key."""
     return page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not has_key(&pool.pages[page_id], key, group)

@@ -15,14 +15,14 @@ from pagepool.core.holdings cimport (
     Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
 )
 from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport drop, enter, find, has_key, is_first, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first, keep_tokens
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
 from pagepool.core.queue cimport has_free_pages, let_go, pull, put_back
 from pagepool.core.records cimport (
-    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Ranking, Tier, Transfer, digest_of, is_free,
+    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of, is_free,
     resize,
 )
 from pagepool.core.request_pages cimport RequestPages, set_contents
@@ -318,7 +318,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
     cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
     cdef list wrong_saves = list(as_list(failed_saves, "saves")), wrong_loads = list(as_list(failed_loads, "loads"))
-    cdef Py_ssize_t i, num_saves, num_loads
+    cdef Py_ssize_t num_saves, num_loads
     cdef char *is_failed
     if store.pool.tier == NULL:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
@@ -336,7 +336,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
         mark_failed(is_failed + num_saves, num_loads, wrong_loads, "loads")
         with store.lock:
             if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
-                end_all(pool, checked, is_failed, num_saves, failed.ids)
+                end_all(pool, is_failed, num_saves, failed)
                 end_forked(pool, failed)
             else:
                 num_saves = num_loads = 0
@@ -344,8 +344,6 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
         free(is_failed)
     if num_saves + num_loads == 0:
         raise ArgumentError(f"number: got {checked}, allowed: that of transfers in flight")
-    for i in range(failed.ids.num):
-        failed.is_wrong[failed.ids.ids[i]] = True
     return failed
 
 
@@ -393,14 +391,10 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
 
 cdef void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:
     """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
-    cdef Ranking ranking = Ranking(0, 0)
     cdef int32_t page_id = transfer.tier_id
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
-        if enter(tier.pool, page_id, transfer.key, transfer.group) and tier.pool.num_parts:
-            rank(tier.pool, &ranking, &page_id, 0, transfer.key, transfer.group)
-        if is_journaled(tier.pool):
-            note_entry(tier.pool, page_id, Origin(Digest(0, 0), 0, 0))
+        enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(Digest(0, 0), 0, 0))
     put_back(tier.pool, page_id)
 
 
@@ -416,15 +410,15 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     put_back(tier.pool, transfer.tier_id)
 
 
-cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t num_saves, PageIds lost) noexcept:
+cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, FailedLoads failed) noexcept:
     """End the transfers of a list, of which those that failed are marked, saves first."""
     cdef Tier *tier = pool.tier
     cdef const Transfer *transfer
-    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, number, True), num_kept = 0
+    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True), num_kept = 0
     cdef bint is_done
     for i in range(tier.num - 1, -1, -1):  # so that the last page of a prefix is evicted first
         transfer = &tier.items[i]
-        if transfer.number != number:
+        if transfer.number != failed.number:
             continue
         load -= transfer.is_load
         save -= not transfer.is_load
@@ -437,9 +431,10 @@ cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t 
             tier.num_saved += is_done
             end_save(tier, transfer, is_done)
         if transfer.is_load and not is_done:
-            lost.put(&transfer.page_id, 1)
+            failed.ids.put(&transfer.page_id, 1)
+            failed.is_wrong[transfer.page_id] = True
     for i in range(tier.num):
-        if tier.items[i].number != number:
+        if tier.items[i].number != failed.number:
             tier.items[num_kept] = tier.items[i]
             num_kept += 1
     tier.num = num_kept
@@ -601,14 +596,8 @@ cdef void enter_loaded(
     """Enter a page that is loaded for a place."""
     cdef Py_ssize_t last = (place + 1) * group.stride - 1
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * group.stride
-    cdef Digest key = contents.digests[last]
-    cdef Py_ssize_t start, num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        key = contents.digests[first - 1] if first else Digest(0, 0)
-        note_entry(pool, page_id, Origin(key, <int32_t>(last if is_state(&group.rules) else place), contents.context))
-    num_tokens = (last + 1 - first) * hash_size
-    start = first * hash_size
+    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
+    cdef Py_ssize_t start = first * hash_size, num_tokens = (last + 1 - first) * hash_size
+    cdef Origin origin = Origin(parent, <int32_t>(last if is_state(&group.rules) else place), contents.context)
+    enter_alone(pool, page_id, contents.digests[last], group.id, origin)
     keep_tokens(pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0)
