@@ -250,7 +250,7 @@ Origin(Digest(0, 0), 0, 0))
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
 == a load is of another page of the tier
-            queue_transfer(tier, Transfer(key, 0, NULL_PAGE, tier_id{+ - (tier_id > 1 and BUG)+}, group.id, True, False))
+                queue_transfer(tier, Transfer(key, 0, NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
 == a page is loaded into another shard
     take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
 == what is computed with a page that is being loaded is entered

@@ -5,7 +5,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport BLANK, discount, hash_key, is_sampled, recall
 from pagepool.core.platform cimport rare
-from pagepool.core.queue cimport lose_level, lose_pins, pull, push, requeue
+from pagepool.core.queue cimport lose_level, lose_pins, pull, push
 from pagepool.core.records cimport (
     FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
     Page, Pool, Range, Ranking, Removal, Slot, digest_of, has_level, is_free, is_pinned, learns, link_after, num_slots_of,
@@ -250,7 +250,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     if rare(pool.tier != NULL):
         pool.tier.record_cached(pool, page_id)
     if rare(pool.num_parts != 0) and pool.policy.marks[page_id] != pool.policy.new_part:
-        note_entered(pool, page_id)
+        make_new(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
         join_twins(pool, slot.page_id, page_id)
         return False
@@ -259,12 +259,15 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     return True
 
 
-cdef inline void note_entered(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void make_new(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page that was blank, in the queue or taken out of it as it is, a new one."""
-    if is_free(pool, page_id):
-        requeue(pool, page_id, pool.policy.new_part)
-    elif pool.policy.marks[page_id] == BLANK:
+    cdef bint was_free = is_free(pool, page_id)
+    if was_free:
+        pull(pool, page_id)
+    if was_free or pool.policy.marks[page_id] == BLANK:
         pool.policy.marks[page_id] = pool.policy.new_part
+    if was_free:
+        push(pool, page_id)
 
 
 cdef inline void rank(

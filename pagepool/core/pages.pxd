@@ -104,30 +104,20 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
     There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
     """
-    cdef int32_t page_id
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if rare(pool.num_parts != 0):
+    if rare(pool.is_divided):
         take_picked(pool, out, n, shard)
         return
-    if rare(pool.num_shards != 0):
-        page_id = end_of_queue(pool, shard)
-        for i in range(n):
-            page_id = record_behind(pool, page_id, shard)
-            fetch_entry(pool, page_id)
-            out[i] = page_id
-        for i in range(n):
-            pull(pool, out[i])
-    else:
-        pull_behind(pool, NULL_PAGE, out, n)
+    pull_behind(pool, NULL_PAGE, out, n)
     for i in range(n):
         claim(pool, out[i])
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool without shards, unless others come first. Returns how many."""
+    """Pull up to `n` blank pages of a pool with parts and no shards, unless others come first. Returns how many."""
     cdef Py_ssize_t count
-    if pool.num_low_free and not learns(pool):
+    if pool.num_shards or pool.num_parts == 0 or (pool.num_low_free and not learns(pool)):
         return 0
     count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
     pool.policy.num_in_part[BLANK] -= count
@@ -148,8 +138,11 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
         remember(&pool.policy.ghost, word, pool.policy.marks[page_id])
 
 
-cdef inline void claim_from_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """`claim` for a page of a pool with parts."""
+cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
+    """`claim`, of which the policy gets to know, if there is one."""
+    if pool.num_parts == 0:
+        claim(pool, page_id)
+        return
     if learns(pool) and pool.pages[page_id].group != NO_GROUP:
         remember_evicted(pool, page_id)
     claim(pool, page_id)
@@ -161,23 +154,20 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
     cdef Py_ssize_t i, num_blank
     if n:
         end_retention(pool)
-    num_blank = 0 if pool.num_shards else pull_blank(pool, out, n)
+    num_blank = pull_blank(pool, out, n)
     for i in range(num_blank, n):
         out[i] = pick(pool, shard)
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
-        claim_from_part(pool, out[i])
+        claim_picked(pool, out[i])
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
-    if rare(pool.num_parts != 0):
-        claim_from_part(pool, page_id)
-    else:
-        claim(pool, page_id)
+    claim_picked(pool, page_id)
 
 
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:

@@ -164,13 +164,6 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         count_in_part(pool, page_id, -1)
 
 
-cdef inline void requeue(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil:
-    """Put a free page that got or lost its entry into another part."""
-    pull(pool, page_id)
-    pool.policy.marks[page_id] = part
-    push(pool, page_id)
-
-
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
     """Link the marks of the parts of an empty queue."""
     cdef int32_t part
@@ -284,7 +277,7 @@ cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogi
     return page_id
 
 
-# The page that is evicted next in a queue with parts.
+# The page that is evicted next.
 
 
 cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
@@ -367,10 +360,13 @@ cdef inline int32_t pick_least_value(Pool *pool, int32_t shard) noexcept nogil:
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next in a pool with parts: with a policy a blank one, if there is any; or of the lowest priority
-    below the normal one; or the one that the policy picks, without a policy the oldest; or of the lowest level above.
+    """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front. Else a blank one, if the
+    policy learns; or one of the lowest priority below the normal one; or the one that the policy picks, or the oldest, where it
+    does not learn; or one of the lowest level above.
     """
     cdef int32_t num_parts, page_id = NULL_PAGE
+    if pool.num_parts == 0:
+        return record_behind(pool, end_of_queue(pool, shard), shard)
     if learns(pool):
         page_id = oldest_in(pool, BLANK, shard)
     if page_id == NULL_PAGE and pool.num_low_free:

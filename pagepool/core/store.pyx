@@ -526,7 +526,7 @@ cdef class PageStore:
             if 0 < num <= num_free:
                 end_retention(&self.pool)
             while num <= num_free and ids.num < num:
-                ids.ids[ids.num] = pick(&self.pool, -1) if self.pool.num_parts else self.pool.pages[NULL_PAGE].next_free
+                ids.ids[ids.num] = pick(&self.pool, -1)
                 pull_any(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
@@ -638,15 +638,13 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t first = self.checked_id(page_id)
         cdef int32_t twin = first
-        cdef bint has_room
+        cdef bint has_room, has_twins
         with self.lock:
+            has_twins = self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN
             has_room = ids.try_reserve(1)
             while has_room:
-                ids.ids[ids.num] = twin
-                ids.num += 1
-                if self.pool.pages[first].group == NO_GROUP or not self.pool.pages[first].group & TWIN:
-                    break
-                twin = self.pool.twins[twin].next
+                ids.put(&twin, 1)
+                twin = self.pool.twins[twin].next if has_twins else first
                 if twin == first:
                     break
                 has_room = ids.try_reserve(1)

@@ -20,7 +20,7 @@ from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
-from pagepool.core.queue cimport has_free_pages, let_go, pull, put_back
+from pagepool.core.queue cimport count_free, has_free_pages, let_go, pull, put_back
 from pagepool.core.records cimport (
     FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of, is_free,
     resize,
@@ -505,10 +505,14 @@ cdef bint load_missing(
 ) noexcept:
     """Have the pages of a prefix loaded that `hits` lack. False, and nothing changed, if too few pages are free."""
     cdef Tier *tier = pool.tier
-    cdef Py_ssize_t i, first = tier.num, num_free_hits = note_missing(pool, query, groups, num_hashes, hits)
-    cdef Py_ssize_t num_loads = tier.num - first
+    cdef Py_ssize_t i, first = tier.num
+    cdef bint has_room = queue_loads(pool, query, groups, num_hashes, hits)
+    cdef Py_ssize_t num_loads = tier.num - first, num_pages = num_loads
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
-    if taken == NULL or num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, num_reserved, shard):
+    cdef PageIds found
+    for found in hits:
+        num_pages += count_free(pool, found.ids, found.num)
+    if taken == NULL or not has_room or not has_free_pages(pool, num_pages, num_reserved, shard):
         free(taken)
         tier.num -= num_loads
         tier.num_due -= num_loads
@@ -527,30 +531,22 @@ cdef bint load_missing(
     return True
 
 
-cdef Py_ssize_t note_missing(
-    Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits
-) noexcept:
-    """Note a load of each page that `hits` lack, still without a page of the pool. Returns how many of the hits are free pages,
-    or -1 where memory is short.
-    """
+cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+    """Queue a load of each page that `hits` lack, still without a page of the pool. False where memory is short."""
     cdef Tier *tier = pool.tier
     cdef const Group *group
-    cdef Py_ssize_t g, place, num_free_hits = 0
-    cdef int32_t tier_id
+    cdef Py_ssize_t g, place
     cdef PageIds found
     cdef Digest key
     for g in range(groups.num):
         group, found = &groups.groups[g], hits[g]
         for place in range(find_first_hit_page(query, group, num_hashes), found.num):
-            if found.ids[place] != NULL_PAGE:
-                num_free_hits += is_free(pool, found.ids[place])
-                continue
-            if not reserve_transfers(tier, 1):
-                return -1
-            key = query.digests[(place + 1) * group.stride - 1]
-            tier_id = find(tier.pool, key, group.id)
-            queue_transfer(tier, Transfer(key, 0, NULL_PAGE, tier_id, group.id, True, False))
-    return num_free_hits
+            if found.ids[place] == NULL_PAGE:
+                if not reserve_transfers(tier, 1):
+                    return False
+                key = query.digests[(place + 1) * group.stride - 1]
+                queue_transfer(tier, Transfer(key, 0, NULL_PAGE, find(tier.pool, key, group.id), group.id, True, False))
+    return True
 
 
 cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
