@@ -183,7 +183,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
     if not are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-find_unheld, find_untouchable, {+give_back, +}note_request
+find_unheld, find_untouchable, {+give_back, +}share
 ...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)

@@ -313,7 +313,7 @@ cdef inline void stamp_page(Policy *policy, int32_t page_id, uint32_t part) noex
     policy.learned.alive[part - 1][policy.learned.epoch & LAST_COUNTED] += 1
 
 
-cdef inline uint32_t record_use(Policy *policy, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
+cdef inline uint32_t count_reuse(Policy *policy, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
     """Count that a page with this mark was used again, and return the part that it belongs to now."""
     cdef int64_t age = epochs_since(policy, mark)
     cdef Py_ssize_t c = (mark & PART) - 1
@@ -331,7 +331,7 @@ cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noex
     cdef uint32_t *mark = &policy.marks[page_id]
     if was_free:
         policy.learned.decision.part = BLANK
-        mark[0] = record_use(policy, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
+        mark[0] = count_reuse(policy, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
     else:
         mark[0] = AGAIN
 
@@ -342,7 +342,7 @@ cdef inline uint32_t recall(Policy *policy, uint64_t word) noexcept nogil:
     if entry == NULL:
         return BLANK
     entry.tag = 0
-    return record_use(policy, entry.mark, SAMPLE_INTERVAL, False)
+    return count_reuse(policy, entry.mark, SAMPLE_INTERVAL, False)
 
 
 cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:

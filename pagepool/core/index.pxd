@@ -14,23 +14,23 @@ from pagepool.core.records cimport (
 from pagepool.core.siphash cimport Digest
 
 
-# The journal. Only the net change is noted, so that its size is bounded: a new key that goes again leaves nothing behind.
+# The journal. Only the net change is recorded, so that its size is bounded: a new key that goes again leaves nothing behind.
 
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
     return rare(pool.journal.notes != NULL)
 
 
-cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
+cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Record where a newly cached page came from."""
     cdef Journal *journal = &pool.journal
     journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
-        note_new(journal, page_id)
+        link_new(journal, page_id)
 
 
-cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void link_new(Journal *journal, int32_t page_id) noexcept nogil:
     """Put a page behind the last in the ring."""
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
@@ -40,7 +40,7 @@ cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new += 1
 
 
-cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     cdef Note *notes = journal.notes
     cdef Links links = notes[page_id].new
     notes[links.prev].new.next = links.next
@@ -49,22 +49,22 @@ cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new -= 1
 
 
-cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
     journal.contexts[note.origin.context].num_users -= 1
     if note.new.next != NOT_NEW:
-        forget_new(journal, page_id)
+        unlink_new(journal, page_id)
         if page.group & TWIN:
-            note_new(journal, pool.twins[page_id].next)
+            link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
         journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
         journal.num_removed += 1
 
 
-cdef inline void note_clear(Journal *journal) noexcept nogil:
+cdef inline void record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
@@ -334,7 +334,7 @@ cdef inline Py_ssize_t enter_all(
         if enter(pool, ids[i], digests[i], group) and pool.num_parts:
             rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
-            note_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
+            record_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
     return bad
 
 
@@ -344,7 +344,7 @@ cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t gr
     if enter(pool, page_id, key, group) and pool.num_parts:
         rank(pool, &ranking, &page_id, 0, key, group)
     if is_journaled(pool):
-        note_entry(pool, page_id, origin)
+        record_entry(pool, page_id, origin)
 
 
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
@@ -392,7 +392,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Slot *slot = slot_of(pool, page_id, tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
-        note_drop(pool, page_id)
+        record_drop(pool, page_id)
     pool.num_unwatched += (page.group & WATCHED) != 0
     if rare(page.group & TWIN):
         leave_twins(pool, page_id, slot)
@@ -414,7 +414,7 @@ cdef inline void drop_all(Pool *pool) noexcept nogil:
         if pool.pages[page_id].group != NO_GROUP:
             drop(pool, page_id)
     if is_journaled(pool):
-        note_clear(&pool.journal)
+        record_clear(&pool.journal)
 
 
 cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:

@@ -44,7 +44,7 @@ cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
     stay[0] = Stay(now, now)
 
 
-cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void record_use(Pool *pool, int32_t page_id) noexcept nogil:
     """Record a hit on a sampled page."""
     cdef Stay *stay = stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
@@ -124,7 +124,7 @@ cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexce
     return count
 
 
-cdef inline void note_request(Pool *pool) noexcept nogil:
+cdef inline void count_request(Pool *pool) noexcept nogil:
     """Tell the policy, if there is one, that a request begins to take pages."""
     if rare(pool.num_parts != 0):
         pool.policy.num_requests += 1
@@ -140,13 +140,11 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
     """`claim`, of which the policy gets to know, if there is one."""
-    if pool.num_parts == 0:
-        claim(pool, page_id)
-        return
-    if learns(pool) and pool.pages[page_id].group != NO_GROUP:
+    if pool.pages[page_id].group != NO_GROUP and pool.num_parts and learns(pool):
         remember_evicted(pool, page_id)
     claim(pool, page_id)
-    pool.policy.marks[page_id] = pool.policy.new_part
+    if pool.num_parts:
+        pool.policy.marks[page_id] = pool.policy.new_part
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
@@ -319,7 +317,7 @@ cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
-        note_use(pool, page_id)
+        record_use(pool, page_id)
 
 
 cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:

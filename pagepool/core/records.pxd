@@ -99,7 +99,7 @@ cdef struct Copies:           # that are due before the next step; each has a re
     PageCopy *items           # [num], and room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
-    uint32_t list_number      # of this list: moves when the first copy is noted after they were taken
+    uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
 
 cdef struct Deadlines:        # of retained pages
     int64_t *times            # [num_pages] ns of the monotonic clock; NULL: no page had one yet

@@ -10,11 +10,11 @@ from libc.string cimport memcpy
 from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
 from pagepool.core.index cimport (
-    drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_entry,
+    drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.pages cimport (
-    drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, note_request, take_from, touch_all,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, take_from, touch_all,
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
@@ -450,7 +450,7 @@ cdef class PageStore:
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
                 take_from(&self.pool, ids.ids, num, checked_shard)
-                note_request(&self.pool)
+                count_request(&self.pool)
                 go_on(thread)
                 ids.num = num
         self.lock.release()
@@ -667,7 +667,7 @@ cdef class PageStore:
             if not is_cached:
                 enter(&self.pool, checked, digest, checked_group)
                 if is_journaled(&self.pool):
-                    note_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
+                    record_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
                 keep_tokens(&self.pool, checked, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")

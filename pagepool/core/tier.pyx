@@ -456,7 +456,7 @@ def load_prefix(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
     tuple ids not None=(0, None), context=0, num_reserved=0,
 ) -> tuple:
-    """Return what `find_prefix` does once the pages that only the tier has are noted to be loaded. Each gets a page of the pool
+    """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
     with its entry and a `context` of `EntryJournal.add_context`, among `ids`, which are those of a shard then; it is held until
     the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
     and the prefix is what the pool has. O(pages x groups).
@@ -520,7 +520,7 @@ cdef bint load_missing(
     hold_hits(pool, hits, True)
     for i in range(num_loads):
         touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
-    take_from(pool, taken, num_loads, shard)  # what is evicted for it is noted behind the loads
+    take_from(pool, taken, num_loads, shard)  # what is evicted for it is queued behind the loads
     for i in range(num_loads):
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = tier.last_number + 1

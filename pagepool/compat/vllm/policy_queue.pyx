@@ -15,8 +15,7 @@ from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block,
 from pagepool.core.adaptive cimport BLANK, count_release, record_hit
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
-from pagepool.core.pages cimport note_request as count_request
-from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.pages cimport count_request, take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
 from pagepool.core.siphash cimport Digest
