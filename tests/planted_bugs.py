@@ -63,7 +63,7 @@ BUGS = read_bugs("""
     pool.num_ev
 == a free page that hits stays in the free queue
             if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
-                pull(pool, ids[i])
+                reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         push_to_shard(
@@ -250,7 +250,7 @@ Origin(Digest(0, 0), 0, 0))
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
 == a load is of another page of the tier
-                queue_transfer(tier, Transfer(key, 0, NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
+NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
 == a page is loaded into another shard
     take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
 == what is computed with a page that is being loaded is entered

@@ -1,4 +1,15 @@
 # The prefix index: which page is cached under a key.
+#
+# It maps a 128-bit key and a group to the page that was cached first under them. Later pages with the same content hang
+# behind it in a ring of `Links`, in the order in which they were cached, and have `TWIN` set in `group`, as has the first. In a
+# pool of shards those of each shard are a ring of their own in the same order, and the first of each shard are one, in any
+# order: so a shard's first is found in O(shards).
+#
+# It is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back (Knuth, The Art of
+# Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
+#
+# A pool whose changes are told has a `Journal`. Its ring of new keys has the first page of each key that is in the index and
+# was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -82,7 +93,7 @@ cdef inline int32_t add_context(Journal *journal) noexcept:
 
 
 cdef inline void end_journal(Journal *journal) noexcept nogil:
-    """Begin it anew: what is in it was copied."""
+    """Begin the journal anew: its changes were copied."""
     cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         following = journal.notes[page_id].new.next
@@ -137,7 +148,7 @@ cdef inline void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept
 
 
 cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a page be the only one of its shard, and of those that are the first of theirs."""
+    """Make a page the only twin of its shard, and the only one that is the first of its shard."""
     pool.shard_twins[page_id] = Links(page_id, page_id)
     pool.shard_firsts[page_id] = Links(page_id, page_id)
 

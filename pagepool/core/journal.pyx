@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix index, for events."""
+"""Changes of the prefix index, for events."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -123,7 +123,7 @@ cdef void copy_all_keys(Pool *pool, Copied *copies) noexcept nogil:
 
 
 cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:
-    """What `EntryJournal.list_kept_keys` returns."""
+    """Copy the keys that `EntryJournal.list_kept_keys` returns."""
     cdef const Tier *tier = pool.tier
     cdef const Origin *origin
     cdef int32_t page_id
@@ -149,8 +149,8 @@ cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 @cython.final
 @cython.auto_pickle(False)
 cdef class EntryCopies:
-    """Copies of entries, with what is known of their pages, or with groups alone. Arrays share the memory, which is read-only for
-    Python.
+    """Copies of entries, with what is known of their pages, or with groups alone. Arrays share the memory, which is read-only
+    for Python.
     """
 
     cdef char *memory
@@ -196,7 +196,7 @@ cdef class EntryCopies:
         return frombuffer(self, empty.dtype, n, <const char *>start - self.memory) if n else empty
 
     cdef tuple to_tuple(self):
-        """As of the pool, or of the tier, in `EntryJournal.list_entries`."""
+        """The copies as `EntryJournal.list_entries` describes those of the pool, or those of the tier."""
         cdef Run run
         cdef list runs = []
         keys = self.array(NO_KEYS, self.copied.keys, 2 * self.copied.num)
@@ -217,7 +217,7 @@ cdef EntryCopies new_copies(bint has_runs):
 @cython.final
 @cython.auto_pickle(False)
 cdef class TakenChanges:
-    """What changed in the index of a pool, or of a tier, since its journal was begun, and its entries if they are wanted."""
+    """Changes of the index of a pool, or of a tier, since its journal was begun, and its entries if they are wanted."""
 
     cdef EntryCopies removed, new, entries
 
@@ -266,7 +266,7 @@ cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
 
 
 cdef class EntryJournal:
-    """What enters and leaves the prefix index of a store, and of the tier behind it, for events. The store's lock guards both.
+    """Changes of the prefix index of a store, and of that of the tier behind it, for events. The store's lock guards both.
     """
 
     cdef PageStore store
@@ -399,7 +399,7 @@ cdef class EntryJournal:
         return None if is_told else kept.to_tuple()[0]
 
     def take_changes(self, bint with_entries=False) -> tuple:
-        """What changed in the index since this was called last: ``(is_cleared, changes, changes of the tier)``.
+        """Return what changed in the index since the last call: ``(is_cleared, changes, changes of the tier)``.
 
         If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``: first the
         removed ones went, then the new ones came. A key that came and went again is in neither. `entries` are those of the

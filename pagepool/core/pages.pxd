@@ -320,6 +320,13 @@ cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
         record_use(pool, page_id)
 
 
+cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a free page, also one that was given a reference, out of the queue as it is."""
+    pool.num_held_free -= pool.pages[page_id].ref_cnt != 0
+    pull(pool, page_id)
+    pool.num_reused += 1
+
+
 cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """One reference more for each page, null pages passed over; a free page leaves the queue."""
     cdef Py_ssize_t i
@@ -330,8 +337,7 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
-                pull(pool, ids[i])
-                pool.num_reused += 1
+                reuse(pool, ids[i])
             add_reference(pool, ids[i])
 
 
@@ -343,9 +349,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
         if ids[i] != NULL_PAGE:
             was_free = is_free(pool, ids[i])
             if was_free:
-                pool.num_held_free -= pool.pages[ids[i]].ref_cnt != 0
-                pull(pool, ids[i])
-                pool.num_reused += 1
+                reuse(pool, ids[i])
             pool.policy.num_free_hits += was_free
             pool.policy.num_shared_hits += not was_free
             if learns(pool):
@@ -370,7 +374,7 @@ cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
 
 
 cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
-    """Queue a transfer, for which there is room. It takes over a reference to the tier's page, and one to the page of a load."""
+    """Queue a transfer, for which there is room. It has a reference to the page of the tier, and a load one to its page too."""
     tier.items[tier.num] = transfer
     tier.num += 1
     tier.num_due += 1
@@ -386,18 +390,13 @@ cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t pa
     return tier_id
 
 
-cdef inline void renew(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a cached page be as one that was just used."""
-    touch_all(pool, &page_id, 1)
-    put_back(pool, page_id)
-
-
 cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
     """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight."""
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
-        renew(tier.pool, tier_id)
+        touch_all(tier.pool, &tier_id, 1)  # it is as one that was just used
+        put_back(tier.pool, tier_id)
     elif tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return
     elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):

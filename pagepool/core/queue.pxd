@@ -1,6 +1,9 @@
-# The free queue, of the pool and of each shard. Its pages are in one ring, closed by a record; with a policy there is one more
-# record before each part. Where pages were retained the policy's parts are preceded by those of the low priorities, and
-# followed by those of the high ones and that of protected pages.
+# The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
+# before each part. The blank part of the policy is first, unless pages were retained: then the parts of the low priorities come
+# before the policy's, and those of the high priorities and of protected pages behind.
+#
+# Always: a free page is in the part for its level, or, without one, in the part that the lowest bits of its mark name; the
+# policy counts the pages of each of its parts.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
@@ -15,7 +18,7 @@ from pagepool.core.records cimport (
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
-    """The record that closes the queue of a shard, or for -1 of the pool."""
+    """The record that closes the queue of a shard; -1 means the whole pool."""
     return NULL_PAGE if shard < 0 else pool.num_pages + shard * (1 + pool.num_parts)
 
 
@@ -285,7 +288,7 @@ cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexc
 
 
 cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """Of the pages of a part that the newest call released, the one that it released first; or NULL_PAGE. Amortised O(1)."""
+    """The page that the newest call which released any into a part released first, or NULL_PAGE. Amortised O(1)."""
     cdef Policy *policy = pool.policy
     cdef const uint32_t *marks = policy.marks
     cdef int32_t *known = known_newest(pool, part, shard)
@@ -411,7 +414,7 @@ cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) no
 
 
 cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """How many of the pages are in the free queue."""
+    """Count the pages that are in the free queue."""
     cdef Py_ssize_t i, count = 0
     for i in range(n):
         count += ids[i] != NULL_PAGE and is_free(pool, ids[i])
@@ -419,7 +422,7 @@ cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) 
 
 
 cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
-    """Whether `num_pages` can be taken from a shard, or for -1 from the pool, with `num_reserved` left in the pool."""
+    """Whether `num_pages` can be taken from a shard (-1: the whole pool), with `num_reserved` left in the pool."""
     if num_pages and num_pages + num_reserved > pool.num_free:
         return False
     return num_pages <= count_free_in(pool, shard)
@@ -429,7 +432,7 @@ cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference less for a page that has one; without any it goes to the back of the queue."""
+    """Take a reference from a page that has one; without any left it goes to the back of the queue."""
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
@@ -438,7 +441,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
-    """One reference less for each page, null pages passed over, the last first."""
+    """Take a reference from each page, the last first; null pages are passed over."""
     cdef int32_t i
     for i in range(n - 1, -1, -1):
         if ids[i] != NULL_PAGE:
@@ -466,7 +469,7 @@ cdef inline void lose_pins(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void take_pin_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """One pin less for a pinned page; without any it is not pinned any more."""
+    """Take a pin from a pinned page; without any left it is not pinned any more."""
     if pool.pins[page_id] == 1:
         lose_pins(pool, page_id)
     else:

@@ -1,4 +1,15 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
+#
+# A pool of `num_pages` pages is one array of `Page` records, indexed by page id. Always:
+#
+# * Record 0 is the null page. It is never handed out, and its links close the free queue into a ring: `next_free` is the page
+#   that is evicted first, `prev_free` the one that was freed last. With parts more records stand behind those of the pages.
+# * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
+# * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
+# * A retained or protected page has a level, and a prefix entry. The heap of deadlines has each page whose priority ends once.
+# * A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
+#   takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each
+#   lease.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
@@ -48,7 +59,7 @@ cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
 
-cdef struct Stay:             # of a sampled page, in ns of a clock of its own
+cdef struct Stay:             # of a sampled page, in nanoseconds of the residency clock
     int64_t start             # when it was handed out
     int64_t last_use          # then, or when it was last hit
 
@@ -80,7 +91,7 @@ cdef struct Context:
     int32_t num_users         # cached pages and rows that have it
     int32_t num_holders       # callers that want it kept as well
 
-cdef struct Journal:          # keys that entered and left the prefix index since the changes were last taken
+cdef struct Journal:          # keys that entered and left the prefix index since the changes were taken last
     Note *notes               # [num_pages]; NULL: there is no journal
     Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
     Context *contexts         # [num_contexts], and room up to the next power of 2
@@ -271,7 +282,7 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
 
 
 cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
-    """The ids of a shard, or for -1 of the pool."""
+    """The ids of a shard; -1 means the whole pool."""
     if shard < 0:
         return Range(0, pool.num_pages)
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)

@@ -14,12 +14,12 @@ from pagepool.core.index cimport (
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.pages cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, take_from, touch_all,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, reuse, take_from, touch_all,
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
     begin_parts, blank_all, count_free_in, end_retention, find_held_free, forget_deadlines, link_shards, lose_pins,
-    page_before, page_behind, pick, pull, push, push_all,
+    page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
@@ -172,13 +172,6 @@ cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) noexce
     return is_right
 
 
-cdef void pull_any(Pool *pool, int32_t page_id) noexcept:
-    """`pull`, also for a free page that was given a reference."""
-    pool.num_held_free -= pool.pages[page_id].ref_cnt != 0
-    pull(pool, page_id)
-    pool.num_reused += 1
-
-
 cdef void copy_tokens(Pool *pool, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept:
     """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
     if chain.token_ids is not None and start + chain.page_size <= chain.token_ids.num:
@@ -196,9 +189,8 @@ cdef tuple token_ids_of(PageStore store, int32_t page_id):
     with store.lock:
         tokens = store.pool.page_tokens + page_id * store.pool.tokens_width
         has_room = ids.try_reserve(tokens[0])
-        if has_room and tokens[0]:
-            memcpy(ids.ids, tokens + 1, tokens[0] * sizeof(int32_t))
-            ids.num = tokens[0]
+        if has_room:
+            ids.put(tokens + 1, tokens[0])
     if not has_room:
         raise MemoryError("the token ids of a page")
     return tuple(ids.to_list())
@@ -527,7 +519,7 @@ cdef class PageStore:
                 end_retention(&self.pool)
             while num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1)
-                pull_any(&self.pool, ids.ids[ids.num])
+                reuse(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
@@ -540,7 +532,7 @@ cdef class PageStore:
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
-                pull_any(&self.pool, page_id)
+                reuse(&self.pool, page_id)
         if not was_free:
             raise PageIdError(f"page {page.page_id} is not in the free queue")
 
@@ -624,7 +616,7 @@ cdef class PageStore:
         return None if page_id == NULL_PAGE else page_id
 
     def find_pages(self, key, groups, start=0, stop=None):
-        """For each group the view of the page that `find` finds; None if it finds none in one of them."""
+        """The views of the pages that `find` finds in these groups; None if it finds none in one of them."""
         pages = []
         for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
@@ -771,7 +763,7 @@ cdef class PageStore:
     # Pins.
 
     def count_pinned(self, PageIds ids not None) -> int:
-        """How many of the pages are pinned. O(pages)."""
+        """Count the pages that are pinned. O(pages)."""
         cdef PageIds checked = self.checked(ids)
         cdef Py_ssize_t i, count = 0
         with self.lock:
@@ -907,7 +899,7 @@ cdef class CachePage:
         return hash(self.page_id)
 
     cdef tuple fields(self):
-        """What equal pages have in common besides their id. The neighbours' ids alone: theirs would lead through the queue."""
+        """The values that equal pages share. Neighbours are compared by their ids: their fields lead through the queue."""
         before, behind = self.store.neighbours(self.index)
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 

@@ -302,10 +302,10 @@ cdef class FailedLoads:
         return self.ids.to_list()[::-1]
 
 
-cdef int mark_failed(char *is_failed, Py_ssize_t num, list places, str name) except -1:
-    """Mark the transfers that failed, which are given by their places."""
+cdef int mark_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list places, str name) except -1:
+    """Mark the transfers that failed, which are given by their places among `num` from `start` on."""
     for place in places:
-        is_failed[size_of(place, name, 0, num - 1)] = True
+        is_failed[start + size_of(place, name, 0, num - 1)] = True
     return 0
 
 
@@ -319,29 +319,25 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
     cdef list wrong_saves = list(as_list(failed_saves, "saves")), wrong_loads = list(as_list(failed_loads, "loads"))
     cdef Py_ssize_t num_saves, num_loads
-    cdef char *is_failed
+    cdef bytearray is_failed
     if store.pool.tier == NULL:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
     with store.lock:
         num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
     failed.store, failed.number = store, checked
     failed.is_wrong = <uint8_t *>calloc(pool.num_pages if wrong_loads else 1, 1)
-    failed.ids.reserve(num_loads)
-    is_failed = <char *>calloc(num_saves + num_loads + 1, 1)
-    if is_failed == NULL or failed.is_wrong == NULL:
-        free(is_failed)
+    if failed.is_wrong == NULL:
         raise MemoryError("transfers")
-    try:
-        mark_failed(is_failed, num_saves, wrong_saves, "saves")
-        mark_failed(is_failed + num_saves, num_loads, wrong_loads, "loads")
-        with store.lock:
-            if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
-                end_all(pool, is_failed, num_saves, failed)
-                end_forked(pool, failed)
-            else:
-                num_saves = num_loads = 0
-    finally:
-        free(is_failed)
+    failed.ids.reserve(num_loads)
+    is_failed = bytearray(num_saves + num_loads)
+    mark_failed(is_failed, 0, num_saves, wrong_saves, "saves")
+    mark_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
+    with store.lock:
+        if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
+            end_all(pool, is_failed, num_saves, failed)
+            end_forked(pool, failed)
+        else:
+            num_saves = num_loads = 0
     if num_saves + num_loads == 0:
         raise ArgumentError(f"number: got {checked}, allowed: that of transfers in flight")
     return failed
