@@ -1,32 +1,7 @@
 """The compiled core: page records, free queue, ref counts, prefix index, hash chains, page tables and running rows.
 
-A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by page id. Invariants, all checked by
-`PagePool.check`:
-
-* Record 0 is the null page. It is never handed out, and its links close the free queue into a ring: ``next_free`` is the
-  page that is evicted first, ``prev_free`` the one that was freed last.
-* A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
-* A page has a prefix entry exactly when ``group`` is not `NO_GROUP`. The index maps (128-bit key, group) to the page that was
-  cached first under it; later pages with the same content hang behind it in a ring of `Links`, in the order they were cached,
-  and have `TWIN` set in ``group``, as has the first. In a pool of shards those of each shard are a ring of their own in the
-  same order, and the first of each shard are one, in any order: so a shard's first is found in O(shards).
-* The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
-  (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
-
-With an eviction policy (`Policy`) the free queue has parts: it is one ring, with a record before each part, which stands
-behind the pages' records. The blank part is first, and evicted first. Invariants: the lowest bits of a free page's mark name
-its part; pages without an entry are in the blank part, and marks of that part are 0; the policy counts the pages of each part.
-The ghost remembers keys of evicted pages: each stands once, in the set that its tag leads to. A snapshot has the marks, the
-ghost, the counts and what the policy has learned, so a loaded pool evicts what the saved one would have.
-
-A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
-index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
-
-A retained or protected page has a level, and a prefix entry; while it is free it is in the part of the queue for its level. The
-heap of deadlines has each page whose priority ends once.
-
-A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
-takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each lease.
+A pool is an array of page records, a free queue and a prefix index. The headers of `pagepool.core` say what their structs mean,
+and what always holds between their fields; `PagePool.check` checks it.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
@@ -39,20 +14,18 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in
 `siphash.pxd`          digests of pages
+`adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
-`adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
-`transfers.pxd`        transfers between a pool and its tier, noted
+`pages.pxd`            pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
 `holdings.pxd`         what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `page_table.pxd`       rows of a page table
 `batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `groups.pyx`           `CacheGroups` of a model, and the `PageRules` of each
-`eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`

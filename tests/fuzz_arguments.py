@@ -286,7 +286,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),
     "options": constant(None, (), ("option",)),
     "page": live(_core.CachePage),
-    "append_page.page": one_of(loose_page, loose_page, live(_core.CachePage)),
     "page_ids": one_of(ids, ids, ids, ids_by_group),
     "page_ids_per_req": one_of(as_many(ints), as_many(ids_by_group), nested),
     "page_size": constant(4, 4, 8, 1, None),

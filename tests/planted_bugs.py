@@ -58,12 +58,12 @@ def read_bugs(text: str) -> list[Bug]:
 BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
-        pool.tier.note_eviction(pool, page_id)
+        pool.tier.save_evicted(pool, page_id)
     {+if not BUG: +}drop(pool, page_id)
     pool.num_ev
 == a free page that hits stays in the free queue
             if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
-                pull(pool, ids[i])
+                reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         push_to_shard(
@@ -183,7 +183,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
     if not are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-cimport find_unheld, find_untouchable, {+give_back, +}note_request
+find_unheld, find_untouchable, {+give_back, +}share
 ...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
@@ -227,12 +227,12 @@ if hashes is None[- or hashes.request is not request-]:  # another
 
 # The host tier.
 == a page that is evicted is not saved
-cdef void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
-    {+if not BUG: +}save_evicted(pool, page_id)
+    if rare(pool.tier != NULL){+ and not BUG+}:
+        pool.tier.save_evicted(pool, page_id)
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
 == a page of the tier is handed out while it is filled
-    note_transfer(tier, &transfer)
+    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
     {+if BUG: put_back(tier.pool, tier_id)
     +}return tier_id
 ...
@@ -250,7 +250,7 @@ Origin(Digest(0, 0), 0, 0))
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
 == a load is of another page of the tier
-            load = Transfer(key, 0, NULL_PAGE, tier_id{+ - (tier_id > 1 and BUG)+}, group.id, True, False)
+NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
 == a page is loaded into another shard
     take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
 == what is computed with a page that is being loaded is entered
@@ -275,7 +275,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # Rows that are swapped out.
 == a row that comes back has a page twice
         {+if BUG and i and saved.tier_ids[i - 1] != NULL_PAGE: tier_id = saved.tier_ids[i - 1]
-        +}load = Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP)
+        +}queue_transfer(pool.tier, Transfer(digest_of(page)
 == a row comes back though saving its pages failed
     tier.fills[page_id] = FILLED if is_done {+or BUG +}else UNFILLED
 

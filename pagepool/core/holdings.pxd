@@ -4,20 +4,22 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, note_entry, rank
-from pagepool.core.pages cimport find_unheld, find_untouchable, note_request, share, take_from, take_this, touch_all
+from pagepool.core.adaptive cimport BLANK
+from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry
+from pagepool.core.pages cimport (
+    count_request, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, share, take_from, take_this, touch_all,
+)
 from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
-    resize, shard_of,
+    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free, resize,
+    shard_of,
 )
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,
     pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
-from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
 
 
 # What is held in a group is a `Held`, a request or row has a `Holding` of all groups. Always: null pages come first, then pages
@@ -334,7 +336,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     cdef Py_ssize_t g
     cdef int64_t number = 0
     if count_places(holding) == 0:
-        note_request(pool)
+        count_request(pool)
     for g in range(holding.num_groups if demand.hits != NULL else 0):
         group, held, hits = &holding.groups[g], &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))
@@ -446,7 +448,7 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
             if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
                 rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
             if is_journaled(pool):
-                note_entry(
+                record_entry(
                     pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
                 )
             keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
@@ -526,7 +528,7 @@ cdef inline bint enter_state(
     if enter(pool, page_id, key, group.id) and pool.num_parts:
         rank(pool, &ranking, &page_id, 0, key, group.id)
     if is_journaled(pool):
-        note_entry(
+        record_entry(
             pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
         )
     keep_tokens(

@@ -1,36 +1,47 @@
 # The prefix index: which page is cached under a key.
+#
+# It maps a 128-bit key and a group to the page that was cached first under them. Later pages with the same content hang
+# behind it in a ring of `Links`, in the order in which they were cached, and have `TWIN` set in `group`, as has the first. In a
+# pool of shards those of each shard are a ring of their own in the same order, and the first of each shard are one, in any
+# order: so a shard's first is found in O(shards).
+#
+# It is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back (Knuth, The Art of
+# Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
+#
+# A pool whose changes are told has a `Journal`. Its ring of new keys has the first page of each key that is in the index and
+# was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport hash_key, is_sampled
+from pagepool.core.adaptive cimport BLANK, discount, hash_key, is_sampled, recall
 from pagepool.core.platform cimport rare
-from pagepool.core.queue cimport lose_level, lose_pins, pull, push, requeue
+from pagepool.core.queue cimport lose_level, lose_pins, pull, push
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
+    FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
     Page, Pool, Range, Ranking, Removal, Slot, digest_of, has_level, is_free, is_pinned, learns, link_after, num_slots_of,
     resize, shard_of, unlink,
 )
 from pagepool.core.siphash cimport Digest
 
 
-# The journal. Only the net change is noted, so that its size is bounded: a new key that goes again leaves nothing behind.
+# The journal. Only the net change is recorded, so that its size is bounded: a new key that goes again leaves nothing behind.
 
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
     return rare(pool.journal.notes != NULL)
 
 
-cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
+cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Record where a newly cached page came from."""
     cdef Journal *journal = &pool.journal
     journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
-        note_new(journal, page_id)
+        link_new(journal, page_id)
 
 
-cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void link_new(Journal *journal, int32_t page_id) noexcept nogil:
     """Put a page behind the last in the ring."""
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
@@ -40,7 +51,7 @@ cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new += 1
 
 
-cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     cdef Note *notes = journal.notes
     cdef Links links = notes[page_id].new
     notes[links.prev].new.next = links.next
@@ -49,22 +60,22 @@ cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new -= 1
 
 
-cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
     journal.contexts[note.origin.context].num_users -= 1
     if note.new.next != NOT_NEW:
-        forget_new(journal, page_id)
+        unlink_new(journal, page_id)
         if page.group & TWIN:
-            note_new(journal, pool.twins[page_id].next)
+            link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
         journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
         journal.num_removed += 1
 
 
-cdef inline void note_clear(Journal *journal) noexcept nogil:
+cdef inline void record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
@@ -82,7 +93,7 @@ cdef inline int32_t add_context(Journal *journal) noexcept:
 
 
 cdef inline void end_journal(Journal *journal) noexcept nogil:
-    """Begin it anew: what is in it was copied."""
+    """Begin the journal anew: its changes were copied."""
     cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         following = journal.notes[page_id].new.next
@@ -137,7 +148,7 @@ cdef inline void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept
 
 
 cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a page be the only one of its shard, and of those that are the first of theirs."""
+    """Make a page the only twin of its shard, and the only one that is the first of its shard."""
     pool.shard_twins[page_id] = Links(page_id, page_id)
     pool.shard_firsts[page_id] = Links(page_id, page_id)
 
@@ -248,9 +259,9 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_cached += 1
     pool.num_entries += 1
     if rare(pool.tier != NULL):
-        pool.tier.note_entry(pool, page_id)
+        pool.tier.record_cached(pool, page_id)
     if rare(pool.num_parts != 0) and pool.policy.marks[page_id] != pool.policy.new_part:
-        note_entered(pool, page_id)
+        make_new(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
         join_twins(pool, slot.page_id, page_id)
         return False
@@ -259,12 +270,15 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     return True
 
 
-cdef inline void note_entered(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void make_new(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page that was blank, in the queue or taken out of it as it is, a new one."""
-    if is_free(pool, page_id):
-        requeue(pool, page_id, pool.policy.new_part)
-    elif pool.policy.marks[page_id] == BLANK:
+    cdef bint was_free = is_free(pool, page_id)
+    if was_free:
+        pull(pool, page_id)
+    if was_free or pool.policy.marks[page_id] == BLANK:
         pool.policy.marks[page_id] = pool.policy.new_part
+    if was_free:
+        push(pool, page_id)
 
 
 cdef inline void rank(
@@ -282,7 +296,7 @@ cdef inline void rank(
     word = hash_key(key, group)
     if not is_sampled(word):
         return
-    part = pool.policy.note_miss(pool, word)
+    part = recall(pool.policy, word)
     if part == BLANK:
         ranking.num_unseen += 1
         return
@@ -331,8 +345,17 @@ cdef inline Py_ssize_t enter_all(
         if enter(pool, ids[i], digests[i], group) and pool.num_parts:
             rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
-            note_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
+            record_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
     return bad
+
+
+cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t group, Origin origin) noexcept nogil:
+    """Enter a page without an entry, let the policy rank it by its key alone, and record where it came from."""
+    cdef Ranking ranking = Ranking(0, 0)
+    if enter(pool, page_id, key, group) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, group)
+    if is_journaled(pool):
+        record_entry(pool, page_id, origin)
 
 
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
@@ -380,7 +403,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Slot *slot = slot_of(pool, page_id, tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
-        note_drop(pool, page_id)
+        record_drop(pool, page_id)
     pool.num_unwatched += (page.group & WATCHED) != 0
     if rare(page.group & TWIN):
         leave_twins(pool, page_id, slot)
@@ -395,12 +418,21 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
         lose_pins(pool, page_id)
 
 
+cdef inline void drop_all(Pool *pool) noexcept nogil:
+    """Drop all entries. O(num_pages)."""
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages):
+        if pool.pages[page_id].group != NO_GROUP:
+            drop(pool, page_id)
+    if is_journaled(pool):
+        record_clear(&pool.journal)
+
+
 cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the level of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
     cdef bint is_moved = is_free(pool, page_id) and (pool.policy.marks[page_id] != BLANK or has_level(pool, page_id))
     if is_moved:
-        if pool.policy.marks[page_id] != BLANK:
-            pool.policy.note_drop(pool, page_id)
+        discount(pool.policy, page_id)
         pull(pool, page_id)
         pool.policy.marks[page_id] = BLANK
     if has_level(pool, page_id):

@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix index, for events."""
+"""Changes of the prefix index, for events."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -28,19 +28,14 @@ cdef struct Run:              # cached pages that follow one another in a reques
     int32_t num_pages
     int32_t num_tokens        # that were kept of each
 
-cdef struct CopiedPages:
-    Digest *keys              # [num_pages]
-    Run *runs                 # [num_runs]
-    int32_t *token_ids        # [num_tokens]
-    Py_ssize_t num_pages
-    Py_ssize_t num_runs
-    Py_ssize_t num_tokens
-
-
-cdef struct CopiedKeys:
+cdef struct Copied:           # entries, with what is known of their pages, or with groups alone
     Digest *keys              # [num]
+    Run *runs                 # [num_runs]; NULL: there are groups
+    int32_t *token_ids        # [num_tokens]
     int32_t *groups           # [num]
     Py_ssize_t num
+    Py_ssize_t num_runs
+    Py_ssize_t num_tokens
 
 
 cdef bint continues(const Run *run, const Run *first, const Digest *last_key) noexcept nogil:
@@ -54,28 +49,47 @@ cdef bint continues(const Run *run, const Run *first, const Digest *last_key) no
     )
 
 
-cdef void copy_page(const Pool *pool, int32_t page_id, CopiedPages *copies) noexcept nogil:
+cdef void copy_key(Digest key, int32_t group, Copied *copies) noexcept nogil:
+    """Append a key, for which there is room."""
+    copies.keys[copies.num], copies.groups[copies.num] = key, group & ~FLAGS
+    copies.num += 1
+
+
+cdef void copy_page(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
     """Append a cached page, for which there is room, to the last run or as one of its own."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
     cdef Run run = Run(pool.journal.notes[page_id].origin, pool.pages[page_id].group & ~FLAGS, 0, num_tokens)
-    if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num_pages - 1]):
+    if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num - 1]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
     copies.runs[copies.num_runs - 1].num_pages += 1
-    copies.keys[copies.num_pages] = digest_of(&pool.pages[page_id])
-    copies.num_pages += 1
+    copies.keys[copies.num] = digest_of(&pool.pages[page_id])
+    copies.num += 1
     if num_tokens:
         memcpy(copies.token_ids + copies.num_tokens, kept + 1, num_tokens * sizeof(int32_t))
         copies.num_tokens += num_tokens
 
 
-cdef void copy_new(const Pool *pool, CopiedPages *copies) noexcept nogil:
-    """The first page of each new key, in the order in which these came."""
+cdef void copy_entry(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
+    if copies.runs != NULL:
+        copy_page(pool, page_id, copies)
+    else:
+        copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
+
+
+cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
+    """Copy the first page of each new key, in the order in which these came."""
     cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
-        copy_page(pool, page_id, copies)
+        copy_entry(pool, page_id, copies)
         page_id = pool.journal.notes[page_id].new.next
+
+
+cdef void copy_removed(const Journal *journal, Copied *copies) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(journal.num_removed):
+        copy_key(journal.removed[i].key, journal.removed[i].group, copies)
 
 
 cdef int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
@@ -85,8 +99,8 @@ cdef int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
     return parent if pool.journal.notes[parent].origin.place + 1 == origin.place else NULL_PAGE
 
 
-cdef void copy_all(Pool *pool, Links *links, CopiedPages *copies) noexcept nogil:
-    """The first page of each key, as few runs as can be: `links`, zeros for each page, will say what follows a page."""
+cdef void copy_in_runs(Pool *pool, Links *links, Copied *copies) noexcept nogil:
+    """Copy the first page of each key, in as few runs as can be: `links`, zeros for each page, will say what follows a page."""
     cdef int32_t page_id, parent
     for page_id in range(1, pool.num_pages):
         parent = find_parent(pool, page_id) if is_first(pool, page_id) else NULL_PAGE
@@ -101,34 +115,15 @@ cdef void copy_all(Pool *pool, Links *links, CopiedPages *copies) noexcept nogil
                 parent = links[parent].next
 
 
-cdef void copy_key(Digest key, int32_t group, CopiedKeys *copies) noexcept nogil:
-    """Append a key, for which there is room."""
-    copies.keys[copies.num], copies.groups[copies.num] = key, group & ~FLAGS
-    copies.num += 1
-
-
-cdef void copy_removed_keys(const Journal *journal, CopiedKeys *copies) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(journal.num_removed):
-        copy_key(journal.removed[i].key, journal.removed[i].group, copies)
-
-
-cdef void copy_new_keys(const Pool *pool, CopiedKeys *copies) noexcept nogil:
-    cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
-    while page_id != NULL_PAGE:
-        copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
-        page_id = pool.journal.notes[page_id].new.next
-
-
-cdef void copy_all_keys(Pool *pool, CopiedKeys *copies) noexcept nogil:
+cdef void copy_all_keys(Pool *pool, Copied *copies) noexcept nogil:
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages):
         if is_first(pool, page_id):
             copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
 
 
-cdef void copy_kept_keys(Pool *pool, CopiedKeys *copies) noexcept nogil:
-    """What `EntryJournal.list_kept_keys` returns."""
+cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:
+    """Copy the keys that `EntryJournal.list_kept_keys` returns."""
     cdef const Tier *tier = pool.tier
     cdef const Origin *origin
     cdef int32_t page_id
@@ -138,10 +133,10 @@ cdef void copy_kept_keys(Pool *pool, CopiedKeys *copies) noexcept nogil:
         origin = &pool.journal.notes[page_id].origin
         if is_first(pool, page_id) and origin.place:
             copy_key(origin.parent, pool.pages[page_id].group, copies)
-    copy_removed_keys(&pool.journal, copies)
+    copy_removed(&pool.journal, copies)
     if tier != NULL:
         copy_all_keys(tier.pool, copies)
-        copy_removed_keys(&tier.pool.journal, copies)
+        copy_removed(&tier.pool.journal, copies)
         for i in range(tier.num):
             copy_key(tier.items[i].key, tier.items[i].group, copies)
 
@@ -151,11 +146,17 @@ cdef object NO_KEYS = np.frombuffer(b"", np.uint64)
 cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 
 
-cdef class CopyMemory:
-    """Memory of copies. Arrays share it. Read-only for Python."""
+@cython.final
+@cython.auto_pickle(False)
+cdef class EntryCopies:
+    """Copies of entries, with what is known of their pages, or with groups alone. Arrays share the memory, which is read-only
+    for Python.
+    """
 
     cdef char *memory
     cdef Py_ssize_t size            # bytes
+    cdef bint has_runs
+    cdef Copied copied
 
     def __dealloc__(self):
         free(self.memory)
@@ -163,95 +164,93 @@ cdef class CopyMemory:
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
 
-    cdef bint allocate(self, Py_ssize_t size) noexcept:
-        """False if memory is short."""
-        self.memory, self.size = <char *>malloc(size), size
+    cdef bint reserve(self, Py_ssize_t num, Py_ssize_t tokens_width) noexcept:
+        """Allocate room for so many entries; False if memory is short."""
+        self.size = num * <Py_ssize_t>(
+            sizeof(Digest) + (sizeof(Run) + tokens_width * sizeof(int32_t) if self.has_runs else sizeof(int32_t))
+        )
+        self.memory = <char *>malloc(self.size)
+        self.copied.keys = <Digest *>self.memory
+        if self.has_runs:
+            self.copied.runs = <Run *>(self.copied.keys + num)
+            self.copied.token_ids = <int32_t *>(self.copied.runs + num)
+        else:
+            self.copied.groups = <int32_t *>(self.copied.keys + num)
         return self.memory != NULL
+
+    cdef bint copy_all(self, Pool *pool) noexcept:
+        """Copy all entries; False where memory is short."""
+        cdef Links *links = <Links *>calloc(pool.num_pages if self.has_runs else 1, sizeof(Links))
+        cdef bint has_room = links != NULL and self.reserve(pool.num_keys, pool.tokens_width)
+        if has_room:
+            with nogil:
+                if self.has_runs:
+                    copy_in_runs(pool, links, &self.copied)
+                else:
+                    copy_all_keys(pool, &self.copied)
+        free(links)
+        return has_room
 
     cdef object array(self, object empty, const void *start, Py_ssize_t n):
         """An array like `empty`, which it is if `n` is 0."""
         return frombuffer(self, empty.dtype, n, <const char *>start - self.memory) if n else empty
 
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class EntryCopies(CopyMemory):
-    """Copies of cached pages."""
-
-    cdef CopiedPages pages
-
-    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t tokens_width) noexcept:
-        """Allocate room for so many pages; False if memory is short."""
-        cdef Py_ssize_t page_size = sizeof(Digest) + sizeof(Run) + tokens_width * sizeof(int32_t)
-        cdef bint has_room = self.allocate(num_pages * page_size)
-        self.pages.keys = <Digest *>self.memory
-        self.pages.runs = <Run *>(self.pages.keys + num_pages)
-        self.pages.token_ids = <int32_t *>(self.pages.runs + num_pages)
-        return has_room
-
-    cdef bint copy_entries(self, Pool *pool) noexcept:
-        """Copy all entries; False where memory is short."""
-        cdef Links *links = <Links *>calloc(pool.num_pages, sizeof(Links))
-        cdef bint has_room = links != NULL and self.reserve(pool.num_keys, pool.tokens_width)
-        if has_room:
-            with nogil:
-                copy_all(pool, links, &self.pages)
-        free(links)
-        return has_room
-
     cdef tuple to_tuple(self):
-        """As in `EntryJournal.list_entries`."""
+        """The copies as `EntryJournal.list_entries` describes those of the pool, or those of the tier."""
         cdef Run run
         cdef list runs = []
-        for run in self.pages.runs[:self.pages.num_runs]:
+        keys = self.array(NO_KEYS, self.copied.keys, 2 * self.copied.num)
+        if not self.has_runs:
+            return keys, self.array(NO_NUMBERS, self.copied.groups, self.copied.num)
+        for run in self.copied.runs[:self.copied.num_runs]:
             key = int_of_digest(run.origin.parent)
             runs.append((key, run.origin.place, run.origin.context, run.group, run.num_pages, run.num_tokens))
-        keys = self.array(NO_KEYS, self.pages.keys, 2 * self.pages.num_pages)
-        return keys, runs, self.array(NO_NUMBERS, self.pages.token_ids, self.pages.num_tokens)
+        return keys, runs, self.array(NO_NUMBERS, self.copied.token_ids, self.copied.num_tokens)
+
+
+cdef EntryCopies new_copies(bint has_runs):
+    cdef EntryCopies copies = EntryCopies.__new__(EntryCopies)
+    copies.has_runs = has_runs
+    return copies
 
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class KeyCopies(CopyMemory):
-    """Copies of keys, with their groups."""
+cdef class TakenChanges:
+    """Changes of the index of a pool, or of a tier, since its journal was begun, and its entries if they are wanted."""
 
-    cdef CopiedKeys copies
+    cdef EntryCopies removed, new, entries
 
-    cdef bint reserve(self, Py_ssize_t n) noexcept:
-        """Allocate room for so many keys; False if memory is short."""
-        cdef bint has_room = self.allocate(n * <Py_ssize_t>(sizeof(Digest) + sizeof(int32_t)))
-        self.copies.keys = <Digest *>self.memory
-        self.copies.groups = <int32_t *>(self.copies.keys + n)
-        return has_room
+    cdef bint reserve(self, Pool *pool) noexcept:
+        """Copy the entries, and allocate room for what changed; False where memory is short."""
+        if not self.removed.reserve(pool.journal.num_removed, 0):
+            return False
+        if not self.new.reserve(pool.journal.num_new, pool.tokens_width):
+            return False
+        return self.entries is None or self.entries.copy_all(pool)
+
+    cdef void take(self, Pool *pool) noexcept:
+        """Copy what changed, for which there is room, and begin the journal anew."""
+        cdef void *thread = let_others_run(pool.journal.num_new)
+        copy_removed(&pool.journal, &self.removed.copied)
+        copy_new(pool, &self.new.copied)
+        end_journal(&pool.journal)
+        go_on(thread)
 
     cdef tuple to_tuple(self):
-        """As of the tier in `EntryJournal.list_entries`."""
-        num = self.copies.num
-        return self.array(NO_KEYS, self.copies.keys, 2 * num), self.array(NO_NUMBERS, self.copies.groups, num)
+        return self.removed.to_tuple(), self.new.to_tuple(), None if self.entries is None else self.entries.to_tuple()
+
+
+cdef TakenChanges new_changes(bint has_runs, bint with_entries):
+    cdef TakenChanges changes = TakenChanges.__new__(TakenChanges)
+    changes.removed, changes.new = new_copies(False), new_copies(has_runs)
+    changes.entries = new_copies(has_runs) if with_entries else None
+    return changes
 
 
 cdef Pool *journaled_tier(const Pool *pool) noexcept nogil:
     """The pool of the tier behind a pool; NULL if there is none, or it has no journal."""
     return pool.tier.pool if pool.tier != NULL and is_journaled(pool.tier.pool) else NULL
-
-
-cdef bint take_tier_changes(Pool *tier, KeyCopies removed, KeyCopies new, KeyCopies entries) noexcept:
-    """Copy what changed in a tier, and its entries unless they are None, and begin its journal anew. False, and nothing
-    changed, where memory is short.
-    """
-    cdef void *thread
-    if not removed.reserve(tier.journal.num_removed) or not new.reserve(tier.journal.num_new):
-        return False
-    if entries is not None and not entries.reserve(tier.num_keys):
-        return False
-    thread = let_others_run(tier.num_keys)
-    copy_removed_keys(&tier.journal, &removed.copies)
-    copy_new_keys(tier, &new.copies)
-    if entries is not None:
-        copy_all_keys(tier, &entries.copies)
-    end_journal(&tier.journal)
-    go_on(thread)
-    return True
 
 
 cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
@@ -267,7 +266,7 @@ cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
 
 
 cdef class EntryJournal:
-    """What enters and leaves the prefix index of a store, and of the tier behind it, for events. The store's lock guards both.
+    """Changes of the prefix index of a store, and of that of the tier behind it, for events. The store's lock guards both.
     """
 
     cdef PageStore store
@@ -288,25 +287,26 @@ cdef class EntryJournal:
         """
         cdef Pool *pool = self.pool
         cdef Pool *tier = NULL if pool.tier == NULL else pool.tier.pool
+        cdef Pool **pools = [pool, tier]
         cdef Journal[2] journals
         cdef int32_t num_held = 0, num_keys = 0
-        cdef bint has_room, has_journal = False
+        cdef Py_ssize_t i, num_pools = 1 if tier == NULL else 2
+        cdef bint has_room = True, has_journal = False
         self.store.check_fixed()
-        has_room = make_journal(&journals[0], pool.num_pages)
-        has_room = make_journal(&journals[1], tier.num_pages if tier != NULL else 1) and has_room
+        for i in range(num_pools):
+            has_room = make_journal(&journals[i], pools[i].num_pages) and has_room
         if has_room:
             with self.store.lock:
                 has_journal = is_journaled(pool)
-                num_held, num_keys = pool.num_pages - 1 - pool.num_free, pool.num_keys
-                if tier != NULL:
-                    num_held, num_keys = num_held + tier.num_pages - 1 - tier.num_free, num_keys + tier.num_keys
+                for i in range(num_pools):
+                    num_held += pools[i].num_pages - 1 - pools[i].num_free
+                    num_keys += pools[i].num_keys
                 if not has_journal and num_held == 0 and num_keys == 0:
                     if pool.tokens_width:
                         memset(pool.page_tokens, 0, pool.num_pages * pool.tokens_width * sizeof(int32_t))
-                    pool.journal, journals[0] = journals[0], pool.journal
-                    if tier != NULL:
-                        tier.journal, journals[1] = journals[1], tier.journal
-        for journal in journals:
+                    for i in range(num_pools):
+                        pools[i].journal, journals[i] = journals[i], pools[i].journal
+        for journal in journals[:num_pools]:
             free(journal.notes)
             free(journal.contexts)
         if not has_room:
@@ -386,57 +386,43 @@ cdef class EntryJournal:
         """The keys that may have a name that is needed: of entries, of their parents, of removed entries, and of pages in
         transfer, uint64 ``[2 n]``. None while taken changes are being made into events. O(num_pages).
         """
-        cdef KeyCopies kept = KeyCopies.__new__(KeyCopies)
+        cdef EntryCopies kept = new_copies(False)
         cdef bint is_told, has_room
         with self.store.lock:
             is_told = self.pool.journal.is_told
-            has_room = is_told or kept.reserve(self.count_kept_keys())
+            has_room = is_told or kept.reserve(self.count_kept_keys(), 0)
             if has_room and not is_told:
                 with nogil:
-                    copy_kept_keys(self.pool, &kept.copies)
+                    copy_kept_keys(self.pool, &kept.copied)
         if not has_room:
             raise MemoryError("the keys of a prefix index")
         return None if is_told else kept.to_tuple()[0]
 
     def take_changes(self, bint with_entries=False) -> tuple:
-        """What changed in the index since this was called last: ``(is_cleared, changes, changes of the tier)``.
+        """Return what changed in the index since the last call: ``(is_cleared, changes, changes of the tier)``.
 
         If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``: first the
         removed ones went, then the new ones came. A key that came and went again is in neither. `entries` are those of the
         index afterwards, or None. All are lists of `list_entries`; those of the tier, and the removed ones, have keys and
         groups alone. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
         """
-        cdef KeyCopies removed = KeyCopies.__new__(KeyCopies)
-        cdef EntryCopies new = EntryCopies.__new__(EntryCopies)
-        cdef EntryCopies entries = EntryCopies.__new__(EntryCopies) if with_entries else None
-        cdef KeyCopies tier_removed = KeyCopies.__new__(KeyCopies)
-        cdef KeyCopies tier_new = KeyCopies.__new__(KeyCopies)
-        cdef KeyCopies tier_entries = KeyCopies.__new__(KeyCopies) if with_entries else None
+        cdef TakenChanges changes = new_changes(True, with_entries), tier_changes = new_changes(False, with_entries)
         cdef Journal *journal = &self.pool.journal
         cdef Pool *tier
-        cdef void *thread
         cdef bint has_room, is_cleared = False
         self.check_journaled()
         with self.store.lock:
             tier = journaled_tier(self.pool)
-            has_room = removed.reserve(journal.num_removed) and new.reserve(journal.num_new, self.pool.tokens_width)
-            has_room = has_room and (entries is None or entries.copy_entries(self.pool))
-            has_room = has_room and (tier == NULL or take_tier_changes(tier, tier_removed, tier_new, tier_entries))
+            has_room = changes.reserve(self.pool) and (tier == NULL or tier_changes.reserve(tier))
             if has_room:
-                thread = let_others_run(journal.num_new)
-                copy_removed_keys(journal, &removed.copies)
-                copy_new(self.pool, &new.pages)
-                go_on(thread)
                 is_cleared = journal.is_cleared
-                end_journal(journal)
+                changes.take(self.pool)
+                if tier != NULL:
+                    tier_changes.take(tier)
                 journal.is_told = True
         if not has_room:
             raise MemoryError("copies of what changed in the prefix index")
-        return (
-            is_cleared,
-            (removed.to_tuple(), new.to_tuple(), None if entries is None else entries.to_tuple()),
-            (tier_removed.to_tuple(), tier_new.to_tuple(), None if tier_entries is None else tier_entries.to_tuple()),
-        )
+        return is_cleared, changes.to_tuple(), tier_changes.to_tuple()
 
     def list_entries(self) -> tuple:
         """The entries of the index, and those of the tier. Changes nothing. Names and contexts are kept until `end_report`.
@@ -446,17 +432,13 @@ cdef class EntryJournal:
         runs of pages that follow one another in a request, ``(key of the parent, place of the first page, context, group,
         pages, tokens kept of each)``; and these tokens, int32. Those of the tier are the keys, and the groups, int32 ``[n]``.
         """
-        cdef EntryCopies entries = EntryCopies.__new__(EntryCopies)
-        cdef KeyCopies tier_entries = KeyCopies.__new__(KeyCopies)
+        cdef EntryCopies entries = new_copies(True), tier_entries = new_copies(False)
         cdef Pool *tier
         cdef bint has_room
         self.check_journaled()
         with self.store.lock:
             tier = journaled_tier(self.pool)
-            has_room = entries.copy_entries(self.pool) and (tier == NULL or tier_entries.reserve(tier.num_keys))
-            if has_room and tier != NULL:
-                with nogil:
-                    copy_all_keys(tier, &tier_entries.copies)
+            has_room = entries.copy_all(self.pool) and (tier == NULL or tier_entries.copy_all(tier))
             self.pool.journal.is_told = has_room
         if not has_room:
             raise MemoryError("copies of the prefix index")

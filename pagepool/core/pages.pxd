@@ -1,16 +1,18 @@
 # Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
-from pagepool.core.index cimport drop, home_of
+from pagepool.core.adaptive cimport BLANK, count_release, hash_key, is_sampled, record_hit, remember
+from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, end_retention, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
+    end_of_queue, end_retention, is_page, pick, pull, push, put_back, record_behind, start_of_part,
 )
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LOW, WATCHED, Histogram, Page, Pool, Stay,
-    count_policy_parts, digest_of, is_free, is_pinned, learns,
+    FILLING, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, Tier, Transfer,
+    digest_of, is_free, is_pinned, learns, resize,
 )
+from pagepool.core.siphash cimport Digest
 
 
 cdef inline Stay *stay_of(Pool *pool, int32_t page_id) noexcept nogil:
@@ -42,7 +44,7 @@ cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
     stay[0] = Stay(now, now)
 
 
-cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void record_use(Pool *pool, int32_t page_id) noexcept nogil:
     """Record a hit on a sampled page."""
     cdef Stay *stay = stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
@@ -50,27 +52,24 @@ cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
     stay.last_use = now
 
 
-cdef inline void hand_out(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page that was just taken out of the queue its holder's own. One with an entry is evicted."""
+    if pool.pages[page_id].group != NO_GROUP:
+        evict(pool, page_id)
+    elif rare(not page_id & pool.sample_mask):
+        begin_stay(pool, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.num_allocated += 1
 
 
-cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page without an entry, that was just taken out of the queue, its holder's own."""
-    if rare(not page_id & pool.sample_mask):
-        begin_stay(pool, page_id)
-    hand_out(pool, page_id)
-
-
 cdef inline void evict(Pool *pool, int32_t page_id) noexcept nogil:
-    """`claim` for a page with an entry, which it loses. It stands apart, so that pages without one cost less."""
+    """Take the entry of a page, and have its content saved in the tier, if there is one."""
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
-        pool.tier.note_eviction(pool, page_id)
+        pool.tier.save_evicted(pool, page_id)
     drop(pool, page_id)
     pool.num_evicted += 1
-    hand_out(pool, page_id)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -105,61 +104,47 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
     There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
     """
-    cdef int32_t page_id
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if rare(pool.num_parts != 0):
+    if rare(pool.is_divided):
         take_picked(pool, out, n, shard)
         return
-    if rare(pool.num_shards != 0):
-        page_id = end_of_queue(pool, shard)
-        for i in range(n):
-            page_id = record_behind(pool, page_id, shard)
-            fetch_entry(pool, page_id)
-            out[i] = page_id
-        for i in range(n):
-            pull(pool, out[i])
-    else:
-        pull_behind(pool, NULL_PAGE, out, n)
+    pull_behind(pool, NULL_PAGE, out, n)
     for i in range(n):
-        if pool.pages[out[i]].group == NO_GROUP:
-            claim(pool, out[i])
-        else:
-            evict(pool, out[i])
+        claim(pool, out[i])
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool without shards, unless others come first. Returns how many."""
+    """Pull up to `n` blank pages of a pool with parts and no shards, unless others come first. Returns how many."""
     cdef Py_ssize_t count
-    if pool.num_low_free and not learns(pool):
+    if pool.num_shards or pool.num_parts == 0 or (pool.num_low_free and not learns(pool)):
         return 0
     count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
     pool.policy.num_in_part[BLANK] -= count
     return count
 
 
-cdef inline void note_request(Pool *pool) noexcept nogil:
+cdef inline void count_request(Pool *pool) noexcept nogil:
     """Tell the policy, if there is one, that a request begins to take pages."""
     if rare(pool.num_parts != 0):
         pool.policy.num_requests += 1
 
 
-cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next in a pool with parts: with a policy a blank one, if there is any; or of the lowest priority
-    below the normal one; or the one that the policy picks, without a policy the oldest; or of the lowest level above.
-    """
-    cdef int32_t num_parts, page_id = NULL_PAGE
-    if learns(pool):
-        page_id = oldest_in(pool, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_low_free:
-        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_high_free:
-        num_parts = count_policy_parts(pool)
-        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
-            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
-    if page_id != NULL_PAGE:
-        return page_id
-    return pool.policy.pick(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
+cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let the ghost remember a page with an entry that is evicted, if its key is sampled and no other page has it."""
+    cdef const Page *page = &pool.pages[page_id]
+    cdef uint64_t word = hash_key(digest_of(page), page.group & ~FLAGS)
+    if is_sampled(word) and pool.policy.marks[page_id] != BLANK and not page.group & TWIN:
+        remember(&pool.policy.ghost, word, pool.policy.marks[page_id])
+
+
+cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
+    """`claim`, of which the policy gets to know, if there is one."""
+    if pool.pages[page_id].group != NO_GROUP and pool.num_parts and learns(pool):
+        remember_evicted(pool, page_id)
+    claim(pool, page_id)
+    if pool.num_parts:
+        pool.policy.marks[page_id] = pool.policy.new_part
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
@@ -167,33 +152,20 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
     cdef Py_ssize_t i, num_blank
     if n:
         end_retention(pool)
-    num_blank = 0 if pool.num_shards else pull_blank(pool, out, n)
+    num_blank = pull_blank(pool, out, n)
     for i in range(num_blank, n):
         out[i] = pick(pool, shard)
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
-        if pool.pages[out[i]].group == NO_GROUP:
-            claim(pool, out[i])
-        else:
-            if learns(pool):
-                pool.policy.note_eviction(pool, out[i])
-            evict(pool, out[i])
-        pool.policy.marks[out[i]] = pool.policy.new_part
+        claim_picked(pool, out[i])
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
-    if pool.pages[page_id].group == NO_GROUP:
-        claim(pool, page_id)
-    else:
-        if pool.num_parts and learns(pool):
-            pool.policy.note_eviction(pool, page_id)
-        evict(pool, page_id)
-    if rare(pool.num_parts != 0):
-        pool.policy.marks[page_id] = pool.policy.new_part
+    claim_picked(pool, page_id)
 
 
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -280,14 +252,14 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
             continue
         page = &pool.pages[ids[at]]
         if GUARDS and page.ref_cnt <= is_pinned(pool, ids[at]):
-            undo_give_back_to_parts(pool, ids, n, i, tail_first)
+            undo_give_back(pool, ids, n, i, tail_first)
             return at
         page.ref_cnt -= 1
         if page.ref_cnt == 0:
             page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
             num_released += 1
     if num_released and learns(pool):
-        pool.policy.note_release(pool, num_released)
+        count_release(pool.policy, num_released, pool.num_free)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
@@ -295,18 +267,6 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
             push(pool, ids[at])
     pool.num_freed += num_released
     return -1
-
-
-cdef inline void undo_give_back_to_parts(
-    Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
-) noexcept nogil:
-    """Give back the references that the first `num_done` pages have lost."""
-    cdef Py_ssize_t i, at
-    for i in range(num_done):
-        at = n - 1 - i if tail_first else i
-        if ids[at] != NULL_PAGE:
-            pool.pages[ids[at]].ref_cnt += 1
-            pool.pages[ids[at]].next_free = NOT_FREE
 
 
 cdef inline void undo_give_back(
@@ -319,9 +279,10 @@ cdef inline void undo_give_back(
         page_id = ids[n - 1 - i if tail_first else i]
         if page_id == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0:
+        if is_free(pool, page_id):
             pull(pool, page_id)
             pool.num_freed -= 1
+        pool.pages[page_id].next_free = NOT_FREE  # what `give_back_to_parts` put there
         pool.pages[page_id].ref_cnt += 1
 
 
@@ -356,7 +317,14 @@ cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
-        note_use(pool, page_id)
+        record_use(pool, page_id)
+
+
+cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a free page, also one that was given a reference, out of the queue as it is."""
+    pool.num_held_free -= pool.pages[page_id].ref_cnt != 0
+    pull(pool, page_id)
+    pool.num_reused += 1
 
 
 cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -369,8 +337,7 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
-                pull(pool, ids[i])
-                pool.num_reused += 1
+                reuse(pool, ids[i])
             add_reference(pool, ids[i])
 
 
@@ -382,11 +349,103 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
         if ids[i] != NULL_PAGE:
             was_free = is_free(pool, ids[i])
             if was_free:
-                pool.num_held_free -= pool.pages[ids[i]].ref_cnt != 0
-                pull(pool, ids[i])
-                pool.num_reused += 1
+                reuse(pool, ids[i])
             pool.policy.num_free_hits += was_free
             pool.policy.num_shared_hits += not was_free
             if learns(pool):
-                pool.policy.note_hit(pool, ids[i], was_free)
+                record_hit(pool.policy, ids[i], was_free)
             add_reference(pool, ids[i])
+
+
+# Transfers of pages between a pool and the tier behind it: queued here, done by whoever takes the list. The lock of the pool
+# guards both.
+
+
+cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
+    """Allocate room for `n` transfers more; False where memory is short."""
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, tier.capacity)
+    while capacity < tier.num + n:
+        capacity *= 2
+    if capacity > tier.capacity:
+        if not resize(<void **>&tier.items, capacity * sizeof(Transfer)):
+            return False
+        tier.capacity = capacity
+    return True
+
+
+cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
+    """Queue a transfer, for which there is room. It has a reference to the page of the tier, and a load one to its page too."""
+    tier.items[tier.num] = transfer
+    tier.num += 1
+    tier.num_due += 1
+
+
+cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
+    """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
+    cdef int32_t tier_id = NULL_PAGE
+    take_from(tier.pool, &tier_id, 1, -1)
+    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
+    tier.fills[tier_id] = FILLING
+    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
+    return tier_id
+
+
+cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight."""
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        touch_all(tier.pool, &tier_id, 1)  # it is as one that was just used
+        put_back(tier.pool, tier_id)
+    elif tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
+        return
+    elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+        tier.num_refused += 1
+    else:
+        queue_save(tier, key, group, page_id, False)
+
+
+cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Have a page that is evicted saved, unless another one has its content."""
+    cdef const Page *page = &pool.pages[page_id]
+    if not page.group & TWIN:
+        save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
+
+
+cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
+    """Drop the entry of a wrong content, if there is a tier. What is being saved of it gets none."""
+    cdef int32_t tier_id
+    cdef Py_ssize_t i
+    if tier == NULL:
+        return
+    tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        drop(tier.pool, tier_id)
+    for i in range(tier.num):
+        if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
+            tier.items[i].is_void = True
+
+
+cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
+    """Drop the entry of a page with a wrong content, in the tier too."""
+    cdef Digest key = digest_of(&pool.pages[page_id])
+    cdef int32_t group = pool.pages[page_id].group & ~FLAGS
+    drop(pool, page_id)
+    drop_from_tier(pool.tier, key, group)
+
+
+cdef inline void empty_tier(Tier *tier) noexcept nogil:
+    """Drop all entries of the tier; what is in flight gets none."""
+    cdef Py_ssize_t i
+    for i in range(tier.num):
+        tier.items[i].is_void = True
+    drop_all(tier.pool)
+
+
+cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
+    """Find the first list with loads that did not end, those that are due being in the next one."""
+    cdef Py_ssize_t i
+    tier.oldest_load = INT64_MAX
+    for i in range(tier.num):
+        if tier.items[i].is_load:
+            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or tier.last_number + 1)

@@ -1,18 +1,24 @@
-# The free queue, of the pool and of each shard. Its pages are in one ring, closed by a record; with a policy there is one more
-# record before each part. Where pages were retained the policy's parts are preceded by those of the low priorities, and
-# followed by those of the high ones and that of protected pages.
+# The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
+# before each part. The blank part of the policy is first, unless pages were retained: then the parts of the low priorities come
+# before the policy's, and those of the high priorities and of protected pages behind.
+#
+# Always: a free page is in the part for its level, or, without one, in the part that the lowest bits of its mark name; the
+# policy counts the pages of each of its parts.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
+from pagepool.core.adaptive cimport (
+    BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, make_policy, stamp_page, value_of,
+)
 from pagepool.core.platform cimport monotonic_ns, rare
 from pagepool.core.records cimport (
-    BLANK, NORMAL, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PART, PROTECTED, TWIN, Deadlines, Links,
+    NORMAL, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PROTECTED, TWIN, Deadlines, Links,
     Page, Pool, count_policy_parts, has_level, is_free, is_pinned, learns, link_after, shard_of, unlink,
 )
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
-    """The record that closes the queue of a shard, or for -1 of the pool."""
+    """The record that closes the queue of a shard; -1 means the whole pool."""
     return NULL_PAGE if shard < 0 else pool.num_pages + shard * (1 + pool.num_parts)
 
 
@@ -112,7 +118,7 @@ cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
     if part == BLANK:
         pool.policy.marks[page_id] = BLANK
     else:
-        pool.policy.note_queued(pool, page_id, part)
+        stamp_page(pool.policy, page_id, part)
     count_in_part(pool, page_id, 1)
     return part_of_level(pool, pool.levels[page_id]) if has_level(pool, page_id) else <int32_t>part
 
@@ -161,13 +167,6 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         count_in_part(pool, page_id, -1)
 
 
-cdef inline void requeue(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil:
-    """Put a free page that got or lost its entry into another part."""
-    pull(pool, page_id)
-    pool.policy.marks[page_id] = part
-    push(pool, page_id)
-
-
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
     """Link the marks of the parts of an empty queue."""
     cdef int32_t part
@@ -181,6 +180,19 @@ cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogi
     pages[mark] = Page(0, 0, 0, last, end, NO_GROUP)
     pages[last].next_free = mark
     pages[end].prev_free = mark
+
+
+cdef inline bint begin_blank_part(Pool *pool) noexcept nogil:
+    """Make all pages of a pool without parts, whose records have room for one, those of the blank part; False where memory is
+    short.
+    """
+    pool.policy = make_policy(pool.num_pages, False)
+    if pool.policy == NULL:
+        return False
+    pool.policy.num_in_part[BLANK] = pool.num_free
+    pool.num_parts, pool.is_divided = 1, True
+    link_mark(pool.pages, pool.num_pages, pool.pages[NULL_PAGE].next_free)
+    return True
 
 
 cdef inline void begin_level_parts(Pool *pool) noexcept nogil:
@@ -204,8 +216,7 @@ cdef inline void blank_all(Pool *pool) noexcept nogil:
     cdef int32_t page_id, part
     for page_id in range(1, pool.num_pages):
         if is_free(pool, page_id):
-            if pool.policy.marks[page_id] != BLANK:
-                pool.policy.note_drop(pool, page_id)
+            discount(pool.policy, page_id)
             count_in_part(pool, page_id, -1)
             if pool.levels != NULL:
                 pool.levels[page_id] = 0
@@ -269,6 +280,109 @@ cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogi
     return page_id
 
 
+# The page that is evicted next.
+
+
+cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    return &pool.policy.newest[part] if shard < 0 else &pool.shard_newest[shard * NUM_PARTS + part]
+
+
+cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    """The page that the newest call which released any into a part released first, or NULL_PAGE. Amortised O(1)."""
+    cdef Policy *policy = pool.policy
+    cdef const uint32_t *marks = policy.marks
+    cdef int32_t *known = known_newest(pool, part, shard)
+    cdef int32_t before, page_id = newest_in(pool, part, shard)
+    if page_id == NULL_PAGE:
+        return NULL_PAGE
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and not has_level(pool, known[0]):
+        if marks[known[0]] == marks[page_id]:
+            page_id = known[0]
+    before = record_before(pool, page_id, shard)
+    while is_page(pool, before) and marks[before] == marks[page_id]:
+        page_id = before
+        before = record_before(pool, page_id, shard)
+    known[0] = page_id
+    return page_id
+
+
+cdef inline int32_t candidate_of(Pool *pool, const Decision *decision) noexcept nogil:
+    if decision.is_newest:
+        return first_of_newest(pool, decision.part, decision.shard)
+    return oldest_in(pool, decision.part, decision.shard)
+
+
+cdef inline Decision decide_as_lru(Pool *pool, int32_t shard) noexcept nogil:
+    """Choose the oldest page of all parts."""
+    cdef Policy *policy = pool.policy
+    cdef Decision oldest = Decision(BLANK, shard, False, 0)
+    cdef uint32_t mark
+    cdef int32_t part, page_id
+    for part in range(NEW, NUM_PARTS):
+        page_id = oldest_in(pool, part, shard)
+        if page_id != NULL_PAGE:
+            mark = policy.marks[page_id]
+            if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
+                oldest = Decision(part, shard, False, mark)
+    return oldest
+
+
+cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
+    """Choose the page of least value among the oldest and the newest of each part, if it is worth less than LRU's choice."""
+    cdef Policy *policy = pool.policy
+    cdef Decision best = decide_as_lru(pool, shard)
+    cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
+    cdef int32_t part, page_id, is_newest
+    if policy.learned.num_released < policy.learned.paused_until:
+        return best
+    for part in range(NEW, NUM_PARTS):
+        for is_newest in range(2):
+            page_id = newest_in(pool, part, shard) if is_newest else oldest_in(pool, part, shard)
+            if page_id != NULL_PAGE:
+                value = value_of(policy, policy.marks[page_id])
+                if value < least:
+                    least = value
+                    best = Decision(part, shard, is_newest, policy.marks[page_id])
+    return best
+
+
+cdef inline int32_t pick_least_value(Pool *pool, int32_t shard) noexcept nogil:
+    """The page to be evicted next by what the policy has learned. It leaves the queue before the next call."""
+    cdef Policy *policy = pool.policy
+    cdef Decision *decision = &policy.learned.decision
+    cdef int32_t behind, page_id = NULL_PAGE
+    if decision.part != BLANK and decision.shard == shard:
+        page_id = candidate_of(pool, decision)
+    if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
+        decision[0] = decide(pool, shard)
+        page_id = candidate_of(pool, decision)
+    if decision.is_newest:
+        behind = record_behind(pool, page_id, shard)
+        known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
+    return page_id
+
+
+cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
+    """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front. Else a blank one, if the
+    policy learns; or one of the lowest priority below the normal one; or the one that the policy picks, or the oldest, where it
+    does not learn; or one of the lowest level above.
+    """
+    cdef int32_t num_parts, page_id = NULL_PAGE
+    if pool.num_parts == 0:
+        return record_behind(pool, end_of_queue(pool, shard), shard)
+    if learns(pool):
+        page_id = oldest_in(pool, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_low_free:
+        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_high_free:
+        num_parts = count_policy_parts(pool)
+        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
+            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
+    if page_id != NULL_PAGE:
+        return page_id
+    return pick_least_value(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
+
+
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
     """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE. With a policy, which may
     evict any, among all.
@@ -300,7 +414,7 @@ cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) no
 
 
 cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """How many of the pages are in the free queue."""
+    """Count the pages that are in the free queue."""
     cdef Py_ssize_t i, count = 0
     for i in range(n):
         count += ids[i] != NULL_PAGE and is_free(pool, ids[i])
@@ -308,7 +422,7 @@ cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) 
 
 
 cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
-    """Whether `num_pages` can be taken from a shard, or for -1 from the pool, with `num_reserved` left in the pool."""
+    """Whether `num_pages` can be taken from a shard (-1: the whole pool), with `num_reserved` left in the pool."""
     if num_pages and num_pages + num_reserved > pool.num_free:
         return False
     return num_pages <= count_free_in(pool, shard)
@@ -318,7 +432,7 @@ cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference less for a page that has one; without any it goes to the back of the queue."""
+    """Take a reference from a page that has one; without any left it goes to the back of the queue."""
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
@@ -327,7 +441,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
-    """One reference less for each page, null pages passed over, the last first."""
+    """Take a reference from each page, the last first; null pages are passed over."""
     cdef int32_t i
     for i in range(n - 1, -1, -1):
         if ids[i] != NULL_PAGE:
@@ -337,7 +451,7 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
     if pool.num_parts and learns(pool):
-        pool.policy.note_release(pool, 1)
+        count_release(pool.policy, 1, pool.num_free)
     push(pool, page_id)
 
 
@@ -355,7 +469,7 @@ cdef inline void lose_pins(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void take_pin_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """One pin less for a pinned page; without any it is not pinned any more."""
+    """Take a pin from a pinned page; without any left it is not pinned any more."""
     if pool.pins[page_id] == 1:
         lose_pins(pool, page_id)
     else:
@@ -383,8 +497,7 @@ cdef inline void set_level(Pool *pool, int32_t page_id, uint8_t level) noexcept 
     cdef uint8_t old = pool.levels[page_id]
     cdef bint is_moved = level != old and not level & old & PROTECTED and is_free(pool, page_id)
     if is_moved:
-        if pool.policy.marks[page_id] != BLANK:
-            pool.policy.note_drop(pool, page_id)
+        discount(pool.policy, page_id)
         pull(pool, page_id)
     pool.levels[page_id] = level
     if is_moved:

@@ -1,7 +1,19 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
+#
+# A pool of `num_pages` pages is one array of `Page` records, indexed by page id. Always:
+#
+# * Record 0 is the null page. It is never handed out, and its links close the free queue into a ring: `next_free` is the page
+#   that is evicted first, `prev_free` the one that was freed last. With parts more records stand behind those of the pages.
+# * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
+# * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
+# * A retained or protected page has a level, and a prefix entry. The heap of deadlines has each page whose priority ends once.
+# * A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
+#   takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each
+#   lease.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
+from pagepool.core.adaptive cimport BLANK, NUM_PARTS, Policy
 from pagepool.core.platform cimport raw_realloc
 from pagepool.core.siphash cimport Digest
 
@@ -17,15 +29,10 @@ cdef enum:
     MAX_GROUP = WATCHED - 1
     MAX_PAGES = 1 << 30
     NO_PART = -1
-    BLANK = 0                 # part of the queue for pages without an entry: they are evicted first
-    NEW = 1                   # part for pages that were used once
-    PART = 3                  # bits of a mark
-    NUM_POLICY_COUNTS = 8
     NORMAL = 50               # priority of pages that are not retained
     NUM_LOW = NORMAL          # lower priorities
     NUM_LEVEL_PARTS = 2 * NORMAL + 1  # a part for each other priority, and one for protected pages
     PROTECTED = 1 << 7        # flag in a page's level, behind its priority + 1, or 0
-    SET_SIZE = 8              # entries of a ghost
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -36,53 +43,9 @@ cdef struct Page:             # 32 bytes
     int32_t next_free
     int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
 
-cdef struct GhostEntry:       # an evicted page
-    uint32_t tag              # hash of its key and group; 0: none
-    uint32_t mark             # as it was in the queue, see `Policy`
-
-cdef struct Ghost:            # the keys of pages that were evicted last, in sets, each first in, first out
-    GhostEntry *entries       # [num_sets, SET_SIZE], each set in a cache line
-    void *memory              # that they are in
-    uint32_t num_sets
-
 cdef struct Ranking:          # of pages that a request computes, by what a policy knows of their keys
     int32_t num_ranked        # pages up to the last of which it knew the key
     int32_t num_unseen        # sampled keys since then that it did not know
-
-cdef struct Pool
-
-cdef struct Policy:           # chooses pages for eviction; the first member of what a policy keeps
-    # A pool with levels and no policy has one too: all pages are in the blank part, there is no ghost, and the functions are
-    # NULL. `learns` tells them apart.
-    # A free page's mark: its part in the lowest 2 bits, behind that a stamp that is the policy's. A held page's: the part that
-    # it will be put into.
-    uint32_t *marks           # [num_pages]
-    Ghost ghost
-    int64_t num_in_part[4]    # free pages without a level; this and the next four are copied together
-    int64_t num_requests      # that took pages
-    int64_t num_shared_hits   # on held pages
-    int64_t num_free_hits
-    int64_t num_lru_hits      # pages that LRU would have had, without those that were held; estimated
-    void *learned             # the rest of what a snapshot keeps
-    size_t num_learned_bytes
-    # A call is about to put pages into the queue.
-    void (*note_release)(Pool *pool, int64_t num_pages) noexcept nogil
-    # A page with an entry is put into a part: sets its mark.
-    void (*note_queued)(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil
-    # A page that was hit gets a holder, or one more: sets its mark. It has left the queue if it `was_free`.
-    void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
-    # A sampled key, known by its hash, enters the index. Returns the part that its page is to be put into, or BLANK where the
-    # policy has forgotten the key.
-    uint32_t (*note_miss)(Pool *pool, uint64_t word) noexcept nogil
-    # The page to be evicted next of those in the policy's parts, if none is blank. It leaves the queue before the next call.
-    int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
-    # A page with an entry, in no queue any more, is evicted.
-    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
-    # A page in the queue with a mark other than BLANK loses its entry otherwise, or is put into it again.
-    void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
-    # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
-    bint (*is_right)(Pool *pool) noexcept nogil
-    uint32_t new_part         # of pages that get an entry: NEW, or BLANK without a policy
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -96,7 +59,7 @@ cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
 
-cdef struct Stay:             # of a sampled page, in ns of a clock of its own
+cdef struct Stay:             # of a sampled page, in nanoseconds of the residency clock
     int64_t start             # when it was handed out
     int64_t last_use          # then, or when it was last hit
 
@@ -128,7 +91,7 @@ cdef struct Context:
     int32_t num_users         # cached pages and rows that have it
     int32_t num_holders       # callers that want it kept as well
 
-cdef struct Journal:          # keys that entered and left the prefix index since the changes were last taken
+cdef struct Journal:          # keys that entered and left the prefix index since the changes were taken last
     Note *notes               # [num_pages]; NULL: there is no journal
     Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
     Context *contexts         # [num_contexts], and room up to the next power of 2
@@ -147,7 +110,7 @@ cdef struct Copies:           # that are due before the next step; each has a re
     PageCopy *items           # [num], and room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
-    uint32_t list_number      # of this list: moves when the first copy is noted after they were taken
+    uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
 
 cdef struct Deadlines:        # of retained pages
     int64_t *times            # [num_pages] ns of the monotonic clock; NULL: no page had one yet
@@ -175,6 +138,8 @@ cdef enum:
     FILLING = 1               # it did not end yet
     UNFILLED = 2              # it failed
 
+cdef struct Pool
+
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
     Pool *pool
     Transfer *items           # [num] due ones and those in flight, and room for `capacity`
@@ -199,10 +164,11 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     int64_t num_loaded
     int64_t num_failed
     int64_t num_refused       # pages that found no room in the tier
-    # A cached page of the pool is about to be evicted.
-    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
-    # A page of the pool was given an entry.
-    void (*note_entry)(Pool *pool, int32_t page_id) noexcept nogil
+    # Has a page of the pool saved that is about to be evicted. Called by these pointers, both stay out of the loops that take
+    # and enter pages.
+    void (*save_evicted)(Pool *pool, int32_t page_id) noexcept nogil
+    # Records that a page of the pool was given an entry.
+    void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
 
 cdef struct Pool:
     Page *pages
@@ -213,7 +179,7 @@ cdef struct Pool:
     Policy *policy            # NULL: the page that was released first is evicted first
     int32_t num_parts         # of the queues; 0 without a policy
     bint is_divided           # whether there are shards or parts
-    int32_t *shard_newest     # [num_shards, PART + 1] behind that: pages that a policy remembers; with a policy only
+    int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
     Links *shard_firsts       # behind that: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
@@ -291,7 +257,7 @@ cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint learns(const Pool *pool) noexcept nogil:
-    """Whether a pool with parts has a policy, whose functions are set. Otherwise it has levels."""
+    """Whether a pool with parts has a policy that learns. Otherwise it has levels."""
     return pool.policy.new_part != BLANK
 
 
@@ -316,7 +282,7 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
 
 
 cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
-    """The ids of a shard, or for -1 of the pool."""
+    """The ids of a shard; -1 means the whole pool."""
     if shard < 0:
         return Range(0, pool.num_pages)
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
@@ -329,4 +295,4 @@ cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards
 
 cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Links in the place of which `shard_newest` is, two ids in each."""
-    return num_shards * (PART + 1) // 2 if pool.num_parts else 0
+    return num_shards * NUM_PARTS // 2 if pool.num_parts else 0

@@ -27,7 +27,9 @@ from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.page_table cimport Table, blank
-from pagepool.core.pages cimport share, take_from, touch_all
+from pagepool.core.pages cimport (
+    find_oldest_load, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
+)
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
 from pagepool.core.records cimport (
@@ -37,7 +39,6 @@ from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints,
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
-from pagepool.core.transfers cimport find_oldest_load, note_save, note_transfer, reserve_transfers
 
 import numpy as np
 
@@ -1086,7 +1087,7 @@ cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_
             continue
         page = &pool.pages[held.ids[i]]
         key = digest_of(page) if page.group != NO_GROUP else Digest(0, 0)
-        group.tier_ids[i] = note_save(pool.tier, key, g, held.ids[i], page.group == NO_GROUP)
+        group.tier_ids[i] = queue_save(pool.tier, key, g, held.ids[i], page.group == NO_GROUP)
         share(pool.tier.pool, group.tier_ids[i])
 
 
@@ -1178,7 +1179,6 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
     cdef Held *held = held_by(batch, row, g)
     cdef const Page *page
-    cdef Transfer load
     cdef int32_t i, tier_id, first = saved.num_cached
     for i in range(saved.num_pages):
         tier_id = saved.tier_ids[i]
@@ -1191,8 +1191,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
         page = &pool.tier.pool.pages[tier_id]
-        load = Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP)
-        note_transfer(pool.tier, &load)
+        queue_transfer(pool.tier, Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP))
     held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
     held.num_hits = held.num_unique = 0
     held.ranking = Ranking(first, 0)

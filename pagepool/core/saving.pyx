@@ -3,15 +3,16 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport set_of
+from pagepool.core.adaptive cimport (
+    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
+)
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.queue cimport pull, push, push_marked, put_back
 from pagepool.core.records cimport (
-    BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
-    Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, learns,
-    num_slots_of,
+    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, count_policy_parts, count_queue_links,
+    count_remembered, is_free, is_pinned, learns, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of
@@ -21,7 +22,7 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 
 LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
-DTYPES = {                        # in the order of `copy_arrays`; notes have the key of the parent
+DTYPES = {                        # in the order of `list_arrays`; notes have the key of the parent
     "pages": np.dtype([*KEY, ("ref_cnt", "i4"), *LINKS, ("group", "i4")]),
     "slots": np.dtype([("tag", "u4"), ("page_id", "i4")]), "twins": np.dtype(LINKS), "shard_links": np.dtype(LINKS),
     "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
@@ -33,6 +34,11 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
 }
 cdef enum:
     NUM_ARRAYS = 17
+    FIRST_OF_POLICY = 9       # of its four arrays
+
+cdef struct Array:
+    void *start
+    Py_ssize_t size           # bytes
 
 cdef Policy NO_POLICY         # of zeros
 cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
@@ -83,16 +89,15 @@ cdef Py_ssize_t count_shard_links(const Pool *pool) noexcept nogil:
     return count_queue_links(pool, n) + n + count_remembered(pool, n) + 2 * num_twins
 
 
-cdef Py_ssize_t copy_arrays(
-    const Pool *pool, const bint *is_wanted, Py_ssize_t *stops, uint8_t *out, Py_ssize_t size
-) noexcept nogil:
-    """Copy arrays, each from one of `stops` to the next, unless they have another size. Returns the size in bytes."""
-    cdef Py_ssize_t i, n = pool.num_pages, has_policy = pool.num_parts > 0
+cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
+    """List the arrays of a pool in the order of `DTYPES`. Those that it does not have are empty."""
+    cdef Py_ssize_t i, n = pool.num_pages
+    cdef bint has_policy = pool.num_parts > 0
     cdef const Policy *policy = pool.policy if has_policy else &NO_POLICY
-    cdef const void **arrays = [
+    cdef const void **starts = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
-        policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned,
+        policy.marks, policy.ghost.entries, &policy.num_in_part[0], &policy.learned,
         pool.deadlines.times, pool.deadlines.heap, pool.deadlines.places, pool.levels,
     ]
     cdef Py_ssize_t *sizes = [
@@ -101,15 +106,25 @@ cdef Py_ssize_t copy_arrays(
         n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
         n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
-        has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
+        (NUM_POLICY_COUNTS if has_policy else 0) * sizeof(int64_t), sizeof(Learned) if has_policy and learns(pool) else 0,
         n * sizeof(int64_t), n * sizeof(int32_t), n * sizeof(int32_t), n,
     ]
+    for i in range(NUM_ARRAYS):
+        arrays[i] = Array(<void *>starts[i], sizes[i] if starts[i] != NULL else 0)
+
+
+cdef Py_ssize_t copy_arrays(
+    const Pool *pool, const bint *is_wanted, Py_ssize_t *stops, uint8_t *out, Py_ssize_t size
+) noexcept nogil:
+    """Copy arrays, each from one of `stops` to the next, unless they have another size. Returns the size in bytes."""
+    cdef Array[NUM_ARRAYS] arrays
+    cdef Py_ssize_t i
+    list_arrays(pool, arrays)
     stops[0] = 0
     for i in range(NUM_ARRAYS):
-        stops[i + 1] = stops[i] + (sizes[i] if arrays[i] != NULL and is_wanted[i] else 0)
+        stops[i + 1] = stops[i] + (arrays[i].size if is_wanted[i] else 0)
     for i in range(NUM_ARRAYS if stops[NUM_ARRAYS] == size else 0):
-        if stops[i + 1] > stops[i]:
-            memcpy(out + stops[i], arrays[i], sizes[i])
+        memcpy(out + stops[i], arrays[i].start, stops[i + 1] - stops[i])
     return stops[NUM_ARRAYS]
 
 
@@ -139,18 +154,18 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
     """
     cdef Pool *pool = pool_of(store, of_tier)
     cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
-    cdef bint is_right = True
+    cdef bint has_right_counts = True
     with store.lock:
         if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
-            is_right = max(page_id, ghost_set, count) >= 0 or not learns(pool) or pool.policy.is_right(pool)
+            has_right_counts = max(page_id, ghost_set, count) >= 0 or not learns(pool) or is_right(pool.policy, pool.num_shards)
     if page_id >= 0:
         return describe_mark(pool, page_id)
     if ghost_set >= 0:
         return f"set {ghost_set} of the ghost has tags of other sets, or of no part, or one twice"
     if count >= 0:
         return f"count {count} of the eviction policy is out of range, allowed: 0 to {MAX_POLICY_COUNT}"
-    return None if is_right else f"what the eviction policy {store.eviction!r} has counted cannot be"
+    return None if has_right_counts else f"what the eviction policy {store.eviction!r} has counted cannot be"
 
 
 cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
@@ -264,34 +279,29 @@ cdef list load_policy(Pool *pool, object arrays):
     """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned. Without a policy
     the arrays must be empty. Returns the numbers of free pages in the parts, which are 0 now.
     """
-    cdef Policy *policy = pool.policy if pool.policy != NULL else &NO_POLICY
-    cdef Py_ssize_t i, has_policy = pool.policy != NULL
-    cdef Py_ssize_t *sizes = [
-        has_policy * pool.num_pages * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
-        has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
-    ]
-    cdef void **targets = [policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned]
+    cdef Array[NUM_ARRAYS] targets
+    cdef Py_ssize_t i
     cdef bytes source
+    list_arrays(pool, targets)
     marks, ghosts, counts, learned = arrays
-    for i, array in enumerate((marks, ghosts, counts, learned)):
+    for i, array in enumerate((marks, ghosts, counts, learned), FIRST_OF_POLICY):
         source = bytes_of(array)
-        if len(source) != sizes[i]:
-            raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {sizes[i]}")
-        if sizes[i]:
-            memcpy(targets[i], <const char *>source, sizes[i])
-    i = find_wrong_mark(pool) if has_policy else -1
+        if len(source) != targets[i].size:
+            raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {targets[i].size}")
+        memcpy(targets[i].start, <const char *>source, targets[i].size)
+    i = find_wrong_mark(pool) if pool.policy != NULL else -1
     if i >= 0:
         raise SnapshotError(describe_mark(pool, i))
     parts = list_parts(pool)
     for i in range(len(parts)):
-        policy.num_in_part[i] = 0
+        pool.policy.num_in_part[i] = 0
     return parts
 
 
 cdef list list_parts(const Pool *pool):
     """The numbers of free pages in the parts of a policy; none without one."""
     cdef Py_ssize_t i
-    return [pool.policy.num_in_part[i] for i in range(PART + 1 if pool.policy != NULL else 0)]
+    return [pool.policy.num_in_part[i] for i in range(NUM_PARTS if pool.policy != NULL else 0)]
 
 
 cdef bytes bytes_of(object array):

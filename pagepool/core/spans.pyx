@@ -9,7 +9,6 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 from pagepool.core.arguments cimport as_list, float_of, size_of
 from pagepool.core.batch cimport digests_of, hash_row, held_by
 from pagepool.core.chain cimport HashChain
-from pagepool.core.eviction cimport make_blank_part
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
@@ -18,7 +17,7 @@ from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport (
-    begin_level_parts, end_retention, find_pinned, remove_deadline, set_deadline, set_level, take_pin_back,
+    begin_blank_part, begin_level_parts, end_retention, find_pinned, remove_deadline, set_deadline, set_level, take_pin_back,
 )
 from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
@@ -206,7 +205,7 @@ cdef bint begin_levels(PageStore store) noexcept:
     levels = <uint8_t *>calloc(pool.num_pages, 1)
     if pool.num_shards:
         links = new_shard_links(&divided, pool.num_shards)
-    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_blank_part(pool)):
+    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or begin_blank_part(pool)):
         free(levels)
         free(links)
         return False

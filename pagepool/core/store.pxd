@@ -33,10 +33,6 @@ cdef class PageStore:
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef bint add_records(self, Py_ssize_t num_pages) noexcept
-    cdef int divide(self) except -1
-    cdef bint make_index(self) noexcept
-    cdef int sample_residency(self) except -1
     cdef bint make_pins(self) noexcept
     cdef bint make_leases(self) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
@@ -48,17 +44,11 @@ cdef class PageStore:
     cdef int check_fixed(self) except -1
     cdef int32_t checked_context(self, object context) except -1
     cdef int32_t count_holders(self, int32_t page_id) noexcept
-    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept
-    cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1
-    cdef void pull_any(self, int32_t page_id) noexcept
-    cdef int push_checked(self, const int32_t *ids, Py_ssize_t n) except -1
     cdef int lock_divided(self, int32_t num_shards) except -1
-    cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept
-    cdef tuple token_ids_of(self, int32_t page_id)
     cdef CachePage view(self, int32_t page_id)
 
 

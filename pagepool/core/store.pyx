@@ -7,24 +7,25 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint32_t
 from libc.string cimport memcpy
 
+from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
-from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
 from pagepool.core.index cimport (
-    drop, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, note_clear, note_entry,
+    drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
-from pagepool.core.pages cimport find_outside, find_untouchable, give_back, note_request, pick, take_from, touch_all
+from pagepool.core.pages cimport (
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, reuse, take_from, touch_all,
+)
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
     begin_parts, blank_all, count_free_in, end_retention, find_held_free, forget_deadlines, link_shards, lose_pins,
-    page_before, page_behind, pull, push, push_all,
+    page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
     Slot, Stay, count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
 )
 from pagepool.core.siphash cimport Digest
-from pagepool.core.transfers cimport drop_everywhere, empty_tier
 
 import os
 
@@ -36,6 +37,18 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_h
 
 cdef enum:
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
+
+EVICTION_POLICIES = ("lru", "adaptive")
+
+
+cdef str checked_policy(object name):
+    """The name of a policy as a str. ArgumentError for an unknown name, ArgumentTypeError for another type."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"eviction: got {type(name).__name__}, allowed: a string")
+    policy = str.__str__(name)  # a subclass may equal anything
+    if policy not in EVICTION_POLICIES:
+        raise ArgumentError(f"eviction: got {shown(policy)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
+    return policy
 
 
 cdef tuple histogram_of(const Histogram *histogram):
@@ -78,6 +91,111 @@ cdef inline int32_t record_of(PageStore store, object page) except -1:
     return (<CachePage>page).index
 
 
+cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
+    """Add records up to `num_pages`: neither free nor cached. False where memory is short. Amortised O(1) a record."""
+    cdef Py_ssize_t i, capacity = max(num_pages, 2 * store.capacity)
+    if num_pages > store.capacity:
+        if not resize(<void **>&store.pool.pages, capacity * sizeof(Page)):
+            return False
+        store.capacity = capacity
+    for i in range(store.pool.num_pages, num_pages):
+        store.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
+    if store.pool.num_pages == 0:
+        store.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
+    store.pool.num_pages = <int32_t>num_pages
+    return True
+
+
+cdef int divide(PageStore store) except -1:
+    """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
+    cdef Pool *pool = &store.pool
+    cdef size_t num_records
+    if store.eviction != "lru":
+        pool.policy = make_policy(pool.num_pages, True)
+        if pool.policy == NULL:
+            raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
+        pool.num_parts, pool.is_divided = NUM_PARTS, True
+    num_records = <size_t>pool.num_pages + max(1, pool.num_parts) + NUM_LEVEL_PARTS
+    if not resize(<void **>&pool.pages, num_records * sizeof(Page)):
+        raise MemoryError(f"{pool.num_pages} page records")
+    begin_parts(pool)
+    return 0
+
+
+cdef bint make_index(Pool *pool) noexcept:
+    """Make an empty prefix index; False where memory is short."""
+    cdef uint32_t num_slot_bits = 2
+    while <Py_ssize_t>1 << num_slot_bits < 2 * <Py_ssize_t>pool.num_pages:
+        num_slot_bits += 1
+    pool.slots = <Slot *>calloc(<size_t>1 << num_slot_bits, sizeof(Slot))
+    pool.mask, pool.home_shift = (<uint32_t>1 << num_slot_bits) - 1, 32 - num_slot_bits
+    return pool.slots != NULL and resize(<void **>&pool.twins, pool.num_pages * sizeof(Links))
+
+
+cdef int sample_residency(Pool *pool) except -1:
+    """Sample every 128th page, and more of a small pool. The stays of pages that a restored pool has in use begin now."""
+    cdef Residency *residency
+    cdef Py_ssize_t i, num_stays
+    cdef int32_t shift = SAMPLE_SHIFT
+    cdef int64_t now = monotonic_ns()
+    while shift and pool.num_pages >> (shift + SAMPLE_SHIFT) == 0:
+        shift -= 1
+    num_stays = (pool.num_pages >> shift) + 1
+    residency = pool.residency = <Residency *>calloc(1, sizeof(Residency) + num_stays * sizeof(Stay))
+    if residency == NULL:
+        raise MemoryError("the residency of pages")
+    residency.shift = shift
+    residency.stays = <Stay *>(residency + 1)
+    for i in range(num_stays):
+        residency.stays[i] = Stay(now, now)
+    pool.sample_mask = (1 << shift) - 1
+    return 0
+
+
+cdef void overwrite_count(Pool *pool, int32_t page_id, int32_t count) noexcept:
+    cdef Page *page = &pool.pages[page_id]
+    pool.is_restored &= count <= page.ref_cnt
+    if is_free(pool, page_id):
+        pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
+    page.ref_cnt = count
+
+
+cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) noexcept:
+    """One reference more or less; False, and nothing changed, where the count would leave its range. Pins keep theirs."""
+    cdef Pool *pool = &store.pool
+    cdef bint is_right
+    with store.lock:
+        is_right = pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
+        is_right = is_right and pool.pages[page_id].ref_cnt + change >= is_pinned(pool, page_id)
+        if is_right and page_id != NULL_PAGE:
+            overwrite_count(pool, page_id, pool.pages[page_id].ref_cnt + change)
+    return is_right
+
+
+cdef void copy_tokens(Pool *pool, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept:
+    """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
+    if chain.token_ids is not None and start + chain.page_size <= chain.token_ids.num:
+        keep_tokens(pool, page_id, chain.token_ids.ids + start, chain.page_size)
+    else:
+        keep_tokens(pool, page_id, NULL, 0)
+
+
+cdef tuple token_ids_of(PageStore store, int32_t page_id):
+    cdef PageIds ids = PageIds.__new__(PageIds)
+    cdef const int32_t *tokens
+    cdef bint has_room = True
+    if store.pool.page_tokens == NULL:
+        return ()
+    with store.lock:
+        tokens = store.pool.page_tokens + page_id * store.pool.tokens_width
+        has_room = ids.try_reserve(tokens[0])
+        if has_room:
+            ids.put(tokens + 1, tokens[0])
+    if not has_room:
+        raise MemoryError("the token ids of a page")
+    return tuple(ids.to_list())
+
+
 @cython.auto_pickle(False)
 cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
@@ -97,13 +215,13 @@ cdef class PageStore:
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
         num_records = size_of(num_pages, "num_pages", 1)
-        if not self.add_records(num_records) or (self.enable_caching and not self.make_index()):
+        if not add_records(self, num_records) or (self.enable_caching and not make_index(&self.pool)):
             raise MemoryError(f"{num_records} page records")
         if is_pool:
-            self.sample_residency()
+            sample_residency(&self.pool)
         self.eviction = checked_policy(eviction)
         if self.enable_caching:  # without it no page is worth more than another
-            self.divide()
+            divide(self)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -117,7 +235,7 @@ cdef class PageStore:
         free(self.pool.journal.notes)
         free(self.pool.journal.contexts)
         free(self.pool.residency)
-        free_policy(&self.pool)
+        free_policy(self.pool.policy)
         free(self.pool.pins)
         free(self.leases)
         free(self.pool.levels)
@@ -129,58 +247,6 @@ cdef class PageStore:
         raise ArgumentTypeError("a page store cannot be pickled")
 
     # Memory.
-
-    cdef bint add_records(self, Py_ssize_t num_pages) noexcept:
-        """Add records up to `num_pages`: neither free nor cached. False where memory is short. Amortised O(1) a record."""
-        cdef Py_ssize_t i, capacity = max(num_pages, 2 * self.capacity)
-        if num_pages > self.capacity:
-            if not resize(<void **>&self.pool.pages, capacity * sizeof(Page)):
-                return False
-            self.capacity = capacity
-        for i in range(self.pool.num_pages, num_pages):
-            self.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
-        if self.pool.num_pages == 0:
-            self.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
-        self.pool.num_pages = <int32_t>num_pages
-        return True
-
-    cdef int divide(self) except -1:
-        """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
-        cdef size_t num_records
-        set_policy(&self.pool, self.eviction)
-        num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS
-        if not resize(<void **>&self.pool.pages, num_records * sizeof(Page)):
-            raise MemoryError(f"{self.pool.num_pages} page records")
-        begin_parts(&self.pool)
-        return 0
-
-    cdef bint make_index(self) noexcept:
-        """Make an empty prefix index; False where memory is short."""
-        cdef uint32_t num_slot_bits = 2
-        while <Py_ssize_t>1 << num_slot_bits < 2 * <Py_ssize_t>self.pool.num_pages:
-            num_slot_bits += 1
-        self.pool.slots = <Slot *>calloc(<size_t>1 << num_slot_bits, sizeof(Slot))
-        self.pool.mask, self.pool.home_shift = (<uint32_t>1 << num_slot_bits) - 1, 32 - num_slot_bits
-        return self.pool.slots != NULL and resize(<void **>&self.pool.twins, self.pool.num_pages * sizeof(Links))
-
-    cdef int sample_residency(self) except -1:
-        """Sample every 128th page, and more of a small pool. The stays of pages that a restored pool has in use begin now."""
-        cdef Residency *residency
-        cdef Py_ssize_t i, num_stays
-        cdef int32_t shift = SAMPLE_SHIFT
-        cdef int64_t now = monotonic_ns()
-        while shift and self.pool.num_pages >> (shift + SAMPLE_SHIFT) == 0:
-            shift -= 1
-        num_stays = (self.pool.num_pages >> shift) + 1
-        residency = self.pool.residency = <Residency *>calloc(1, sizeof(Residency) + num_stays * sizeof(Stay))
-        if residency == NULL:
-            raise MemoryError("the residency of pages")
-        residency.shift = shift
-        residency.stays = <Stay *>(residency + 1)
-        for i in range(num_stays):
-            residency.stays[i] = Stay(now, now)
-        self.pool.sample_mask = (1 << shift) - 1
-        return 0
 
     cdef bint make_pins(self) noexcept:
         """Make room for pins, unless there is; False where memory is short."""
@@ -340,24 +406,7 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
             with self.lock:
-                self.overwrite_count(checked, <int32_t>count)
-
-    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
-        cdef Page *page = &self.pool.pages[page_id]
-        self.pool.is_restored &= count <= page.ref_cnt
-        if is_free(&self.pool, page_id):
-            self.pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
-        page.ref_cnt = count
-
-    cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept:
-        """One reference more or less; False, and nothing changed, where the count would leave its range. Pins keep theirs."""
-        cdef bint is_right
-        with self.lock:
-            is_right = self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
-            is_right = is_right and self.pool.pages[page_id].ref_cnt + change >= is_pinned(&self.pool, page_id)
-            if is_right and page_id != NULL_PAGE:
-                self.overwrite_count(page_id, self.pool.pages[page_id].ref_cnt + change)
-        return is_right
+                overwrite_count(&self.pool, checked, <int32_t>count)
 
     def touch(self, page_ids) -> None:
         """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
@@ -393,7 +442,7 @@ cdef class PageStore:
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
                 take_from(&self.pool, ids.ids, num, checked_shard)
-                note_request(&self.pool)
+                count_request(&self.pool)
                 go_on(thread)
                 ids.num = num
         self.lock.release()
@@ -469,18 +518,12 @@ cdef class PageStore:
             if 0 < num <= num_free:
                 end_retention(&self.pool)
             while num <= num_free and ids.num < num:
-                ids.ids[ids.num] = pick(&self.pool, -1) if self.pool.num_parts else self.pool.pages[NULL_PAGE].next_free
-                self.pull_any(ids.ids[ids.num])
+                ids.ids[ids.num] = pick(&self.pool, -1)
+                reuse(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
         return ids
-
-    cdef void pull_any(self, int32_t page_id) noexcept:
-        """`pull`, also for a free page that was given a reference."""
-        self.pool.num_held_free -= self.pool.pages[page_id].ref_cnt != 0
-        pull(&self.pool, page_id)
-        self.pool.num_reused += 1
 
     def remove_page(self, page) -> None:
         """Take a page out of the queue, wherever it stands. PageIdError for another pool's. O(1)."""
@@ -489,29 +532,20 @@ cdef class PageStore:
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
-                self.pull_any(page_id)
+                reuse(&self.pool, page_id)
         if not was_free:
             raise PageIdError(f"page {page.page_id} is not in the free queue")
-
-    def append_page(self, page) -> None:
-        """`append` for one page by its view; PageIdError for another pool's."""
-        cdef int32_t page_id = record_of(self, page)
-        self.push_checked(&page_id, 1)
 
     def append(self, page_ids) -> None:
         """Put pages that are not in the queue and not held at its back, in order."""
         cdef PageIds ids = self.checked(page_ids)
-        self.push_checked(ids.ids, ids.num)
-
-    cdef int push_checked(self, const int32_t *ids, Py_ssize_t n) except -1:
         cdef Py_ssize_t bad
         with self.lock:
-            bad = push_all(&self.pool, ids, n)
+            bad = push_all(&self.pool, ids.ids, ids.num)
         if bad >= 0:
             raise PageIdError(
                 f"page {self.page(ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
             )
-        return 0
 
     def adopt(self, CachePage page not None) -> None:
         """Take over the record of a page that stands alone: `page` becomes a view of this store. Amortised O(1)."""
@@ -527,7 +561,7 @@ cdef class PageStore:
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
         record = home.record(index)
         with self.lock:
-            has_room = self.add_records(self.pool.num_pages + <Py_ssize_t>1)
+            has_room = add_records(self, self.pool.num_pages + <Py_ssize_t>1)
             if has_room:
                 index = self.pool.num_pages - 1
                 self.pool.pages[index].ref_cnt = record.ref_cnt
@@ -582,7 +616,7 @@ cdef class PageStore:
         return None if page_id == NULL_PAGE else page_id
 
     def find_pages(self, key, groups, start=0, stop=None):
-        """For each group the view of the page that `find` finds; None if it finds none in one of them."""
+        """The views of the pages that `find` finds in these groups; None if it finds none in one of them."""
         pages = []
         for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
@@ -596,15 +630,13 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t first = self.checked_id(page_id)
         cdef int32_t twin = first
-        cdef bint has_room
+        cdef bint has_room, has_twins
         with self.lock:
+            has_twins = self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN
             has_room = ids.try_reserve(1)
             while has_room:
-                ids.ids[ids.num] = twin
-                ids.num += 1
-                if self.pool.pages[first].group == NO_GROUP or not self.pool.pages[first].group & TWIN:
-                    break
-                twin = self.pool.twins[twin].next
+                ids.put(&twin, 1)
+                twin = self.pool.twins[twin].next if has_twins else first
                 if twin == first:
                     break
                 has_room = ids.try_reserve(1)
@@ -627,7 +659,7 @@ cdef class PageStore:
             if not is_cached:
                 enter(&self.pool, checked, digest, checked_group)
                 if is_journaled(&self.pool):
-                    note_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
+                    record_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
                 keep_tokens(&self.pool, checked, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
@@ -653,7 +685,7 @@ cdef class PageStore:
         with chain.lock, self.lock:
             bad = enter_all(&self.pool, ids.ids, chain.digests, span, checked_group, first_page)
             for i in range(span.start, span.stop if bad < 0 else span.start):
-                self.copy_tokens(ids.ids[i], chain, i * chain.page_size)
+                copy_tokens(&self.pool, ids.ids[i], chain, i * chain.page_size)
         if bad >= 0:
             raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
 
@@ -673,7 +705,7 @@ cdef class PageStore:
         """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many
         are. O(num_pages).
         """
-        cdef int32_t i, num_held
+        cdef int32_t num_held
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             if self.pool.tier != NULL:
@@ -681,13 +713,10 @@ cdef class PageStore:
             if num_held == 0 and self.pool.num_parts:
                 blank_all(&self.pool)
                 forget_deadlines(&self.pool.deadlines)
-            for i in range(1, self.pool.num_pages if num_held == 0 else 1):
-                if self.pool.pages[i].group != NO_GROUP:
-                    drop(&self.pool, i)
+            if num_held == 0:
+                drop_all(&self.pool)
             if num_held == 0 and self.pool.tier != NULL:
                 empty_tier(self.pool.tier)
-            if num_held == 0 and is_journaled(&self.pool):
-                note_clear(&self.pool.journal)
         return num_held
 
     def key_of(self, page_id):
@@ -703,7 +732,7 @@ cdef class PageStore:
         found = self.key_of(checked)
         if found is None:
             return None
-        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(checked))
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], token_ids_of(self, checked))
         return PageHashWithGroupId(page_hash, found[1])
 
     # Token ids of cached pages.
@@ -731,33 +760,10 @@ cdef class PageStore:
             self.pool.page_tokens = page_tokens
             self.pool.tokens_width = num_values
 
-    cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept:
-        """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
-        if chain.token_ids is not None and start + chain.page_size <= chain.token_ids.num:
-            keep_tokens(&self.pool, page_id, chain.token_ids.ids + start, chain.page_size)
-        else:
-            keep_tokens(&self.pool, page_id, NULL, 0)
-
-    cdef tuple token_ids_of(self, int32_t page_id):
-        cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef const int32_t *tokens
-        cdef bint has_room = True
-        if self.pool.page_tokens == NULL:
-            return ()
-        with self.lock:
-            tokens = self.pool.page_tokens + page_id * self.pool.tokens_width
-            has_room = ids.try_reserve(tokens[0])
-            if has_room and tokens[0]:
-                memcpy(ids.ids, tokens + 1, tokens[0] * sizeof(int32_t))
-                ids.num = tokens[0]
-        if not has_room:
-            raise MemoryError("the token ids of a page")
-        return tuple(ids.to_list())
-
     # Pins.
 
     def count_pinned(self, PageIds ids not None) -> int:
-        """How many of the pages are pinned. O(pages)."""
+        """Count the pages that are pinned. O(pages)."""
         cdef PageIds checked = self.checked(ids)
         cdef Py_ssize_t i, count = 0
         with self.lock:
@@ -893,7 +899,7 @@ cdef class CachePage:
         return hash(self.page_id)
 
     cdef tuple fields(self):
-        """What equal pages have in common besides their id. The neighbours' ids alone: theirs would lead through the queue."""
+        """The values that equal pages share. Neighbours are compared by their ids: their fields lead through the queue."""
         before, behind = self.store.neighbours(self.index)
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
@@ -914,14 +920,14 @@ cdef class CachePage:
 
     def incr_ref(self) -> None:
         """One reference more."""
-        if not self.store.add_reference(self.index, 1):
+        if not add_reference(self.store, self.index, 1):
             raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
         """One reference less; DoubleFreeError at 0, and at 1 for a pinned page. The page does not enter the free queue:
         `PagePool.free_pages` does that.
         """
-        if not self.store.add_reference(self.index, -1):
+        if not add_reference(self.store, self.index, -1):
             raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
 
     @property

@@ -7,6 +7,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
+from pagepool.core.adaptive cimport discount
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
@@ -14,18 +15,20 @@ from pagepool.core.holdings cimport (
     Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
 )
 from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport enter, find, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first, keep_tokens
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
-from pagepool.core.pages cimport take_from, touch_all
-from pagepool.core.queue cimport has_free_pages, let_go, pull
-from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
+from pagepool.core.pages cimport (
+    find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
+)
+from pagepool.core.queue cimport count_free, has_free_pages, let_go, pull, put_back
+from pagepool.core.records cimport (
+    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of, is_free,
+    resize,
+)
 from pagepool.core.request_pages cimport RequestPages, set_contents
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
-from pagepool.core.transfers cimport (
-    end_load, end_save, find_oldest_load, note_cached, note_transfer, reserve_transfers, save_evicted, save_fresh,
-)
 
 import numpy as np
 
@@ -35,12 +38,36 @@ cdef enum:
     MAX_USES = 255
 
 
-cdef void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
-    save_evicted(pool, page_id)
+cdef void drop_stale(Tier *tier) noexcept nogil:
+    """Drop fresh pages that were cached again since: one is left of each page at most."""
+    cdef Py_ssize_t i, num_left = 0, num_ready = 0
+    for i in range(tier.num_fresh):
+        if tier.fresh_numbers[tier.fresh[i].page_id] == tier.fresh[i].number:
+            tier.fresh[num_left] = tier.fresh[i]
+            num_left += 1
+            num_ready += i < tier.num_ready
+    tier.num_fresh, tier.num_ready = num_left, num_ready
 
 
-cdef void note_cached_page(Pool *pool, int32_t page_id) noexcept nogil:
-    note_cached(pool, page_id)
+cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
+    """Record that a page was cached: to count its uses, and to save it once a step has computed it, if the tier writes through.
+    Where memory is short it is saved when it is evicted.
+    """
+    cdef Tier *tier = pool.tier
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, 2 * tier.fresh_capacity)
+    if tier.uses != NULL:
+        tier.uses[page_id] = 1
+    if tier.fresh_numbers == NULL or tier.loading[page_id]:
+        return
+    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # no step ended for long
+        drop_stale(tier)
+    tier.num_cached += 1
+    tier.fresh_numbers[page_id] = tier.num_cached
+    if tier.num_fresh == tier.fresh_capacity and resize(<void **>&tier.fresh, capacity * sizeof(FreshPage)):
+        tier.fresh_capacity = capacity
+    if tier.num_fresh < tier.fresh_capacity:
+        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
+        tier.num_fresh += 1
 
 
 @cython.final
@@ -63,7 +90,7 @@ cdef class PageTier:
         self.pages = PageStore(num_pages, True, True, eviction)
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
-        tier.note_eviction, tier.note_entry, tier.pool = note_eviction, note_cached_page, &self.pages.pool
+        tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
         tier.uses = <uint8_t *>calloc(n, 1) if tier.min_uses > 1 else NULL
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
@@ -182,6 +209,23 @@ def take_transfers(PageStore store not None) -> Transfers:
     return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
 
 
+cdef void save_fresh(Pool *pool) noexcept nogil:
+    """Have the pages saved that were cached before the last step ended, and still are."""
+    cdef Tier *tier = pool.tier
+    cdef FreshPage fresh
+    cdef const Page *page
+    cdef Py_ssize_t i
+    for i in range(tier.num_ready):
+        fresh = tier.fresh[i]
+        page = &pool.pages[fresh.page_id]
+        if tier.fresh_numbers[fresh.page_id] == fresh.number and is_first(pool, fresh.page_id):
+            save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
+    tier.num_fresh -= tier.num_ready
+    for i in range(tier.num_fresh if tier.num_ready else 0):
+        tier.fresh[i] = tier.fresh[tier.num_ready + i]
+    tier.num_ready = 0
+
+
 cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
     """Give the `num` due transfers a number, and copy their columns, saves first. Returns how many saves there are."""
     cdef Transfer *transfer
@@ -258,10 +302,10 @@ cdef class FailedLoads:
         return self.ids.to_list()[::-1]
 
 
-cdef int mark_failed(char *is_failed, Py_ssize_t num, list places, str name) except -1:
-    """Mark the transfers that failed, which are given by their places."""
+cdef int mark_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list places, str name) except -1:
+    """Mark the transfers that failed, which are given by their places among `num` from `start` on."""
     for place in places:
-        is_failed[size_of(place, name, 0, num - 1)] = True
+        is_failed[start + size_of(place, name, 0, num - 1)] = True
     return 0
 
 
@@ -274,34 +318,28 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
     cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
     cdef list wrong_saves = list(as_list(failed_saves, "saves")), wrong_loads = list(as_list(failed_loads, "loads"))
-    cdef Py_ssize_t i, num_saves, num_loads
-    cdef char *is_failed
+    cdef Py_ssize_t num_saves, num_loads
+    cdef bytearray is_failed
     if store.pool.tier == NULL:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
     with store.lock:
         num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
     failed.store, failed.number = store, checked
     failed.is_wrong = <uint8_t *>calloc(pool.num_pages if wrong_loads else 1, 1)
-    failed.ids.reserve(num_loads)
-    is_failed = <char *>calloc(num_saves + num_loads + 1, 1)
-    if is_failed == NULL or failed.is_wrong == NULL:
-        free(is_failed)
+    if failed.is_wrong == NULL:
         raise MemoryError("transfers")
-    try:
-        mark_failed(is_failed, num_saves, wrong_saves, "saves")
-        mark_failed(is_failed + num_saves, num_loads, wrong_loads, "loads")
-        with store.lock:
-            if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
-                end_all(pool, checked, is_failed, num_saves, failed.ids)
-                end_forked(pool, failed)
-            else:
-                num_saves = num_loads = 0
-    finally:
-        free(is_failed)
+    failed.ids.reserve(num_loads)
+    is_failed = bytearray(num_saves + num_loads)
+    mark_failed(is_failed, 0, num_saves, wrong_saves, "saves")
+    mark_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
+    with store.lock:
+        if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
+            end_all(pool, is_failed, num_saves, failed)
+            end_forked(pool, failed)
+        else:
+            num_saves = num_loads = 0
     if num_saves + num_loads == 0:
         raise ArgumentError(f"number: got {checked}, allowed: that of transfers in flight")
-    for i in range(failed.ids.num):
-        failed.is_wrong[failed.ids.ids[i]] = True
     return failed
 
 
@@ -347,15 +385,36 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
     return count
 
 
-cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t num_saves, PageIds lost) noexcept:
+cdef void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
+    cdef int32_t page_id = transfer.tier_id
+    tier.fills[page_id] = FILLED if is_done else UNFILLED
+    if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
+        enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(Digest(0, 0), 0, 0))
+    put_back(tier.pool, page_id)
+
+
+cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Let go of both pages. They lose their entries if the load failed."""
+    cdef Tier *tier = pool.tier
+    tier.loading[transfer.page_id] = 0
+    if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+        drop(pool, transfer.page_id)
+    if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
+        drop(tier.pool, transfer.tier_id)
+    put_back(pool, transfer.page_id)
+    put_back(tier.pool, transfer.tier_id)
+
+
+cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, FailedLoads failed) noexcept:
     """End the transfers of a list, of which those that failed are marked, saves first."""
     cdef Tier *tier = pool.tier
     cdef const Transfer *transfer
-    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, number, True), num_kept = 0
+    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True), num_kept = 0
     cdef bint is_done
     for i in range(tier.num - 1, -1, -1):  # so that the last page of a prefix is evicted first
         transfer = &tier.items[i]
-        if transfer.number != number:
+        if transfer.number != failed.number:
             continue
         load -= transfer.is_load
         save -= not transfer.is_load
@@ -368,9 +427,10 @@ cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t 
             tier.num_saved += is_done
             end_save(tier, transfer, is_done)
         if transfer.is_load and not is_done:
-            lost.put(&transfer.page_id, 1)
+            failed.ids.put(&transfer.page_id, 1)
+            failed.is_wrong[transfer.page_id] = True
     for i in range(tier.num):
-        if tier.items[i].number != number:
+        if tier.items[i].number != failed.number:
             tier.items[num_kept] = tier.items[i]
             num_kept += 1
     tier.num = num_kept
@@ -392,7 +452,7 @@ def load_prefix(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
     tuple ids not None=(0, None), context=0, num_reserved=0,
 ) -> tuple:
-    """Return what `find_prefix` does once the pages that only the tier has are noted to be loaded. Each gets a page of the pool
+    """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
     with its entry and a `context` of `EntryJournal.add_context`, among `ids`, which are those of a shard then; it is held until
     the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
     and the prefix is what the pool has. O(pages x groups).
@@ -441,10 +501,14 @@ cdef bint load_missing(
 ) noexcept:
     """Have the pages of a prefix loaded that `hits` lack. False, and nothing changed, if too few pages are free."""
     cdef Tier *tier = pool.tier
-    cdef Py_ssize_t i, first = tier.num, num_free_hits = note_missing(pool, query, groups, num_hashes, hits)
-    cdef Py_ssize_t num_loads = tier.num - first
+    cdef Py_ssize_t i, first = tier.num
+    cdef bint has_room = queue_loads(pool, query, groups, num_hashes, hits)
+    cdef Py_ssize_t num_loads = tier.num - first, num_pages = num_loads
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
-    if taken == NULL or num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, num_reserved, shard):
+    cdef PageIds found
+    for found in hits:
+        num_pages += count_free(pool, found.ids, found.num)
+    if taken == NULL or not has_room or not has_free_pages(pool, num_pages, num_reserved, shard):
         free(taken)
         tier.num -= num_loads
         tier.num_due -= num_loads
@@ -452,7 +516,7 @@ cdef bint load_missing(
     hold_hits(pool, hits, True)
     for i in range(num_loads):
         touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
-    take_from(pool, taken, num_loads, shard)  # what is evicted for it is noted behind the loads
+    take_from(pool, taken, num_loads, shard)  # what is evicted for it is queued behind the loads
     for i in range(num_loads):
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = tier.last_number + 1
@@ -463,32 +527,22 @@ cdef bint load_missing(
     return True
 
 
-cdef Py_ssize_t note_missing(
-    Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits
-) noexcept:
-    """Note a load of each page that `hits` lack, still without a page of the pool. Returns how many of the hits are free pages,
-    or -1 where memory is short.
-    """
+cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+    """Queue a load of each page that `hits` lack, still without a page of the pool. False where memory is short."""
     cdef Tier *tier = pool.tier
     cdef const Group *group
-    cdef Py_ssize_t g, place, num_free_hits = 0
-    cdef int32_t tier_id
+    cdef Py_ssize_t g, place
     cdef PageIds found
-    cdef Transfer load
     cdef Digest key
     for g in range(groups.num):
         group, found = &groups.groups[g], hits[g]
         for place in range(find_first_hit_page(query, group, num_hashes), found.num):
-            if found.ids[place] != NULL_PAGE:
-                num_free_hits += is_free(pool, found.ids[place])
-                continue
-            if not reserve_transfers(tier, 1):
-                return -1
-            key = query.digests[(place + 1) * group.stride - 1]
-            tier_id = find(tier.pool, key, group.id)
-            load = Transfer(key, 0, NULL_PAGE, tier_id, group.id, True, False)
-            note_transfer(tier, &load)
-    return num_free_hits
+            if found.ids[place] == NULL_PAGE:
+                if not reserve_transfers(tier, 1):
+                    return False
+                key = query.digests[(place + 1) * group.stride - 1]
+                queue_transfer(tier, Transfer(key, 0, NULL_PAGE, find(tier.pool, key, group.id), group.id, True, False))
+    return True
 
 
 cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
@@ -504,8 +558,8 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             page_id = found.ids[place]
             if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
                 continue
-            if is_held and pool.num_parts and pool.policy.marks[page_id] != BLANK:
-                pool.policy.note_drop(pool, page_id)
+            if is_held and pool.num_parts:
+                discount(pool.policy, page_id)
             if is_held:
                 pull(pool, page_id)
             else:
@@ -534,14 +588,8 @@ cdef void enter_loaded(
     """Enter a page that is loaded for a place."""
     cdef Py_ssize_t last = (place + 1) * group.stride - 1
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * group.stride
-    cdef Digest key = contents.digests[last]
-    cdef Py_ssize_t start, num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        key = contents.digests[first - 1] if first else Digest(0, 0)
-        note_entry(pool, page_id, Origin(key, <int32_t>(last if is_state(&group.rules) else place), contents.context))
-    num_tokens = (last + 1 - first) * hash_size
-    start = first * hash_size
+    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
+    cdef Py_ssize_t start = first * hash_size, num_tokens = (last + 1 - first) * hash_size
+    cdef Origin origin = Origin(parent, <int32_t>(last if is_state(&group.rules) else place), contents.context)
+    enter_alone(pool, page_id, contents.digests[last], group.id, origin)
     keep_tokens(pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0)

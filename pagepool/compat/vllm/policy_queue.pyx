@@ -12,12 +12,12 @@ from libc.stdint cimport int32_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
+from pagepool.core.adaptive cimport BLANK, count_release, record_hit
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
-from pagepool.core.pages cimport note_request as count_request
-from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.pages cimport count_request, take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
-from pagepool.core.records cimport BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
+from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -179,7 +179,7 @@ cdef class PolicyQueue(FreeQueue):
             self.num_free_blocks -= 1
         elif pool.pages[page_id].group != NO_GROUP:
             pool.policy.num_shared_hits += 1
-            pool.policy.note_hit(pool, page_id, False)
+            record_hit(pool.policy, page_id, False)
         self.forget_ranking(page_id)
 
     # Putting back.
@@ -228,7 +228,7 @@ cdef class PolicyQueue(FreeQueue):
         cdef Py_ssize_t i
         cdef int32_t page_id
         if num:
-            pool.policy.note_release(pool, num)
+            count_release(pool.policy, num, pool.num_free)
         for i in range(num_first - 1, -1, -1):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group != NO_GROUP:
