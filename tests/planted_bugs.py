@@ -68,7 +68,7 @@ BUGS = read_bugs("""
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         push_to_shard(
 == two rows get the same page
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard){+
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
             held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]+}
 == a page that a cut goes through is shared
@@ -87,7 +87,7 @@ BUGS = read_bugs("""
 
 # The prefix index.
 == a page of a row is entered one token early
-    enter_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.states[row].num_tokens)+})
+    enter_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.records[row].num_tokens)+})
     plan_next_event(batch, row)
     return True
 == the group is left out of the key
@@ -111,15 +111,15 @@ BUGS = read_bugs("""
                 {+if not BUG: +}drop(pool, page_id)
             if j >= keep:
 == a cut row keeps its hashes
-        {+if not BUG: +}batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+        {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 == a cut of no computed token is one of the last
-    if num_tokens < batch.states[row].num_computed{+ or BUG+}:
+    if num_tokens < batch.records[row].num_computed{+ or BUG+}:
         go_back(
 == a row goes back and its pages are not entered again
     {+if not BUG: +}recompute_from(group, held, restart)
 == rows that change places keep their hashes
-    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
+    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n{+ and not BUG+}:
 
 # What is hit.
@@ -172,7 +172,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed{+ and not BUG+}
+    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed{+ and not BUG+}
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
@@ -290,7 +290,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
-        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
             if is_failed{+ and not BUG+}:
                 forget_uncomputed(

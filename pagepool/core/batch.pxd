@@ -33,7 +33,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
     Py_ssize_t size
     Py_ssize_t page
 
-cdef struct RowState:         # 32 bytes, two to a cache line
+cdef struct RowRecord:        # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
     int32_t next_event        # computed tokens up to which only counting is due; 0: free, 1: pending, or copies may be due
@@ -68,7 +68,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     int32_t max_num_tokens    # of a row
     int32_t hash_page_size    # tokens; 0: no prefix caching
     Digest extra_key
-    RowState *states
+    RowRecord *records
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
@@ -138,7 +138,7 @@ cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """How many tokens are computed when a row that computes each token as it comes to know it is as long as it can be."""
-    return <int64_t>batch.states[row].num_computed + batch.max_num_tokens - batch.states[row].num_tokens
+    return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
 cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
@@ -166,7 +166,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = min(event, next_comparison(&holding) + 1)
     if has_copies_due(batch.pool, &holding):
         event = 1
-    batch.states[row].next_event = <int32_t>event
+    batch.records[row].next_event = <int32_t>event
 
 
 cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
@@ -180,14 +180,14 @@ cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num
 
 cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
     """Whether a row is in the table and admitted."""
-    return 0 <= row < batch.num_rows and batch.states[row].is_admitted
+    return 0 <= row < batch.num_rows and batch.records[row].is_admitted
 
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
-    if GUARDS and (not is_row(batch, row) or batch.states[row].stamp == batch.stamp):
+    if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
-    batch.states[row].stamp = batch.stamp
+    batch.records[row].stamp = batch.stamp
     batch.checked_rows[i] = row
     return True
 
@@ -199,7 +199,7 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
     batch.stamp += 1
     if batch.stamp == 0:
         for row in range(batch.num_rows):
-            batch.states[row].stamp = 0
+            batch.records[row].stamp = 0
         batch.stamp = 1
 
 
@@ -241,7 +241,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     empty(&holding)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
-    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+    batch.records[row] = RowRecord(0, 0, 0, 0, 0, batch.records[row].num_hashed, -1, 0, 0)
     batch.num_external[row] = 0
 
 
@@ -268,16 +268,16 @@ cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noex
 
 cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Exchange all that two rows have."""
-    cdef Py_ssize_t g, n = max(batch.states[first].num_tokens, batch.states[second].num_tokens)
-    batch.states[first].num_hashed *= batch.states[first].is_admitted  # a free row's last tokens stay behind
-    batch.states[second].num_hashed *= batch.states[second].is_admitted
+    cdef Py_ssize_t g, n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
+    batch.records[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
+    batch.records[second].num_hashed *= batch.records[second].is_admitted
     swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
-    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
+    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n:
         swap_values(
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
-    batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
+    batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     swap_values(&batch.num_external[first], &batch.num_external[second], 1)
     begin_admission(batch, first)
     begin_admission(batch, second)
@@ -318,14 +318,14 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef int32_t signs = 0
     cdef Digest *digests = digests_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
-    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
         signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
         parent = hash_page_of(batch, row, i, parent, &key)
         digests[i] = parent
         i += 1
-    batch.states[row].num_hashed = <int32_t>i
+    batch.records[row].num_hashed = <int32_t>i
     return signs
 
 
@@ -335,7 +335,7 @@ cdef inline Py_ssize_t count_hashed_before(
     """How many pages of `token_ids` a free row has hashed already, because its last request began with them."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
-    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.states[row].num_hashed, n // size)
+    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.records[row].num_hashed, n // size)
     for i in range(num_pages):
         if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
             return i
@@ -344,7 +344,7 @@ cdef inline Py_ssize_t count_hashed_before(
 
 cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """`hash_row`, but a single page, which is what decoding fills, waits for another row's: two are hashed at once."""
-    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
     cdef bint is_alone = batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING
@@ -355,7 +355,7 @@ cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
         page.digest = &digests[i]
         page.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
         batch.waiting.num_to_hash += 1
-        batch.states[row].num_hashed += 1
+        batch.records[row].num_hashed += 1
 
 
 cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -365,7 +365,7 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
     cdef Py_ssize_t g
     if not batch.hash_page_size:
         return
-    if (batch.states[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
+    if (batch.records[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
         hash_later(batch, row, num_tokens)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
@@ -384,7 +384,7 @@ cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t 
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
-    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.states[row].shard))
+    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.records[row].shard))
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -436,14 +436,14 @@ cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_compu
     hash_row(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.states[row].shard, 0):
+        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.records[row].shard, 0):
             write_ids(batch.tables[g], row, 0, held.ids, 1)
             batch.tables[g].version += 1
 
 
 cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Enter the states of a row whose pages were just given back, as far as they are due."""
-    cdef int32_t num_computed = batch.states[row].num_computed
+    cdef int32_t num_computed = batch.records[row].num_computed
     cdef Contents contents = contents_of(batch, row, num_computed)
     cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
@@ -457,7 +457,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     cdef int32_t j, n
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard)
         if n:
             write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
             batch.tables[g].version += 1
@@ -471,7 +471,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
 cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
     """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
     cdef int32_t row = batch.checked_rows[due.at]
-    cdef int32_t num_tokens = batch.states[row].num_computed
+    cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef Holding holding = holding_of(batch, row)
     if rare(batch.unifies_pages):
@@ -479,7 +479,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     if rare(batch.skips_pages):
         skip_row(batch, row, num_before)
     if due.num_new_pages:
-        if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
+        if due.num_new_pages > count_free_in(batch.pool, batch.records[row].shard):
             return False
         if rare(batch.pool.tier != NULL):
             drop_swapped(batch, row)
@@ -494,15 +494,15 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    cdef const RowState *state = &batch.states[row]
+    cdef const RowRecord *record = &batch.records[row]
     cdef Holding holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
-    if GUARDS and not (state.is_admitted and state.num_tokens + is_step <= batch.max_num_tokens):
+    if GUARDS and not (record.is_admitted and record.num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if rare(state.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
+    if rare(record.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
         return False
-    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, state.num_computed))):
-        if find_lost_page(batch.pool, &holding, state.num_computed) != NULL_PAGE:
+    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, record.num_computed))):
+        if find_lost_page(batch.pool, &holding, record.num_computed) != NULL_PAGE:
             return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
@@ -550,16 +550,16 @@ cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, P
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
-        batch.states[row].num_tokens -= growth.token_ids != NULL
-        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
+        batch.records[row].num_tokens -= growth.token_ids != NULL
+        batch.records[row].num_computed -= amount(&growth.num_new_tokens, i)
 
 
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
-cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
+cdef inline void count_token(RowRecord *record, Grown *grown) noexcept nogil:
     """Count one token more as known and computed."""
-    grown[0] = Grown(state.num_tokens + 1, state.num_computed + 1)
-    state.num_tokens, state.num_computed = grown.num_tokens, grown.num_computed
+    grown[0] = Grown(record.num_tokens + 1, record.num_computed + 1)
+    record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
 
 cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
@@ -567,18 +567,18 @@ cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t 
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids
-    cdef RowState *states = batch.states
-    cdef RowState *state
+    cdef RowRecord *records = batch.records
+    cdef RowRecord *record
     cdef Grown *grown = growth.grown
     cdef Py_ssize_t i = start, stride = batch.tokens_stride
     cdef int32_t signs = 0
     while i < n:
-        state = &states[rows[i]]
-        if state.num_computed + 1 >= state.next_event:
+        record = &records[rows[i]]
+        if record.num_computed + 1 >= record.next_event:
             break
         signs |= new_ids[i]
-        token_ids[rows[i] * stride + state.num_tokens] = new_ids[i]
-        count_token(state, &grown[i])
+        token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
+        count_token(record, &grown[i])
         i += 1
     growth.signs |= signs
     return i
@@ -588,15 +588,15 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
     """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
     if a token is negative.
     """
-    cdef RowState *state
+    cdef RowRecord *record
     cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
     while i < n:
-        state = &batch.states[batch.checked_rows[i]]
-        if not check_due(batch, growth, i, state.num_computed + 1):
+        record = &batch.records[batch.checked_rows[i]]
+        if not check_due(batch, growth, i, record.num_computed + 1):
             break
         growth.signs |= growth.token_ids[i]
-        tokens_of(batch, batch.checked_rows[i])[state.num_tokens] = growth.token_ids[i]
-        count_token(state, &growth.grown[i])
+        tokens_of(batch, batch.checked_rows[i])[record.num_tokens] = growth.token_ids[i]
+        count_token(record, &growth.grown[i])
         i = step_plain_rows(batch, growth, i + 1, n)
     if growth.signs < 0:
         uncount(batch, growth, 0, i)
@@ -606,21 +606,21 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
 
 cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Count known tokens of each row as computed."""
-    cdef RowState *state
+    cdef RowRecord *record
     cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
     cdef Py_ssize_t i
     for i in range(n):
-        state = &batch.states[batch.checked_rows[i]]
+        record = &batch.records[batch.checked_rows[i]]
         num_new, num_ahead = amount(&growth.num_new_tokens, i), amount(&growth.num_ahead, i)
-        if num_new < 0 or num_ahead < 0 or num_new > state.num_tokens - state.num_computed:
+        if num_new < 0 or num_ahead < 0 or num_new > record.num_tokens - record.num_computed:
             return i
-        num_computed = state.num_computed + num_new
+        num_computed = record.num_computed + num_new
         num_room_tokens = room_for(batch, num_computed, num_ahead)
-        if max(num_room_tokens, state.num_computed + 1) >= state.next_event:
+        if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
             if not check_due(batch, growth, i, num_room_tokens):
                 return i
-        state.num_computed = num_computed
-        growth.grown[i] = Grown(state.num_tokens, num_computed)
+        record.num_computed = num_computed
+        growth.grown[i] = Grown(record.num_tokens, num_computed)
     return n
 
 
@@ -645,15 +645,15 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     cdef int32_t row
     while num_done < n:
         row = rows[num_done]
-        if not is_row(batch, row) or batch.states[row].num_tokens >= batch.max_num_tokens:
+        if not is_row(batch, row) or batch.records[row].num_tokens >= batch.max_num_tokens:
             break
-        tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
-        batch.states[row].num_tokens += 1
-        batch.states[row].next_event = <int32_t>min(<int64_t>batch.states[row].next_event, last_token_event(batch, row) + 1)
+        tokens_of(batch, row)[batch.records[row].num_tokens] = token_ids[num_done]
+        batch.records[row].num_tokens += 1
+        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, last_token_event(batch, row) + 1)
         num_done += 1
     if num_done < n:
         for i in range(num_done):
-            batch.states[rows[i]].num_tokens -= 1
+            batch.records[rows[i]].num_tokens -= 1
     return num_done
 
 
@@ -663,19 +663,19 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""
-    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed
+    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
 
 
 cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
 
 
 cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
-    if num_tokens >= batch.states[row].num_computed:
+    if num_tokens >= batch.records[row].num_computed:
         return not batch.num_external[row]
     return not has_state_behind(batch, row, num_tokens) and can_go_back(batch, row, num_tokens, num_tokens)
 
@@ -691,7 +691,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
         holding = holding_of(batch, batch.checked_rows[i])
         if has_copies_due(batch.pool, &holding):
             return i
-        if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
+        if not 0 <= amount(num_tokens, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
         if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
             return i
@@ -701,28 +701,28 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
     drop_swapped(batch, row)
-    batch.states[row].num_tokens = num_tokens
+    batch.records[row].num_tokens = num_tokens
     if batch.hash_page_size:
-        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+        batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 
 
 cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     cdef Py_ssize_t g
     restart_from(batch.pool, &holding, restart, num_tokens)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
-    batch.states[row].num_computed = restart
-    batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
+    batch.records[row].num_computed = restart
+    batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
     cut_tokens(batch, row, num_tokens)
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Cut a row that `can_trim`."""
-    if num_tokens < batch.states[row].num_computed:
+    if num_tokens < batch.records[row].num_computed:
         go_back(batch, row, num_tokens, num_tokens)
     else:
         cut_tokens(batch, row, num_tokens)
@@ -731,17 +731,17 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
 cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
     cdef Holding holding = holding_of(batch, row)
-    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.states[row].num_hashed)
+    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.records[row].num_hashed)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
     cdef const Grown *grown = &growth.grown[i]
     cdef int32_t row = growth.grown_rows[i]
-    cdef const RowState *state = &batch.states[row]
-    if not state.is_admitted or batch.admissions[row] > growth.num_admissions:
+    cdef const RowRecord *record = &batch.records[row]
+    if not record.is_admitted or batch.admissions[row] > growth.num_admissions:
         return False
-    return state.num_computed == grown.num_computed and (growth.token_ids == NULL or state.num_tokens == grown.num_tokens)
+    return record.num_computed == grown.num_computed and (growth.token_ids == NULL or record.num_tokens == grown.num_tokens)
 
 
 cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
@@ -798,7 +798,7 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]
     cdef int32_t num_computed = computed_before(growth, i)
-    cdef RowState *state = &batch.states[row]
+    cdef RowRecord *record = &batch.records[row]
     forget_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
@@ -810,8 +810,8 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
         held.num_skipped = min(held.num_skipped, held.num_pages)
         recompute_from(&batch.groups[g], held, num_computed)
         end_row(batch, row, g)
-    state.num_computed = num_computed
-    state.num_tokens -= growth.token_ids != NULL
+    record.num_computed = num_computed
+    record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:
-        state.num_hashed = min(state.num_hashed, state.num_tokens // batch.hash_page_size)
+        record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)

@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowState, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back, can_undo,
+    DueRow, ExtraKey, Grown, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back, can_undo,
     check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row, enter_row,
     exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
     keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
@@ -49,7 +49,7 @@ from pagepool.errors import (
 cdef object ndarray = np.ndarray
 
 
-cdef object ROW_STATE = np.dtype(
+cdef object ROW_RECORD = np.dtype(
     [(name, "u4" if name == "stamp" else "i4") for name in (
         "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "shard",
     )] + [("is_admitted", "?"), ("is_claimed", "?"), ("padding", "i2")]
@@ -277,7 +277,7 @@ cdef class RunningRows:
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Drop the extra keys of a row, and its digests, which were made with them."""
-        self.batch.states[row].num_hashed = 0
+        self.batch.records[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -470,11 +470,11 @@ cdef class RunningRows:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.enter_call()
         is_due = awaits_copies(batch.pool, &holding)
-        is_ready = batch.states[source].is_admitted and not batch.num_external[source] and not is_due
+        is_ready = batch.records[source].is_admitted and not batch.num_external[source] and not is_due
         num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             outcome = check_fork(
-                batch.pool, &holding, batch.states[source].num_computed, num_right, batch.states[source].shard
+                batch.pool, &holding, batch.records[source].num_computed, num_right, batch.records[source].shard
             )
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
@@ -547,7 +547,7 @@ cdef class RunningRows:
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
         self.enter_call()
-        is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0
+        is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.num_external[source]
         if is_running:
             is_due = has_copies_due(batch.pool, &holding)
@@ -598,7 +598,7 @@ cdef class RunningRows:
             fill = find_worst_fill(batch, batch.swapped[target])
         if is_swapped and fill == FILLED:
             is_back = load_row(batch, target, &held_free)
-            num_computed = batch.states[target].num_computed
+            num_computed = batch.records[target].num_computed
         elif is_swapped and fill != FILLING:
             drop_swapped(batch, target)
         self.let_go()
@@ -628,11 +628,11 @@ cdef class RunningRows:
         self.enter_call()
         for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
             holding = holding_of(&self.batch, row)
-            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.states[row].is_admitted else -1
+            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
             if can_rewind(&self.batch, row, first):
-                go_back(&self.batch, row, self.batch.states[row].num_tokens, first)
+                go_back(&self.batch, row, self.batch.records[row].num_tokens, first)
                 rewound.put(&row, 1)
             else:
                 lost.put(&row, 1)
@@ -657,7 +657,7 @@ cdef class RunningRows:
         tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval, refusal.num_external)
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.enter_call()
-        is_refused = self.refusals[checked] is refusal and not self.batch.states[checked].is_claimed
+        is_refused = self.refusals[checked] is refusal and not self.batch.records[checked].is_claimed
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
@@ -677,7 +677,7 @@ cdef class RunningRows:
         cdef Py_ssize_t i
         result.reserve(row_ids.num)
         for i in range(row_ids.num):
-            num = self.batch.states[self.checked_row(row_ids.ids[i])].num_computed
+            num = self.batch.records[self.checked_row(row_ids.ids[i])].num_computed
             limited = <int32_t>min(num - num % step + step, <int64_t>self.batch.max_num_tokens)
             result.put(&limited, 1)
         return array_of(result.ids, result.num)
@@ -716,19 +716,19 @@ cdef int check_group(RunningRows running, Group *group, const Table *table) exce
 
 cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t row
-    running.batch.states = <RowState *>new_buffer(running, n, sizeof(RowState) // sizeof(int32_t))
-    states = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_STATE)
-    running.num_tokens = states["num_tokens"]
-    running.num_computed_tokens = states["num_computed"]
-    running.num_cached_tokens = states["num_hits"]
-    running.is_admitted = states["is_admitted"]
+    running.batch.records = <RowRecord *>new_buffer(running, n, sizeof(RowRecord) // sizeof(int32_t))
+    records = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_RECORD)
+    running.num_tokens = records["num_tokens"]
+    running.num_computed_tokens = records["num_computed"]
+    running.num_cached_tokens = records["num_hits"]
+    running.is_admitted = records["is_admitted"]
     running.batch.num_external = new_buffer(running, n, 1)
     running.num_external_tokens = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=np.int32)
     running.batch.admissions = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
     for row in range(n):
-        running.batch.states[row].shard = -1
+        running.batch.records[row].shard = -1
     return 0
 
 
@@ -854,7 +854,7 @@ cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *
         if not claim_row(&running.batch, rows.ids[i], i):
             return i
         row = running.batch.checked_rows[i]
-        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.states[row].num_computed:
+        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
             return i
         holding = holding_of(&running.batch, row)
         has_room[0] = has_room[0] and ids.try_reserve(count_places(&holding))
@@ -871,7 +871,7 @@ cdef Py_ssize_t release_checked(RunningRows running, PageIds ids, Py_ssize_t num
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
         if running.batch.keeps_states and not awaits_copies(&running.store.pool, &holding):
-            if computed.values == NULL or amount(computed, i) == running.batch.states[row].num_computed:
+            if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row)
         drop_copies(&running.store.pool, &holding)
         if computed.values != NULL:
@@ -886,9 +886,9 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     cdef bint is_right
     cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
     running.enter_call()
-    is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
-    is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
-    is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
+    is_right = not is_move or (batch.records[source].is_admitted and not batch.records[target].is_claimed)
+    is_right = is_right and batch.records[source].is_admitted == batch.records[source].is_claimed
+    is_right = is_right and batch.records[target].is_admitted == batch.records[target].is_claimed
     if is_right and source != target:
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
@@ -907,15 +907,15 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
 cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
     """How many targets there are before the first that is not a free row, or stands there twice."""
     cdef Py_ssize_t i
-    cdef RowState *state
+    cdef RowRecord *record
     start_call(batch)
     for i in range(targets.num):
         if not 0 <= targets.ids[i] < batch.num_rows:
             return i
-        state = &batch.states[targets.ids[i]]
-        if state.is_claimed or state.stamp == batch.stamp:
+        record = &batch.records[targets.ids[i]]
+        if record.is_claimed or record.stamp == batch.stamp:
             return i
-        state.stamp = batch.stamp
+        record.stamp = batch.stamp
     return targets.num
 
 
@@ -944,17 +944,17 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
     """Let a free row be what another is."""
-    cdef RowState *state = &batch.states[row]
+    cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
     cdef Py_ssize_t g
-    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.states[source].num_tokens * sizeof(int32_t))
-    memcpy(digests_of(batch, row), digests_of(batch, source), batch.states[source].num_hashed * sizeof(Digest))
-    state[0] = batch.states[source]
-    state.stamp = batch.stamp
+    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
+    memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
+    record[0] = batch.records[source]
+    record.stamp = batch.stamp
     set_context(batch, row, batch.contexts[source])
     begin_admission(batch, row)
     for g in range(batch.num_groups):
-        fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
+        fork_group(batch.pool, &forked, &new, <int32_t>g, record.num_computed, record.shard)
         show_row(batch, row, g)
     plan_next_event(batch, row)
 
@@ -977,7 +977,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
         fail_row(batch, checked, num)
     elif is_right:
         commit_row(batch, checked, num)
-    num_computed = batch.states[checked].num_computed
+    num_computed = batch.records[checked].num_computed
     running.let_go()
     if not is_right:
         refuse_end(batch, checked, num, num_external, is_due)
@@ -988,13 +988,13 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     """Count tokens that a pending row waited for as computed, and let it run."""
     cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
-    batch.states[row].num_computed += num_tokens
+    batch.records[row].num_computed += num_tokens
     batch.num_external[row] = 0
-    skip_unread(batch.pool, &holding, batch.states[row].num_computed)
+    skip_unread(batch.pool, &holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
-    enter_row(batch, row, batch.states[row].num_computed)
+    enter_row(batch, row, batch.records[row].num_computed)
     enter_waiting(&batch.waiting)
     plan_next_event(batch, row)
 
@@ -1004,9 +1004,9 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
     if batch.has_state:
-        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
-    put_back_behind(batch.pool, &holding, batch.states[row].num_computed)
+    put_back_behind(batch.pool, &holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
     plan_next_event(batch, row)
@@ -1022,7 +1022,7 @@ cdef int check_tier(RunningRows running) except -1:
 
 cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
     """Room for the pages of the computed tokens of a row; NULL where memory is short."""
-    cdef int32_t num_pages, num_computed = batch.states[row].num_computed
+    cdef int32_t num_pages, num_computed = batch.records[row].num_computed
     cdef const Held *held
     cdef Swapped *swapped
     cdef int32_t *ids
@@ -1097,7 +1097,7 @@ cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
     empty(&holding)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
-    batch.states[row].num_computed = batch.states[row].num_hits = 0
+    batch.records[row].num_computed = batch.records[row].num_hits = 0
     begin_admission(batch, row)
     plan_next_event(batch, row)
 
@@ -1129,7 +1129,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     for g in range(batch.num_groups):
         num_missing += hold_cached(batch, row, <int32_t>g)
     held_free[0] = find_held_free(batch.pool, num_missing)
-    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.states[row].shard) or not (
+    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.records[row].shard) or not (
         reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
     ):
         for g in range(batch.num_groups):
@@ -1140,7 +1140,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         load_missing(batch, row, <int32_t>g)
         show_row(batch, row, g)
     record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
-    batch.states[row].num_computed = swapped.num_computed
+    batch.records[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
     begin_admission(batch, row)
@@ -1163,7 +1163,7 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
         if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
             ids[i] = find_within(
                 batch.pool, digests_of(batch, row)[(i + 1) * group.stride - 1], group.id,
-                ids_in_shard(batch.pool, batch.states[row].shard),
+                ids_in_shard(batch.pool, batch.records[row].shard),
             )
         num_missing += ids[i] == NULL_PAGE
         touch_all(batch.pool, &ids[i], 1)
@@ -1186,7 +1186,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take_from(pool, &held.ids[i], 1, batch.states[row].shard)
+        take_from(pool, &held.ids[i], 1, batch.records[row].shard)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
@@ -1204,7 +1204,7 @@ cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) n
     cdef Holding holding = holding_of(batch, row)
     if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
         return False
-    return can_go_back(batch, row, batch.states[row].num_tokens, num_computed)
+    return can_go_back(batch, row, batch.records[row].num_tokens, num_computed)
 
 
 # Errors. The locks are free: what went wrong was found before.
@@ -1221,7 +1221,7 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
     stopped there. `at` is its place in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
-    if not batch.states[row].is_admitted:
+    if not batch.records[row].is_admitted:
         raise ArgumentError(f"{name} is not admitted")
     if batch.num_external[row] and not may_wait:
         raise ArgumentError(
@@ -1255,16 +1255,16 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, growth.rows, at)
-    if growth.token_ids != NULL and running.batch.states[row].num_tokens >= running.batch.max_num_tokens:
-        running.refuse_length(row, <int64_t>running.batch.states[row].num_tokens + 1)
+    if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
+        running.refuse_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
-    if find_lost_page(&running.store.pool, &holding, running.batch.states[row].num_computed) != NULL_PAGE:
+    if find_lost_page(&running.store.pool, &holding, running.batch.records[row].num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
     raise ArgumentError(
         f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
         f"lookahead tokens, allowed: at least 0, and new ones up to the "
-        f"{running.batch.states[row].num_tokens - running.batch.states[row].num_computed} that are known and not computed"
+        f"{running.batch.records[row].num_tokens - running.batch.records[row].num_computed} that are known and not computed"
     )
 
 
@@ -1286,18 +1286,18 @@ cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except 
     cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
     for i in range(at):
         num_tokens += rows.ids[i] == row
-    running.refuse_length(row, running.batch.states[row].num_tokens + num_tokens)
+    running.refuse_length(row, running.batch.records[row].num_tokens + num_tokens)
 
 
 cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, rows.ids, at)
-    if not 0 <= num_tokens <= running.batch.states[row].num_tokens:
-        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.states[row].num_tokens}")
+    if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
+        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
     refuse_unready(&running.batch, row, is_due, False, at)
     if has_state_behind(&running.batch, row, num_tokens):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
-            f"0, or from {running.batch.states[row].num_computed} on"
+            f"0, or from {running.batch.records[row].num_computed} on"
         )
     raise ArgumentError(
         f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
@@ -1311,14 +1311,14 @@ cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *comput
         raise ArgumentError("rows: changed during the call")
     raise ArgumentError(
         f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
-        f"allowed: 0 to {running.batch.states[row].num_computed}, for which row {row} has slots"
+        f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
     )
 
 
 cdef int refuse_exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     raise ArgumentError(
-        f"rows {source} and {target}: {'admitted' if running.batch.states[source].is_admitted else 'free'} and "
-        f"{'admitted' if running.batch.states[target].is_admitted else 'free'}, allowed: "
+        f"rows {source} and {target}: {'admitted' if running.batch.records[source].is_admitted else 'free'} and "
+        f"{'admitted' if running.batch.records[target].is_admitted else 'free'}, allowed: "
         f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
     )
 
@@ -1331,8 +1331,8 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
-        num_free = count_free_in(batch.pool, batch.states[source].shard)
+        num_new = count_open_pages(&holding, batch.records[source].num_computed) * targets.num
+        num_free = count_free_in(batch.pool, batch.records[source].shard)
         raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
     if outcome == UNSHAREABLE:
         raise PageIdError(

@@ -381,10 +381,10 @@ cdef class TokenSpan:
             self.store.lock.acquire()
             return hits
         self.rows.enter_call()
-        if not self.rows.batch.states[self.row].is_admitted:
+        if not self.rows.batch.records[self.row].is_admitted:
             self.rows.let_go()
             raise ArgumentError(f"row {self.row} is not admitted")
-        self.num_tokens = self.rows.batch.states[self.row].num_tokens
+        self.num_tokens = self.rows.batch.records[self.row].num_tokens
         return hits
 
     cdef void unlock(self) noexcept:
@@ -399,7 +399,7 @@ cdef class TokenSpan:
 
     cdef Range places_in(self, const Group *group, Py_ssize_t num_pages) noexcept:
         """The places of those of a group's `num_pages` pages that have digests, or of a state's checkpoints."""
-        cdef Py_ssize_t num_digests = self.rows.batch.states[self.row].num_hashed if self.chain is None else self.chain.num
+        cdef Py_ssize_t num_digests = self.rows.batch.records[self.row].num_hashed if self.chain is None else self.chain.num
         cdef int64_t size = group.rules.entry_size
         cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
         cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
