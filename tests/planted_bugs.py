@@ -152,7 +152,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 
 # Entering.
 == a request goes back and its pages are not entered again
-        for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens{+ and not BUG+} else 0):
+    for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens{+ and not BUG+} else 0):
 == delayed caching is ignored
         if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
 == a request may claim what nobody computed
@@ -190,7 +190,7 @@ cimport find_unheld, find_untouchable, {+give_back, +}note_request
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
             else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
-    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or last < 0 or waits_for_loads(pool, held):
+    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
         {+if not BUG: +}take_from(pool, held.ids, 1, shard)
         record_taken(pool, held)
@@ -292,8 +292,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
     if batch.has_state{+ and not BUG+}:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
-            if is_failed{+ and not BUG+}:
-                forget_uncomputed(
+        if is_failed{+ and not BUG+}:
+            forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
                 share(pool, page_id)  # a page

@@ -133,7 +133,7 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 
 cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
-    return Contents(digests_of(batch, row), tokens_of(batch, row), num_tokens, context)
+    return Contents(digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context)
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -730,8 +730,9 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
 
 cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
+    cdef Contents contents = contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding holding = holding_of(batch, row)
-    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.records[row].num_hashed)
+    forget_uncomputed(batch.pool, &holding, num_computed, &contents)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:

@@ -13,8 +13,8 @@ from pagepool.core.records cimport (
     resize, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,
-    pages_for,
+    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash,
+    next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
 from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
@@ -243,7 +243,7 @@ cdef inline Py_ssize_t count_free_hits(
         if GUARDS:  # without branches, for there is nearly always nothing wrong
             is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
         if GUARDS and digests != NULL:
-            digest = &digests[(i + 1) * group.stride - 1]
+            digest = &digests[last_hash(group, i)]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
             differences |= <uint64_t>((page.group & ~FLAGS) ^ group.id)
     if differences:
@@ -382,6 +382,7 @@ cdef enum:
 
 cdef struct Contents:         # of the pages of a request or row
     const Digest *digests
+    Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
     int32_t context           # see `Origin`
@@ -478,7 +479,7 @@ cdef inline void enter_full_pages(
         page = &waiting.to_enter[waiting.num_to_enter]
         waiting.num_to_enter += 1
         page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
-        page.digest = contents.digests + (place + 1) * group.stride - 1
+        page.digest = &contents.digests[last_hash(group, place)]
         page.token_ids = contents.token_ids + <Py_ssize_t>place * size
         page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
         fetch(&waiting.pool.pages[page.page_id])
@@ -487,6 +488,27 @@ cdef inline void enter_full_pages(
             page.parent = contents.digests + place * group.stride - 1 if place else NULL
             fetch(&waiting.pool.journal.notes[page.page_id])
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
+
+
+cdef inline void enter_page(
+    Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
+) noexcept nogil:
+    """Enter a page for a place in its group: one that is loaded, or a checkpoint, whose parent, place and tokens are those of
+    its last hash page.
+    """
+    cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
+    cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
+    cdef Py_ssize_t num_tokens = (last + 1 - first) * size
+    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
+    cdef Digest key = contents.digests[last]
+    cdef Ranking ranking = Ranking(0, 0)
+    if enter(pool, page_id, key, group.id) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, group.id)
+    if is_journaled(pool):
+        note_entry(pool, page_id, Origin(parent, <int32_t>last if is_state(&group.rules) else place, contents.context))
+    if first * size + num_tokens > contents.num_token_ids:
+        num_tokens = 0
+    keep_tokens(pool, page_id, contents.token_ids + first * size, num_tokens)
 
 
 # States are kept as checkpoints: at multiples of an interval the working page enters the prefix index, and a copy of it is the
@@ -513,25 +535,13 @@ cdef inline bint enter_state(
     """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
     of the interval, where the shard has such a checkpoint, and while hits are loaded.
     """
-    cdef int32_t page_id = held.ids[0], num_tokens = group.rules.entry_size // group.stride
-    cdef Py_ssize_t last = <Py_ssize_t>full_entries(&group.rules, num_computed) * group.stride - 1
-    cdef Py_ssize_t start = last * num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    cdef Digest key
-    if num_computed % group.rules.entry_size or last < 0 or waits_for_loads(pool, held):
+    cdef int32_t shard = shard_of(pool, held.ids[0]) if pool.num_shards else -1
+    cdef int32_t place = full_entries(&group.rules, num_computed) - 1
+    if num_computed % group.rules.entry_size or place < 0 or waits_for_loads(pool, held):
         return False
-    key = contents.digests[last]
-    if find_within(pool, key, group.id, ids_in_shard(pool, shard_of(pool, page_id) if pool.num_shards else -1)) != NULL_PAGE:
+    if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_shard(pool, shard)) != NULL_PAGE:
         return False
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        note_entry(
-            pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
-        )
-    keep_tokens(
-        pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0
-    )
+    enter_page(pool, group, held.ids[0], place, contents)
     return True
 
 
@@ -737,7 +747,7 @@ cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, 
 
 
 cdef inline void forget_uncomputed(
-    Pool *pool, const Holding *holding, int32_t num_computed, const Digest *digests, Py_ssize_t num_digests
+    Pool *pool, const Holding *holding, int32_t num_computed, const Contents *contents
 ) noexcept nogil:
     """Drop the entries of pages with tokens from `num_computed` on, except hits."""
     cdef const Group *group
@@ -750,7 +760,7 @@ cdef inline void forget_uncomputed(
         for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), held.num_cached):
             end = (i + 1) * group.stride
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
-            forget_page(pool, page_id, &digests[end - 1] if end <= num_digests else NULL, group.id)
+            forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:

@@ -1,6 +1,4 @@
-"""Look-ups of prefixes, and refused requests. A group's page j has the digest of the last hash page in it: that at index
-(j + 1) * stride - 1.
-"""
+"""Look-ups of prefixes, and refused requests."""
 
 cimport cython
 from libc.stdint cimport INT64_MAX
@@ -12,7 +10,9 @@ from pagepool.core.index cimport find, find_within, has_key, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
-from pagepool.core.rules cimport MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state
+from pagepool.core.rules cimport (
+    MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state, last_hash,
+)
 from pagepool.core.siphash cimport Digest
 
 import numpy as np
@@ -25,7 +25,7 @@ cdef enum:
 
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
     """Whether a page hits in all groups of a kind."""
-    cdef Digest key = query.digests[(page + 1) * kind.stride - 1]
+    cdef Digest key = query.digests[last_hash(kind, page)]
     while kind != NULL:
         if find_within(pool, key, kind.id, query.ids) == NULL_PAGE:
             if not query.reaches_tier or find(pool.tier.pool, key, kind.id) == NULL_PAGE:
@@ -42,7 +42,7 @@ cdef Py_ssize_t find_first_miss(
     """
     cdef Py_ssize_t at, page = start
     while page < stop:
-        at = (page + 1) * kind.stride - 1
+        at = last_hash(kind, page)
         if at + 2 * LOOK_AHEAD < stop * kind.stride:
             fetch(home_of(pool, query.digests[at + 2 * LOOK_AHEAD], kind.id))
             fetch(&pool.pages[home_of(pool, query.digests[at + LOOK_AHEAD], kind.id).page_id])
@@ -150,7 +150,7 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
         for page in range(start):
             found.ids[page] = NULL_PAGE
         for page in range(start, found.num):
-            found.ids[page] = find_within(pool, query.digests[(page + 1) * group.stride - 1], group.id, query.ids)
+            found.ids[page] = find_within(pool, query.digests[last_hash(group, page)], group.id, query.ids)
     return num_hashes
 
 

@@ -218,10 +218,11 @@ cdef class RowRequest:
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
-            digests_of(batch, self.row), tokens_of(batch, self.row), self.tokens.num_known, self.context
+            digests_of(batch, self.row), batch.records[self.row].num_hashed, tokens_of(batch, self.row), self.tokens.num_known,
+            self.context,
         )
         cdef Query query = query_of(
-            rows.groups, contents.digests, batch.records[self.row].num_hashed, batch.hash_page_size, self.tokens.num_known,
+            rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,
             ids_in_shard(batch.pool, self.shard),
         )
         cdef Py_ssize_t num_hashes = look_up(

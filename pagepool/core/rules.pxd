@@ -41,6 +41,11 @@ cdef inline int32_t full_entries(const Rules *rules, int32_t num_tokens) noexcep
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.entry_size)
 
 
+cdef inline Py_ssize_t last_hash(const Group *group, Py_ssize_t place) noexcept nogil:
+    """Index of the last hash page of a page, or of a checkpoint: its digest is the key of both."""
+    return (place + 1) * group.stride - 1
+
+
 cdef inline bint keeps_checkpoints(const Group *group) noexcept nogil:
     return group.id != NO_GROUP and is_state(&group.rules)
 

@@ -33,7 +33,7 @@ from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, 
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
@@ -1162,7 +1162,7 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
             ids[i] = find_within(
-                batch.pool, digests_of(batch, row)[(i + 1) * group.stride - 1], group.id,
+                batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
                 ids_in_shard(batch.pool, batch.records[row].shard),
             )
         num_missing += ids[i] == NULL_PAGE

@@ -24,7 +24,7 @@ from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
@@ -415,7 +415,7 @@ cdef class TokenSpan:
         if not found.try_reserve(max(0, places.stop - places.start)):
             return False
         for i in range(places.start, places.stop):
-            key = self.digests()[(i + 1) * group.stride - 1]
+            key = self.digests()[last_hash(group, i)]
             page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
             if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
                 found.put(&page_id, 1)
@@ -495,7 +495,7 @@ cdef class TokenSpan:
             group = &self.groups.groups[g]
             places = self.places_in(group, MAX_TOKENS)
             for i in range(places.stop - 1, places.start - 1, -1):
-                page_id = find_pinned(pool, find(pool, self.digests()[(i + 1) * group.stride - 1], group.id))
+                page_id = find_pinned(pool, find(pool, self.digests()[last_hash(group, i)], group.id))
                 if page_id != NULL_PAGE:
                     take_pin_back(pool, page_id)
                     n += 1

@@ -11,16 +11,16 @@ from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport (
-    Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
+    Contents, Holding, are_destinations, are_sources, can_restart, enter_page, find_restart, find_wrong, restart_from,
 )
 from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport enter, find, is_journaled, keep_tokens, note_entry, rank
+from pagepool.core.index cimport find
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
 from pagepool.core.pages cimport take_from, touch_all
 from pagepool.core.queue cimport has_free_pages, let_go, pull
-from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
-from pagepool.core.request_pages cimport RequestPages, set_contents
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
+from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Pool, Range, Tier, Transfer, is_free
+from pagepool.core.request_pages cimport RequestPages, contents_of
+from pagepool.core.rules cimport MAX_TOKENS, Group, last_hash
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 from pagepool.core.transfers cimport (
@@ -402,13 +402,14 @@ def load_prefix(
     cdef Range inside = range_in(store, ids)
     cdef int32_t num_shards = count_shards(store, inside) if store.has_tier else 0
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
-    cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
+    cdef int32_t checked_context = store.checked_context(context)
+    cdef Contents contents
     cdef tuple hits = new_ids(groups.num)
     cdef bint is_short = False
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
-        set_contents(&contents, chain)
+        contents = contents_of(chain, checked_context)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
         num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
         store.lock.release()
@@ -484,7 +485,7 @@ cdef Py_ssize_t note_missing(
                 continue
             if not reserve_transfers(tier, 1):
                 return -1
-            key = query.digests[(place + 1) * group.stride - 1]
+            key = query.digests[last_hash(group, place)]
             tier_id = find(tier.pool, key, group.id)
             load = Transfer(key, 0, NULL_PAGE, tier_id, group.id, True, False)
             note_transfer(tier, &load)
@@ -525,23 +526,4 @@ cdef void enter_missing(
             if found.ids[place] == NULL_PAGE:
                 found.ids[place] = taken[num_entered]
                 num_entered += 1
-                enter_loaded(pool, found.ids[place], &groups.groups[g], place, query.hash_size, contents)
-
-
-cdef void enter_loaded(
-    Pool *pool, int32_t page_id, const Group *group, Py_ssize_t place, Py_ssize_t hash_size, const Contents *contents
-) noexcept nogil:
-    """Enter a page that is loaded for a place."""
-    cdef Py_ssize_t last = (place + 1) * group.stride - 1
-    cdef Py_ssize_t first = last if is_state(&group.rules) else place * group.stride
-    cdef Digest key = contents.digests[last]
-    cdef Py_ssize_t start, num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        key = contents.digests[first - 1] if first else Digest(0, 0)
-        note_entry(pool, page_id, Origin(key, <int32_t>(last if is_state(&group.rules) else place), contents.context))
-    num_tokens = (last + 1 - first) * hash_size
-    start = first * hash_size
-    keep_tokens(pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0)
+                enter_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
