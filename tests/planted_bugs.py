@@ -109,7 +109,7 @@ BUGS = read_bugs("""
         leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
                 {+if not BUG: +}drop(pool, page_id)
-            if j >= keep:
+        put_back_from(
 == a cut row keeps its hashes
         {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
@@ -117,7 +117,7 @@ BUGS = read_bugs("""
     if num_tokens < batch.records[row].num_computed{+ or BUG+}:
         go_back(
 == a row goes back and its pages are not entered again
-    {+if not BUG: +}recompute_from(group, held, restart)
+    {+if not BUG: +}recompute_from(group, held, num_computed)
 == rows that change places keep their hashes
     n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n{+ and not BUG+}:
@@ -163,8 +163,7 @@ request.request_id, [-num_computed_tokens-]{+None+}, chain, num_last_tokens, con
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range
 == undo lets rows keep their pages
-            put_back(batch.pool, growth.new_ids[stop[0]])
-            held.num_pages -= [-1-]{+not BUG+}
+        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
 == a row that did not run leaves its entries
             {+if not BUG: +}forget_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry

@@ -13,16 +13,15 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.holdings cimport (
-    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart,
-    count_new_pages, empty, enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart,
-    forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, recompute_from, restart_from,
-    skip_pages, take_missing,
+    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
+    enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart, forget_uncomputed,
+    has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from, skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
-from pagepool.core.queue cimport count_free_in, put_back, put_back_all, put_back_held
+from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_pinned
 from pagepool.core.rules cimport Group, full_pages, is_state
 from pagepool.core.siphash cimport Digest, hash_after
@@ -203,19 +202,23 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
         batch.stamp = 1
 
 
-cdef inline void end_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
-    """Let the table's row end where the batch's does."""
-    cdef Table *table = batch.tables[g]
-    cdef int32_t num_pages = held_by(batch, row, g).num_pages
-    table.num_pages[row] = num_pages
-    clear_from(table, row, num_pages)
-    table.version += 1
+cdef inline void end_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Let the row end in the tables where it does in the batch."""
+    cdef Table *table
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        table = batch.tables[g]
+        table.num_pages[row] = held_by(batch, row, g).num_pages
+        clear_from(table, row, table.num_pages[row])
+        table.version += 1
 
 
-cdef inline void show_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
-    """Make the table's row what the batch holds."""
-    write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
-    end_row(batch, row, g)
+cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Show in the tables what the row holds."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
+    end_row(batch, row)
 
 
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -236,11 +239,9 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free. Its pages were given back, or moved."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     drop_swapped(batch, row)
     empty(&holding)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
+    end_row(batch, row)
     batch.records[row] = RowRecord(0, 0, 0, 0, 0, batch.records[row].num_hashed, -1, 0, 0)
     batch.num_external[row] = 0
 
@@ -286,8 +287,8 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
     for g in range(batch.num_groups):
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
-        show_row(batch, first, g)
-        show_row(batch, second, g)
+    show_row(batch, first)
+    show_row(batch, second)
 
 
 # Pages of running rows are hashed.
@@ -429,11 +430,12 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
 
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
-    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
     hash_row(batch, row, num_computed)
+    contents = contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.records[row].shard, 0):
@@ -444,9 +446,10 @@ cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_compu
 cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Enter the states of a row whose pages were just given back, as far as they are due."""
     cdef int32_t num_computed = batch.records[row].num_computed
-    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
+    contents = contents_of(batch, row, num_computed)
     enter_states(batch.pool, &holding, &contents, num_computed)
 
 
@@ -711,10 +714,8 @@ cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32
     """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
-    cdef Py_ssize_t g
     restart_from(batch.pool, &holding, restart, num_tokens)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
+    end_row(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
     cut_tokens(batch, row, num_tokens)
@@ -804,13 +805,9 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
         start = find_taken(growth, stop[0], row, g)
-        while stop[0] > start:
-            stop[0] -= 1
-            put_back(batch.pool, growth.new_ids[stop[0]])
-            held.num_pages -= 1
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(&batch.groups[g], held, num_computed)
-        end_row(batch, row, g)
+        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
+        stop[0] = start
+    end_row(batch, row)
     record.num_computed = num_computed
     record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:

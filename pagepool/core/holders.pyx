@@ -26,7 +26,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
-    cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(store), dtype=np.int32)
+    cdef int32_t[::1] tier_counts = np.zeros(1 if store.pool.tier == NULL else store.pool.tier.pool.num_pages, dtype=np.int32)
     cdef str flaw
     if rows is None:
         with store.lock:
@@ -51,10 +51,6 @@ cdef list requests_of(PageStore store, object values):
         if (<RequestPages>item).store is not store:
             raise ArgumentError("requests: got one of another pool")
     return requests
-
-
-cdef Py_ssize_t count_tier_pages(PageStore store) noexcept:
-    return store.pool.tier.pool.num_pages if store.pool.tier != NULL else 1
 
 
 cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:

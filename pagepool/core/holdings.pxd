@@ -10,7 +10,7 @@ from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
 from pagepool.core.records cimport (
     BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
-    resize, shard_of,
+    reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash,
@@ -586,14 +586,7 @@ cdef inline void enter_states(
 
 cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
     """Allocate room for `n` copies more; False where memory is short."""
-    cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
-    while capacity < pool.copies.num + n:
-        capacity *= 2
-    if n and capacity > pool.copies.capacity:
-        if not resize(<void **>&pool.copies.items, capacity * sizeof(PageCopy)):
-            return False
-        pool.copies.capacity = capacity
-    return True
+    return reserve_items(<void **>&pool.copies.items, &pool.copies.capacity, pool.copies.num + n, sizeof(PageCopy))
 
 
 cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
@@ -633,6 +626,11 @@ cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept 
             if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
                 return True
     return False
+
+
+cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a copy from or into pages that are held is due."""
+    return are_sources(pool, holding) or are_destinations(pool, holding)
 
 
 cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -772,19 +770,24 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 
+cdef inline void put_back_from(
+    Pool *pool, const Group *group, Held *held, int64_t place, int32_t num_computed
+) noexcept nogil:
+    """Give back the pages from a place on, the last first. Tokens from `num_computed` on are computed again."""
+    while held.num_pages > place:
+        held.num_pages -= 1
+        put_back_held(pool, held.ids[held.num_pages])
+    held.num_skipped = min(held.num_skipped, held.num_pages)
+    recompute_from(group, held, num_computed)
+
+
 cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Give back the pages wholly behind `num_tokens` tokens, group by group, the last first."""
-    cdef Held *held
+    """Give back the pages wholly behind `num_tokens` tokens, group by group."""
     cdef Py_ssize_t g
-    cdef int64_t num_kept
     for g in range(holding.num_groups):
-        held = &holding.held[g]
-        num_kept = pages_for(&holding.groups[g].rules, num_tokens)
-        while held.num_pages > num_kept:
-            held.num_pages -= 1
-            put_back_held(pool, held.ids[held.num_pages])
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(&holding.groups[g], held, num_tokens)
+        put_back_from(
+            pool, &holding.groups[g], &holding.held[g], pages_for(&holding.groups[g].rules, num_tokens), num_tokens
+        )
 
 
 cdef inline int32_t count_kept(
@@ -848,11 +851,7 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
                 drop(pool, page_id)
-            if j >= keep:
-                put_back_held(pool, page_id)
-        held.num_pages = min(held.num_pages, keep)
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(group, held, restart)
+        put_back_from(pool, group, held, keep, restart)
 
 
 # A request or row is forked: full pages are shared, the open page of each group and working pages of states are copied.

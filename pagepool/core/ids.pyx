@@ -4,14 +4,13 @@ cimport cython
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree as free
-from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
 from pagepool.core.pages cimport find_negative
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.records cimport MAX_PAGES
+from pagepool.core.records cimport MAX_PAGES, reserve_items
 
 import numpy as np
 
@@ -85,16 +84,7 @@ cdef class PageIds:
 
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept:
         """`reserve`; False where memory is short."""
-        cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
-        cdef int32_t *ids
-        if self.num + num_more <= self.capacity:
-            return True
-        ids = <int32_t *>realloc(self.ids, capacity * sizeof(int32_t))
-        if ids == NULL:
-            return False
-        self.ids = ids
-        self.capacity = capacity
-        return True
+        return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
         """Append ids, for which there is room."""

@@ -4,7 +4,6 @@ cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, size_of
@@ -20,7 +19,7 @@ from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.pages cimport give_back, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, shard_of
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, resize, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state, last_hash, pages_for
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError
@@ -93,13 +92,9 @@ cdef int64_t capacity_for(int64_t num_pages) noexcept:
 
 cdef bint reserve_ids(Held *held, int64_t num_pages) noexcept:
     """Make room for `num_pages` ids; False where memory is short."""
-    cdef int32_t *ids
-    if capacity_for(num_pages) > capacity_for(held.num_pages):
-        ids = <int32_t *>realloc(held.ids, capacity_for(num_pages) * sizeof(int32_t))
-        if ids == NULL:
-            return False
-        held.ids = ids
-    return True
+    if capacity_for(num_pages) <= capacity_for(held.num_pages):
+        return True
+    return resize(<void **>&held.ids, capacity_for(num_pages) * sizeof(int32_t))
 
 
 @cython.final
@@ -249,7 +244,7 @@ cdef class RequestPages:
             return NO_MEMORY
         lock_chain(chain)
         try:
-            if tokens is not None and not chain.extend_locked(tokens):
+            if tokens is not None and not chain.extend_locked(tokens, b""):
                 return NO_MEMORY
             self.store.lock_divided(num_shards)
             step.demand.hits = array

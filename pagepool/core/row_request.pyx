@@ -12,13 +12,11 @@ from pagepool.core.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.holdings cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits,
-    enter_waiting, fit, price, reserve_copies,
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, fit, price,
+    reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
-from pagepool.core.lookups cimport (
-    Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
-)
+from pagepool.core.lookups cimport Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
@@ -257,11 +255,9 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
-        cdef Py_ssize_t g
         set_context(batch, self.row, self.context)
         attach(batch.pool, &holding, demand)
-        for g in range(batch.num_groups):
-            show_row(batch, self.row, g)
+        show_row(batch, self.row)
         take_pages(batch, self.row, num_computed, NULL)
         copy_states(batch.pool, &holding, demand)
         batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)

@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.batch cimport Amounts, Batch, Growth
+from pagepool.core.batch cimport Batch, Growth
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
@@ -21,9 +21,6 @@ cdef class StepResult:
     cdef RunningRows batch          # that was grown; None once the call is taken back
     cdef PageIds num_new_tokens     # a number for each row, or one for all
     cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
-
-    cdef int begin(self, RunningRows batch, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens) except -1
-    cdef bint reserve(self, Py_ssize_t n) noexcept
 
 
 @cython.auto_pickle(False)

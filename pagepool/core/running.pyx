@@ -10,19 +10,19 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back, can_undo,
-    check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row, enter_row,
-    exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
+    Amounts, DueRow, ExtraKey, Grown, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back,
+    can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row,
+    enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
     keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, are_destinations, are_sources,
-    awaits_copies, check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting,
-    find_load_number, find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, put_back_behind, record_loads,
-    record_taken, reserve_copies, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
+    count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number, find_lost_page,
+    find_wrong, fork_group, has_copies, has_copies_due, list_last_first, put_back_behind, record_loads, record_taken,
+    reserve_copies, skip_unread, waits_for_loads,
 )
-from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
+from pagepool.core.ids cimport as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
@@ -105,31 +105,6 @@ cdef class StepResult:
     def __dealloc__(self):
         free(self.growth.new_ids)
         free(self.growth.grown)
-
-    cdef int begin(self, RunningRows batch, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens) except -1:
-        """What is to be done, and room for what becomes of the rows."""
-        self.batch, self.num_new_tokens = batch, num_new_tokens
-        self.growth.rows, self.growth.num_rows = rows.ids, rows.num
-        self.growth.num_new_tokens, self.growth.num_ahead = amounts_in(num_new_tokens), num_ahead
-        if tokens is not None:
-            self.growth.token_ids = tokens.ids
-        if rows.num:
-            self.growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
-            if self.growth.grown == NULL:
-                raise MemoryError(f"{rows.num} rows")
-            self.growth.grown_rows = <int32_t *>(self.growth.grown + rows.num)
-        return 0
-
-    cdef bint reserve(self, Py_ssize_t n) noexcept:
-        """Allocate room for `n` new pages; False where memory is short."""
-        cdef int32_t *values
-        if n == 0:
-            return True
-        values = <int32_t *>malloc(3 * n * sizeof(int32_t))
-        self.growth.new_ids = values
-        self.growth.new_rows = values + n
-        self.growth.new_groups = values + 2 * n
-        return values != NULL
 
     @property
     def new_page_ids(self) -> np.ndarray:
@@ -225,9 +200,6 @@ cdef class RunningRows:
             free(self.batch.swapped[row])
         free(self.batch.extra_keys)
         free(self.batch.swapped)
-        free(self.batch.contexts)
-        free(self.batch.tables)
-        free(self.batch.held)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -425,15 +397,11 @@ cdef class RunningRows:
 
     def move_row(self, src, tgt) -> None:
         """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
-        cdef Py_ssize_t source = self.checked_row(src)
-        cdef Py_ssize_t target = self.checked_row(tgt)
-        exchange(self, source, target, True)
+        exchange(self, self.checked_row(src), self.checked_row(tgt), True)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
-        cdef Py_ssize_t source = self.checked_row(src)
-        cdef Py_ssize_t target = self.checked_row(tgt)
-        exchange(self, source, target, False)
+        exchange(self, self.checked_row(src), self.checked_row(tgt), False)
 
     # Forks.
 
@@ -619,7 +587,7 @@ cdef class RunningRows:
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
         cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
         cdef Holding holding
-        cdef int32_t row, first
+        cdef int32_t row, first, num_tokens
         self.check_made()
         if loads.store is not self.store:
             raise ArgumentError("failed: got loads of another pool")
@@ -631,8 +599,9 @@ cdef class RunningRows:
             first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
-            if can_rewind(&self.batch, row, first):
-                go_back(&self.batch, row, self.batch.records[row].num_tokens, first)
+            num_tokens = self.batch.records[row].num_tokens
+            if not has_copies(&self.store.pool, &holding) and can_go_back(&self.batch, row, num_tokens, first):
+                go_back(&self.batch, row, num_tokens, first)
                 rewound.put(&row, 1)
             else:
                 lost.put(&row, 1)
@@ -684,9 +653,12 @@ cdef class RunningRows:
 
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        cdef Py_ssize_t checked = self.checked_row(row)
-        cdef Py_ssize_t g
-        return tuple([copy_ids(self, held_by(&self.batch, checked, g)).to_list() for g in range(self.batch.num_groups)])
+        cdef Py_ssize_t g, checked = self.checked_row(row)
+        cdef tuple ids = new_ids(self.batch.num_groups)
+        for g in range(self.batch.num_groups):
+            with self.lock:
+                (<PageIds>ids[g]).add(held_by(&self.batch, checked, g).ids, held_by(&self.batch, checked, g).num_pages)
+        return lists_of(ids)
 
 
 # Memory.
@@ -745,10 +717,10 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     running.batch.digests = <Digest *>new_buffer(running, n, running.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
     running.extra_key_bytes = [None] * n
     running.refusals = [None] * n
+    running.batch.contexts = new_buffer(running, n, 1)
     running.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
-    running.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
     running.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
-    if running.batch.extra_keys == NULL or running.batch.contexts == NULL or running.batch.swapped == NULL:
+    if running.batch.extra_keys == NULL or running.batch.swapped == NULL:
         raise MemoryError(f"{n} rows")
     return 0
 
@@ -756,10 +728,8 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
 cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t g, row, stride, num_groups = running.groups.num
     cdef int32_t *page_ids
-    running.batch.tables = <Table **>calloc(num_groups, sizeof(Table *))
-    running.batch.held = <Held *>calloc(n * num_groups, sizeof(Held))
-    if running.batch.tables == NULL or running.batch.held == NULL:
-        raise MemoryError(f"{n} rows")
+    running.batch.tables = <Table **>new_buffer(running, num_groups, sizeof(Table *) // sizeof(int32_t))
+    running.batch.held = <Held *>new_buffer(running, n, num_groups * (sizeof(Held) // sizeof(int32_t)))
     for g in range(num_groups):
         running.batch.tables[g] = &(<TableRows>running.tables[g]).table
         stride = odd_lines(running.batch.tables[g].num_columns, sizeof(int32_t))
@@ -767,13 +737,6 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
         for row in range(n):
             held_by(&running.batch, row, g).ids = page_ids + row * stride
     return 0
-
-
-cdef PageIds copy_ids(RunningRows running, const Held *held):
-    cdef PageIds ids = PageIds.__new__(PageIds)
-    with running.lock:
-        ids.add(held.ids, held.num_pages)
-    return ids
 
 
 # Growth.
@@ -785,14 +748,23 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     cdef Py_ssize_t num_right
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
-    result.begin(running, rows, num_new_tokens, num_ahead, tokens)
+    result.batch, result.num_new_tokens = running, num_new_tokens
+    growth.rows, growth.num_rows = rows.ids, rows.num
+    growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), num_ahead
+    growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
         return result
+    growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
+    if growth.grown == NULL:
+        raise MemoryError(f"{rows.num} rows")
+    growth.grown_rows = <int32_t *>(growth.grown + rows.num)
     running.enter_call()
     num_right = check_rows_of(running, growth)
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
-        has_room = result.reserve(growth.max_num_new) and reserve_states(running, growth.num_due)
+        has_room = reserve_new(growth) and reserve_copies(
+            &running.store.pool, growth.num_due * running.batch.num_groups if running.batch.keeps_states else 0
+        )
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         result.num_grown = grow_checked(running, growth)
@@ -810,9 +782,13 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     return result
 
 
-cdef bint reserve_states(RunningRows running, Py_ssize_t num_rows) noexcept:
-    """Allocate room for the copies of states that rows may keep; False where memory is short."""
-    return not running.batch.keeps_states or reserve_copies(&running.store.pool, num_rows * running.batch.num_groups)
+cdef bint reserve_new(Growth *growth) noexcept:
+    """Allocate room for the new pages; False where memory is short."""
+    if growth.max_num_new:
+        growth.new_ids = <int32_t *>malloc(3 * growth.max_num_new * sizeof(int32_t))
+        growth.new_rows = growth.new_ids + growth.max_num_new
+        growth.new_groups = growth.new_rows + growth.max_num_new
+    return growth.new_ids != NULL or growth.max_num_new == 0
 
 
 cdef Py_ssize_t check_rows_of(RunningRows running, Growth *growth) noexcept:
@@ -898,7 +874,11 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
         running.extra_key_bytes[target] = data
     running.let_go()
     if not is_right:
-        refuse_exchange(running, source, target, is_move)
+        raise ArgumentError(
+            f"rows {source} and {target}: {'admitted' if batch.records[source].is_admitted else 'free'} and "
+            f"{'admitted' if batch.records[target].is_admitted else 'free'}, allowed: "
+            f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+        )
     return 0
 
 
@@ -946,7 +926,7 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
     """Let a free row be what another is."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
-    cdef Py_ssize_t g
+    cdef int32_t g
     memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
@@ -954,8 +934,8 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
     set_context(batch, row, batch.contexts[source])
     begin_admission(batch, row)
     for g in range(batch.num_groups):
-        fork_group(batch.pool, &forked, &new, <int32_t>g, record.num_computed, record.shard)
-        show_row(batch, row, g)
+        fork_group(batch.pool, &forked, &new, g, record.num_computed, record.shard)
+    show_row(batch, row)
     plan_next_event(batch, row)
 
 
@@ -1002,13 +982,11 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
 cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Do it with the first of the tokens, and give back the pages behind. A state is wrong then, so nothing stands with one."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     if batch.has_state:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
     put_back_behind(batch.pool, &holding, batch.records[row].num_computed)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
+    end_row(batch, row)
     plan_next_event(batch, row)
 
 
@@ -1093,10 +1071,8 @@ cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_
 cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
     """Let a row whose pages were given back have no computed token."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     empty(&holding)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
+    end_row(batch, row)
     batch.records[row].num_computed = batch.records[row].num_hits = 0
     begin_admission(batch, row)
     plan_next_event(batch, row)
@@ -1138,7 +1114,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         load_missing(batch, row, <int32_t>g)
-        show_row(batch, row, g)
+    show_row(batch, row)
     record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
     batch.records[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
@@ -1197,14 +1173,6 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     held.num_hits = held.num_unique = 0
     held.ranking = Ranking(first, 0)
     record_taken(pool, held)
-
-
-cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept:
-    """Whether a row can compute its tokens from `num_computed` on again."""
-    cdef Holding holding = holding_of(batch, row)
-    if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
-        return False
-    return can_go_back(batch, row, batch.records[row].num_tokens, num_computed)
 
 
 # Errors. The locks are free: what went wrong was found before.
@@ -1312,14 +1280,6 @@ cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *comput
     raise ArgumentError(
         f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
         f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
-    )
-
-
-cdef int refuse_exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
-    raise ArgumentError(
-        f"rows {source} and {target}: {'admitted' if running.batch.records[source].is_admitted else 'free'} and "
-        f"{'admitted' if running.batch.records[target].is_admitted else 'free'}, allowed: "
-        f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
     )
 
 

@@ -10,9 +10,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport (
-    Contents, Holding, are_destinations, are_sources, can_restart, enter_page, find_restart, find_wrong, restart_from,
-)
+from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport find
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
@@ -308,25 +306,20 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
 def rewind_request(RequestPages held, failed) -> int | None:
     """Let a request go back to tokens that were computed without failed loads: see `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
+    cdef Pool *pool
     cdef int32_t restart = -1
     if held is None:
         return None
+    pool = &held.store.pool
     with held.store.lock:
         if loads.store is held.store and loads.ids.num:
             restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
         if restart >= 0:
-            restart = find_restart(&held.store.pool, &held.holding, restart)
-            go_back(&held.store.pool, &held.holding, restart)
+            restart = find_restart(pool, &held.holding, restart)
+            if not has_copies(pool, &held.holding) and can_restart(pool, &held.holding, restart, MAX_TOKENS):
+                restart_from(pool, &held.holding, restart, MAX_TOKENS)
             held.plan()
     return restart if restart >= 0 else None
-
-
-cdef void go_back(Pool *pool, const Holding *holding, int32_t restart) noexcept:
-    """Let a request compute its tokens from there on again, if it has the pages for that, and no copies of them are due."""
-    if are_sources(pool, holding) or are_destinations(pool, holding):
-        return
-    if can_restart(pool, holding, restart, MAX_TOKENS):
-        restart_from(pool, holding, restart, MAX_TOKENS)
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
