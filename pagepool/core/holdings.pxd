@@ -52,18 +52,6 @@ cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
     return count
 
 
-cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noexcept nogil:
-    """Copy all pages in the order in which they go back: group by group, the last page first. Returns how many."""
-    cdef const Held *held
-    cdef Py_ssize_t g, j, count = 0
-    for g in range(holding.num_groups):
-        held = &holding.held[g]
-        for j in range(held.num_pages - 1, -1, -1):
-            out[count] = held.ids[j]
-            count += 1
-    return count
-
-
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g

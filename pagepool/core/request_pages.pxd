@@ -55,3 +55,5 @@ cdef class RequestPages:
 
 cdef Contents contents_of(HashChain chain, int32_t context) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
+cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
+cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept

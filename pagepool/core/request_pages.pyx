@@ -11,8 +11,8 @@ from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
-    find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, list_last_first,
-    price, put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, price,
+    put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport new_ids
 from pagepool.core.index cimport is_entered_otherwise
@@ -69,6 +69,28 @@ cdef Hits *list_hits(tuple hits) noexcept:
     for g in range(len(hits) if array != NULL else 0):
         array[g] = Hits((<PageIds>hits[g]).ids, <int32_t>(<PageIds>hits[g]).num)
     return array
+
+
+cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
+    """Append the pages of each group to its `PageIds`; False where memory is short."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if not (<PageIds>copies[g]).try_reserve(holding.held[g].num_pages):
+            return False
+        (<PageIds>copies[g]).put(holding.held[g].ids, holding.held[g].num_pages)
+    return True
+
+
+cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept:
+    """Append all pages in the order in which they go back: group by group, the last page first. False where memory is short."""
+    cdef Py_ssize_t g, i
+    if not listed.try_reserve(count_places(holding)):
+        return False
+    for g in range(holding.num_groups):
+        for i in range(holding.held[g].num_pages - 1, -1, -1):
+            listed.ids[listed.num] = holding.held[g].ids[i]
+            listed.num += 1
+    return True
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
@@ -193,13 +215,9 @@ cdef class RequestPages:
     def get_page_ids(self) -> tuple:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
         cdef tuple copies = new_ids(self.holding.num_groups)
-        cdef Py_ssize_t g
-        cdef bint has_room = True
+        cdef bint has_room
         with self.store.lock:
-            for g in range(self.holding.num_groups):
-                has_room = has_room and (<PageIds>copies[g]).try_reserve(self.holding.held[g].num_pages)
-                if has_room:
-                    (<PageIds>copies[g]).put(self.holding.held[g].ids, self.holding.held[g].num_pages)
+            has_room = copy_ids(&self.holding, copies)
         if not has_room:
             raise MemoryError("the page ids of a request")
         return copies
@@ -355,9 +373,8 @@ cdef class RequestPages:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
-        has_room = ids.try_reserve(count_places(&self.holding))
+        has_room = list_last_first(&self.holding, ids)
         if has_room:
-            ids.num = list_last_first(&self.holding, ids.ids)
             bad = self.store.give_back_ids(ids.ids, ids.num, False)
         if has_room and bad < 0:
             contents = contents_of(chain, checked_context)

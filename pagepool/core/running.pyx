@@ -10,19 +10,19 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    Amounts, DueRow, ExtraKey, Grown, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back,
-    can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row,
-    enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
-    keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
+    can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
+    end_row, enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
+    is_row, keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
     count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number, find_lost_page,
-    find_wrong, fork_group, has_copies, has_copies_due, list_last_first, put_back_behind, record_loads, record_taken,
-    reserve_copies, skip_unread, waits_for_loads,
+    find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, record_loads, record_taken, reserve_copies,
+    skip_unread, waits_for_loads,
 )
-from pagepool.core.ids cimport as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
+from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
@@ -33,6 +33,7 @@ from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, 
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
+from pagepool.core.request_pages cimport copy_ids, list_last_first
 from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
@@ -98,6 +99,11 @@ cdef class StepResult:
     The first `num_grown` of its rows have their room; the row at that place, if there is one, is the first that did not fit.
     `RunningBatch.undo` takes the call back.
     """
+
+    cdef readonly Py_ssize_t num_grown
+    cdef RunningRows batch          # that was grown; None once the call is taken back
+    cdef PageIds num_new_tokens     # a number for each row, or one for all
+    cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
 
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
@@ -519,9 +525,8 @@ cdef class RunningRows:
         is_running = is_running and not batch.num_external[source]
         if is_running:
             is_due = has_copies_due(batch.pool, &holding)
-            has_memory = ids.try_reserve(count_places(&holding))
+            has_memory = list_last_first(&holding, ids)
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
-            ids.num = list_last_first(&holding, ids.ids)
             swapped = new_swapped(batch, source)
             has_memory = swapped != NULL
             is_saved = has_memory and save_row(batch, source, swapped)
@@ -653,11 +658,13 @@ cdef class RunningRows:
 
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        cdef Py_ssize_t g, checked = self.checked_row(row)
+        cdef Holding holding = holding_of(&self.batch, self.checked_row(row))
         cdef tuple ids = new_ids(self.batch.num_groups)
-        for g in range(self.batch.num_groups):
-            with self.lock:
-                (<PageIds>ids[g]).add(held_by(&self.batch, checked, g).ids, held_by(&self.batch, checked, g).num_pages)
+        cdef bint has_room
+        with self.lock:
+            has_room = copy_ids(&holding, ids)
+        if not has_room:
+            raise MemoryError("the page ids of a row")
         return lists_of(ids)
 
 
@@ -833,9 +840,7 @@ cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *
         if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
             return i
         holding = holding_of(&running.batch, row)
-        has_room[0] = has_room[0] and ids.try_reserve(count_places(&holding))
-        if has_room[0]:
-            ids.num += list_last_first(&holding, ids.ids + ids.num)
+        has_room[0] = has_room[0] and list_last_first(&holding, ids)
     return rows.num
 
 

@@ -31,8 +31,6 @@ cdef class TableRows(TableGroup):
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef int check_made(self) except -1
-
 
 cdef tuple in_lock_order(tuple tables)
 cdef tuple checked_tables(object page_tables)
