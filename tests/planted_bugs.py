@@ -295,7 +295,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
             forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
-                share(pool, page_id)  # a page
+                share(pool, page_id)  # no policy
 == a pin holds no reference
         {+if not BUG: +}touch_all(pool, fresh.ids, fresh.num)
         pool.num_pinned

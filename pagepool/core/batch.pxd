@@ -1,13 +1,14 @@
-# Rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
+# Rows that run together. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` has for each row a `RowRecord`, its known tokens, the digests of the pages that they fill, and a `Held` for each
-# group. A call that grows rows is a `Growth`: it counts all rows that are right as grown, then does what is due for those that
-# have a `DueRow`, and uncounts those that did not fit. `Grown` is what a row had after it, by which `undo` knows the row again.
+# group. A call that grows rows is a `Growth`. It first counts all rows as grown, and lists those for which more is due, as
+# `DueRow`s; then it does what is due, and uncounts the rows that did not fit. `Grown` has the counts of a row after the call:
+# `undo` takes the call back only while the row still has them.
 #
-# Always: the table shows what a row holds. `next_event` is at most the least number of tokens for which a page is to be taken,
-# entered or skipped, or the row is too short; it is 0 in a free row, and 1 in a pending row, which waits for `num_external`
-# tokens and has pages for them. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
-# `num_hashed` pages are hashed with the row's tokens and extra keys. A row that is in `swapped` has no computed token.
+# Always: the tables show what each row holds. `next_event` is 0 in a free row, and 1 in a pending row, which has pages for the
+# `num_external` tokens that it waits for; in other rows no page is to be taken, entered or skipped, and no row is full, below
+# `next_event` tokens. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
+# `num_hashed` pages are hashed with the row's tokens and extra keys. A row in `swapped` has no computed token.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
@@ -33,19 +34,19 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
     Py_ssize_t page
 
 cdef struct RowRecord:        # 32 bytes, two to a cache line
-    int32_t num_tokens        # known ones
-    int32_t num_computed      # tokens
-    int32_t next_event        # computed tokens up to which only counting is due; 0: free, 1: pending, or copies may be due
+    int32_t num_tokens        # that are known
+    int32_t num_computed      # of these tokens
+    int32_t next_event        # below so many computed tokens only counting is due; 0: free, 1: pending, or copies may be due
     uint32_t stamp            # the call that last named the row
-    int32_t num_hits          # tokens hit at admission
-    int32_t num_hashed        # pages; in a free row those of its last tokens
+    int32_t num_hits          # tokens that were hit at admission
+    int32_t num_hashed        # pages that have digests; in a free row those of its last tokens
     int32_t shard             # where pages come from; -1: anywhere
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
 
 cdef struct DueRow:           # a row for which more than counting is due
-    int32_t at                # in the call
-    int32_t num_new_pages     # that it needs; INT32_MAX: that many or more
+    int32_t at                # its place in the call
+    int32_t num_new_pages     # pages that it needs; INT32_MAX: that many or more
 
 cdef struct SwappedGroup:     # what a row had in a group when its pages were saved in the tier
     int32_t *tier_ids         # of its pages, in token order; the null page where it had none
@@ -70,7 +71,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     RowRecord *records
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
-    Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
+    Py_ssize_t num_ascending  # of these `copy_ascending` has checked, and nothing changed them since
     DueRow *due_rows          # of this call
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
@@ -102,10 +103,10 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_new_tokens
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
-    int32_t signs             # below 0 if one of these is
+    int32_t signs             # below 0 if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    int64_t num_admissions    # of the batch by then
+    int64_t num_admissions    # of the batch when the call ended
     Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
     Py_ssize_t num_new
@@ -136,12 +137,12 @@ cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t 
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """How many tokens are computed when a row that computes each token as it comes to know it is as long as it can be."""
+    """Return how many tokens are computed once a row, which computes each token that it gets, is as long as it can be."""
     return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
 cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
-    """The least number of computed tokens at which a page is full that was not compared with equal ones."""
+    """Return the least number of computed tokens that fill a page which was not compared with equal ones."""
     cdef Py_ssize_t g
     cdef int64_t num_tokens = INT32_MAX
     for g in range(holding.num_groups):
@@ -173,7 +174,7 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
 
 
 cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
-    """Tokens that are to have a slot, drafts included."""
+    """Count the tokens that are to have a slot, drafts included."""
     return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
@@ -183,7 +184,7 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
+    """Copy a row of a call to place `i`; False unless it `is_row` and was not in the call before."""
     if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
     batch.records[row].stamp = batch.stamp
@@ -247,13 +248,13 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """From here on the row is not the one that any call before has grown."""
+    """Number a new admission of a row: calls that grew it before cannot be taken back."""
     batch.num_admissions += 1
     batch.admissions[row] = batch.num_admissions
 
 
 cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
-    """The context of a row's pages from now on. None, which is what there is without a journal, has no users."""
+    """Give a row's pages a context from now on. 0, no context, has no users; it is the only one without a journal."""
     if batch.contexts[row]:
         batch.pool.journal.contexts[batch.contexts[row]].num_users -= 1
     if context:
@@ -296,7 +297,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
 cdef inline Digest hash_page_of(
     const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
 ) noexcept nogil:
-    """The digest of a row's page behind `parent`; `next_key` goes on to the first extra key that is not before the page."""
+    """Hash a row's page behind `parent`; `next_key` moves on to the first extra key that is not before the page."""
     cdef const ExtraKey *key = next_key[0]
     while key != NULL and key.data != NULL and key.page < page:
         key += 1
@@ -333,7 +334,7 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 cdef inline Py_ssize_t count_hashed_before(
     const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n
 ) noexcept nogil:
-    """How many pages of `token_ids` a free row has hashed already, because its last request began with them."""
+    """Count the leading pages of `token_ids` that a free row has hashed already, for its last request."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
     cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.records[row].num_hashed, n // size)
@@ -344,7 +345,7 @@ cdef inline Py_ssize_t count_hashed_before(
 
 
 cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """`hash_row`, but a single page, which is what decoding fills, waits for another row's: two are hashed at once."""
+    """Do what `hash_row` does, but let a single page, as decoding fills it, wait for another row's: two are hashed at once."""
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
@@ -381,7 +382,7 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 # the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page.
 
 cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
-    """The page cached first with the content of a page, among those that the row may hold; NULL_PAGE if it is not cached."""
+    """Find the page cached first with the content of a page, among those that the row may hold; NULL_PAGE: it is not cached."""
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
@@ -403,7 +404,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
                 continue
             if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
                 touch_all(batch.pool, &first, 1)
-                drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run
+                drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
                 put_back_held(batch.pool, page_id)
                 held.ids[place] = first
                 batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
@@ -472,7 +473,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
 
 
 cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
-    """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
+    """Do what is due for a counted row; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
@@ -684,7 +685,7 @@ cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens
 
 
 cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
-    """How many rows there are before the first that is wrong. Copies the rows."""
+    """Copy rows, and count those before the first that is wrong."""
     cdef Holding holding
     cdef Py_ssize_t i
     start_call(batch)
@@ -702,7 +703,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 
 
 cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
+    """Let a row forget tokens that are not computed, and let go of its pages in the tier, which may hold more tokens."""
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
     if batch.hash_page_size:
@@ -711,7 +712,7 @@ cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
 
 
 cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    """Let a row that `can_go_back` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     restart_from(batch.pool, &holding, restart, num_tokens)
@@ -737,7 +738,7 @@ cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) 
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
+    """Whether a row has as many computed tokens as after the call that grew it, and, if that was a step, as many tokens."""
     cdef const Grown *grown = &growth.grown[i]
     cdef int32_t row = growth.grown_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -747,12 +748,12 @@ cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_
 
 
 cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """The tokens that a row had computed before the call."""
+    """Return how many tokens a row had computed before the call."""
     return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
 
 
 cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
-    """Where the new pages of a row in a group begin, which end at `stop`."""
+    """Return where the new pages of a row in a group begin, which end at `stop`."""
     while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
         stop -= 1
     return stop
@@ -768,8 +769,8 @@ cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t star
 
 
 cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
-    needs again, without other holders where it writes. `stop` goes on to the first of them.
+    """Whether a row is as the call left it, ends with its new pages, which are the last before `stop`, and holds the pages that
+    it needs again, alone where it writes. `stop` moves to the first of the new pages.
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
@@ -795,7 +796,7 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
 
 
 cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Let a row that `can_undo` go back."""
+    """Take the call back for a row that `can_undo`."""
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]

@@ -1,4 +1,4 @@
-# Hash chains of requests.
+# Hash chains of requests: the digests of the full pages of a request, and the tokens of these pages if they are kept.
 
 cimport cython
 

@@ -1,5 +1,12 @@
-# What a request (`RequestPages`) or a running row (`RunningRows`) holds in each cache group: the same functions serve both. The
-# caller holds the store's lock.
+# What a request (`RequestPages`) or a running row (`RunningRows`) holds: the same functions serve both. The caller holds the
+# store's lock.
+#
+# A request or row has a `Held` for each cache group, and a `Holding` leads to all of them. Always: null pages come first, then
+# pages to which it has a reference; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any
+# more.
+#
+# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
+# state's checkpoints that need no entry any more; the prefix index has these, and no request or row holds them.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -18,13 +25,6 @@ from pagepool.core.rules cimport (
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
 from pagepool.core.transfers cimport drop_everywhere, drop_from_tier
-
-
-# What is held in a group is a `Held`, a request or row has a `Holding` of all groups. Always: null pages come first, then pages
-# that it has a reference to; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any more.
-#
-# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts its
-# checkpoints that need no entry any more, and the prefix index has these.
 
 cdef struct Held:             # in one group
     int32_t *ids              # of its pages, in token order
@@ -59,7 +59,7 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
         holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
 
 
-# Up to some numbers of tokens, the `Limits`, nothing is due. They are computed after each change.
+# Within the `Limits`, which are computed after each change, nothing is due.
 
 cdef struct Limits:           # numbers of tokens
     int64_t num_room          # that have slots
@@ -194,9 +194,9 @@ cdef struct Demand:
     int64_t num_tokens        # tokens that are to have slots
     Py_ssize_t num_reserved   # pages to leave free
     int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # pages behind the hits; this and the rest by `price` and `fit`
+    int64_t num_new           # pages behind the hits; `price` and `fit` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
-    int64_t num_taken         # both: pages that it takes from the free queue, unless it adopts checkpoints
+    int64_t num_taken         # the sum of both: pages taken from the free queue, unless checkpoints are adopted
     Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
 
 
@@ -215,8 +215,8 @@ cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, P
 cdef inline Py_ssize_t count_free_hits(
     const Pool *pool, const Group *group, const Digest *digests, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all
 ) noexcept nogil:
-    """Count those of `n` hits that are free. STALE if one is not cached under its digest any more; without digests they are not
-    compared. UNTOUCHABLE if one cannot get `num_all` further references.
+    """Count those of `n` hits that are free. Return STALE if one is not cached under its digest any more, which is not checked
+    without digests, and UNTOUCHABLE if one cannot get `num_all` further references.
     """
     cdef const Digest *digest
     cdef const Page *page
@@ -377,7 +377,7 @@ cdef struct Contents:         # of the pages of a request or row
 
 cdef struct PageToHash:
     Digest parent
-    Digest *digest            # where the result goes
+    Digest *digest            # the result is written here
     const uint8_t *tokens
 
 cdef struct PageToEnter:
@@ -386,7 +386,7 @@ cdef struct PageToEnter:
     int32_t num_tokens        # 0: they are not known
     int32_t page_id
     int32_t group
-    int32_t place             # in its request
+    int32_t place             # in its request or row
     Held *held
     const Digest *parent      # NULL for the first page; this and the rest only for a journal
     int32_t context

@@ -1,4 +1,5 @@
-# What requests hold.
+# What requests hold. A `Step` gives the next tokens of a request slots; its `Outcome` is DONE, or says why it was refused.
+# Always: the `limits` and `num_cached_tokens` of a request are those of its `holding`.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -29,9 +30,9 @@ cdef struct Step:             # the next tokens of a request
     int32_t context           # see `Origin`
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
-    int64_t num_changes       # of the index before it was refused for want of pages
-    int32_t wrong_page        # the page that an outcome is about, and its place in its group
-    Py_ssize_t wrong_at
+    int64_t num_changes       # of the index, until it was refused for want of pages
+    int32_t wrong_page        # the page that an outcome is about
+    Py_ssize_t wrong_at       # its place in its group
     Py_ssize_t wrong_num      # pages of that group
 
 

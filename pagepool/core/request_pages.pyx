@@ -26,7 +26,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, Do
 
 
 cdef void lock_chain(HashChain chain) noexcept:
-    """Lock a chain, if there is one: `lock` is taken before the store's."""
+    """Lock a chain, if there is one. Its lock is taken before the store's."""
     if chain is not None:
         chain.lock.acquire()
 
@@ -37,7 +37,7 @@ cdef void unlock_chain(HashChain chain) noexcept:
 
 
 cdef Contents contents_of(HashChain chain, int32_t context) noexcept:
-    """What the pages of a request hold, by its locked chain; nothing is known without one."""
+    """Return what is known of the pages of a request by its locked chain: nothing without one."""
     if chain is None:
         return Contents(NULL, 0, NULL, 0, context)
     if chain.token_ids is None:
@@ -46,7 +46,7 @@ cdef Contents contents_of(HashChain chain, int32_t context) noexcept:
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
-    """`hits` as page ids of the pool for each group, null pages first, or none at all. O(hits)."""
+    """Return `hits` as page ids of the pool for each group, null pages first, or as none at all. O(hits)."""
     cdef tuple checked = tuple(as_list(hits, "hits"))
     cdef PageIds ids
     cdef Py_ssize_t i
@@ -63,7 +63,7 @@ cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
 
 
 cdef Hits *list_hits(tuple hits) noexcept:
-    """The hits of each group in new memory; NULL without any, and where memory is short."""
+    """Return the hits of each group in new memory; NULL without any, and where memory is short."""
     cdef Py_ssize_t g
     cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
     for g in range(len(hits) if array != NULL else 0):
@@ -83,18 +83,19 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
 
 cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept:
     """Append all pages in the order in which they go back: group by group, the last page first. False where memory is short."""
-    cdef Py_ssize_t g, i
+    cdef Py_ssize_t g, i, num = listed.num
     if not listed.try_reserve(count_places(holding)):
         return False
     for g in range(holding.num_groups):
         for i in range(holding.held[g].num_pages - 1, -1, -1):
-            listed.ids[listed.num] = holding.held[g].ids[i]
-            listed.num += 1
+            listed.ids[num] = holding.held[g].ids[i]
+            num += 1
+    listed.num = num
     return True
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
-    """Whether pages were given back that tokens from `num_computed` on need: of a request that went back behind a window."""
+    """Whether pages that tokens from `num_computed` on need were given back: a window has passed them."""
     cdef const Group *group
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
@@ -105,7 +106,7 @@ cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
 
 
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
-    """Ids for which there is room where `num_pages` are held: a power of 2, or none."""
+    """Compute for how many ids there is room where `num_pages` are held: a power of 2, or none."""
     cdef int64_t capacity = 4 if num_pages else 0
     while capacity < num_pages:
         capacity *= 2
@@ -149,7 +150,7 @@ cdef class RequestPages:
         raise ArgumentTypeError("what a request holds cannot be pickled")
 
     def __repr__(self):
-        """The tokens up to which nothing is due."""
+        """Show the places held, and the tokens up to which nothing is due."""
         return (
             f"RequestPages(num_places={len(self)}, num_room={self.limits.num_room}, num_full={self.limits.num_full}, "
             f"num_skip={self.limits.num_skip}, num_cached_tokens={self.num_cached_tokens})"
@@ -443,7 +444,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
 
 
 cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Contents *contents, bint is_past_skip) noexcept:
-    """Whether a step can be tried: DONE, or what is wrong with it."""
+    """Return what is wrong with a step; DONE if it can be tried."""
     if has_copies_due(pool, holding):
         return COPIES_DUE
     if step.demand.hits != NULL and count_places(holding):
@@ -577,7 +578,7 @@ cdef bint make_room(const Holding *target, const Holding *source) noexcept:
 
 
 cdef int32_t find_shard(const Pool *pool, const Holding *holding) noexcept:
-    """The shard of the first page, if the pool is divided into shards, or -1."""
+    """Return the shard of the first page; -1 in a pool without shards, and if there is no page."""
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.num_shards else 0):
         for i in range(holding.held[g].num_pages):
@@ -590,7 +591,7 @@ cdef int enter_computed(
     RequestPages request, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed,
     object context,
 ) except -1:
-    """`end_external` if it `is_external`, else `enter`."""
+    """Do what `end_external` does if it `is_external`, else what `enter` does."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
     cdef int32_t checked_context = request.store.checked_context(context)

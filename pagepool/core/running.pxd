@@ -1,4 +1,4 @@
-# Running rows.
+# Running rows: a `Batch` with the Python objects that it points into, and its locks.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t

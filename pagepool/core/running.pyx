@@ -58,8 +58,8 @@ cdef object ROW_RECORD = np.dtype(
 
 
 cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
-    """Values of `size` bytes that rows lie apart, at least `num_values`: an odd number of cache lines, so that the ends of
-    rows, which a step writes, fall into different sets of a cache.
+    """Return the distance of rows in values of `size` bytes, at least `num_values`: an odd number of cache lines, so that the
+    ends of rows, which a step writes, fall into different sets of a cache.
     """
     cdef Py_ssize_t num_in_line = CACHE_LINE // size
     return ((num_values + num_in_line - 1) // num_in_line | 1) * num_in_line
@@ -138,7 +138,7 @@ cdef PageIds ONE = PageIds([1])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
-    """`values` as a number for each row, or one for all, copied, so that they cannot change during the call."""
+    """Return `values`, a number for each row or one for all, copied, so that they cannot change during the call."""
     cdef PageIds amounts
     if hasattr(values, "__index__") and not isinstance(values, ndarray):
         return PageIds([size_of(values, name, 0, MAX_TOKENS)])
@@ -149,7 +149,7 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
 
 
 cdef Amounts amounts_in(PageIds amounts) noexcept:
-    """A view of them. A single number serves all rows."""
+    """Return a view of amounts. A single number serves all rows."""
     return Amounts(amounts.ids, amounts.num > 1)
 
 
@@ -516,7 +516,6 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef Holding holding = holding_of(batch, source)
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Swapped *swapped = NULL
         cdef Py_ssize_t bad = -1
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
@@ -527,19 +526,14 @@ cdef class RunningRows:
             is_due = has_copies_due(batch.pool, &holding)
             has_memory = list_last_first(&holding, ids)
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
-            swapped = new_swapped(batch, source)
-            has_memory = swapped != NULL
-            is_saved = has_memory and save_row(batch, source, swapped)
+            has_memory = add_swapped(batch, source)
+            is_saved = has_memory and save_row(batch, source)
         if is_saved:
             bad = self.store.give_back_ids(ids.ids, ids.num, False)
-            batch.swapped[source] = swapped
-            batch.pool.tier.num_swapped += 1
-            if bad < 0:
-                leave_row(batch, source)
-            else:
-                drop_swapped(batch, source)
-        else:
-            free(swapped)
+        if is_saved and bad < 0:
+            leave_row(batch, source)
+        elif is_running:
+            drop_swapped(batch, source)
         self.let_go()
         if not is_running or is_due:
             refuse_unready(batch, source, is_due)
@@ -671,7 +665,7 @@ cdef class RunningRows:
 # Memory.
 
 cdef int32_t *new_buffer(RunningRows running, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
-    """Zeros, aligned to a cache line, that live as long as the batch. Pages of it that are not touched take no memory."""
+    """Return zeros, aligned to a cache line, that live as long as the batch. Memory pages that are not touched take no room."""
     cdef Buffer buffer = Buffer(num_rows, num_values)
     running.buffers.append(buffer)
     return buffer.values
@@ -755,6 +749,7 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     cdef Py_ssize_t num_right
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
+    cdef void *thread
     result.batch, result.num_new_tokens = running, num_new_tokens
     growth.rows, growth.num_rows = rows.ids, rows.num
     growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), num_ahead
@@ -766,7 +761,11 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
         raise MemoryError(f"{rows.num} rows")
     growth.grown_rows = <int32_t *>(growth.grown + rows.num)
     running.enter_call()
-    num_right = check_rows_of(running, growth)
+    num_right = copy_rows(&running.batch, growth.rows, growth.num_rows)
+    if tokens is None:
+        num_right = check_growth(&running.batch, growth, num_right)
+    else:
+        num_right = check_step(&running.batch, growth, num_right)
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
         has_room = reserve_new(growth) and reserve_copies(
@@ -774,7 +773,10 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
         )
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
-        result.num_grown = grow_checked(running, growth)
+        thread = let_others_run(growth.num_rows + growth.max_num_new)
+        result.num_grown = grow_rows(&running.batch, growth)
+        go_on(thread)
+        growth.num_admissions = running.batch.num_admissions
     else:
         uncount(&running.batch, growth, 0, num_right)
     is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
@@ -798,22 +800,6 @@ cdef bint reserve_new(Growth *growth) noexcept:
     return growth.new_ids != NULL or growth.max_num_new == 0
 
 
-cdef Py_ssize_t check_rows_of(RunningRows running, Growth *growth) noexcept:
-    """How many rows there are before the first that is wrong. The others are counted as grown."""
-    cdef Py_ssize_t num_copied = copy_rows(&running.batch, growth.rows, growth.num_rows)
-    if growth.token_ids == NULL:
-        return check_growth(&running.batch, growth, num_copied)
-    return check_step(&running.batch, growth, num_copied)
-
-
-cdef Py_ssize_t grow_checked(RunningRows running, Growth *growth) noexcept:
-    cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
-    cdef Py_ssize_t num_grown = grow_rows(&running.batch, growth)
-    go_on(thread)
-    growth.num_admissions = running.batch.num_admissions
-    return num_grown
-
-
 cdef bint has_due(RunningRows running, int32_t row) noexcept:
     """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
     cdef Holding holding
@@ -826,8 +812,8 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
 # Release and changes of places.
 
 cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
-    """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
-    order in which they go back.
+    """Count the rows before the first that is wrong. Copy the rows, and list their pages in `ids`, in the order in which they
+    go back.
     """
     cdef Holding holding
     cdef Py_ssize_t i
@@ -845,7 +831,7 @@ cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *
 
 
 cdef Py_ssize_t release_checked(RunningRows running, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
-    """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
+    """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
     cdef Holding holding
     cdef Py_ssize_t i, row, bad = running.store.give_back_ids(ids.ids, ids.num, False)
     for i in range(num_rows if bad < 0 else 0):
@@ -874,9 +860,8 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
         running.refusals[source] = running.refusals[target] = None
-        data = running.extra_key_bytes[source]
-        running.extra_key_bytes[source] = running.extra_key_bytes[target]
-        running.extra_key_bytes[target] = data
+        keys = running.extra_key_bytes
+        keys[source], keys[target] = keys[target], keys[source]
     running.let_go()
     if not is_right:
         raise ArgumentError(
@@ -890,7 +875,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
 # Forks.
 
 cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
-    """How many targets there are before the first that is not a free row, or stands there twice."""
+    """Count the targets before the first that is not a free row, or is listed twice."""
     cdef Py_ssize_t i
     cdef RowRecord *record
     start_call(batch)
@@ -928,7 +913,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 
 
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
-    """Let a free row be what another is."""
+    """Let a free row go on as another does: with its tokens, digests and context, and the pages that a fork gets."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
     cdef int32_t g
@@ -985,7 +970,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
 
 
 cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Do it with the first of the tokens, and give back the pages behind. A state is wrong then, so nothing stands with one."""
+    """Commit the first tokens and give back the pages behind them; with a state, discard all."""
     cdef Holding holding = holding_of(batch, row)
     if batch.has_state:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
@@ -1003,8 +988,8 @@ cdef int check_tier(RunningRows running) except -1:
     return 0
 
 
-cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
-    """Room for the pages of the computed tokens of a row; NULL where memory is short."""
+cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
+    """Allocate room for the pages of the computed tokens of a row; False where memory is short."""
     cdef int32_t num_pages, num_computed = batch.records[row].num_computed
     cdef const Held *held
     cdef Swapped *swapped
@@ -1013,7 +998,7 @@ cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
     cdef Py_ssize_t g, size = sizeof(Swapped) + batch.num_groups * sizeof(SwappedGroup)
     swapped = <Swapped *>malloc(size + count_places(&holding) * sizeof(int32_t))
     if swapped == NULL:
-        return NULL
+        return False
     swapped.groups = <SwappedGroup *>(swapped + 1)
     swapped.num_computed = num_computed
     ids = <int32_t *>(swapped.groups + batch.num_groups)
@@ -1022,20 +1007,21 @@ cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
         num_pages = <int32_t>min(<int64_t>held.num_pages, pages_for(&batch.groups[g].rules, num_computed))
         swapped.groups[g] = SwappedGroup(ids, num_pages, held.num_skipped, held.num_cached)
         ids += num_pages
-    return swapped
+    batch.swapped[row] = swapped
+    batch.pool.tier.num_swapped += 1
+    return True
 
 
-cdef bint save_row(Batch *batch, Py_ssize_t row, Swapped *swapped) noexcept:
-    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and note what is to be saved.
-    False, and nothing changed, if too few are free.
+cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
+    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and queue the saves. If too
+    few are free, return False, with references only to pages that have the content of a row's.
     """
+    cdef Swapped *swapped = batch.swapped[row]
     cdef Tier *tier = batch.pool.tier
     cdef Py_ssize_t g, num_missing = 0
     for g in range(batch.num_groups):
         num_missing += hold_saved(batch.pool, held_by(batch, row, g), &swapped.groups[g])
     if tier.pool.num_free < num_missing or not reserve_transfers(tier, num_missing):
-        for g in range(batch.num_groups):
-            put_back_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
         return False
     for g in range(batch.num_groups):
         save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
@@ -1060,7 +1046,7 @@ cdef Py_ssize_t hold_saved(Pool *pool, const Held *held, SwappedGroup *group) no
 
 
 cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
-    """Have the pages saved that the tier has not. The row has a reference to each, beside that of the transfer."""
+    """Queue saves of the pages that the tier lacks. The row gets a reference to each, beside that of the transfer."""
     cdef const Page *page
     cdef Digest key
     cdef int32_t i
@@ -1084,7 +1070,7 @@ cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
 
 
 cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
-    """FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
+    """Return FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
     cdef const SwappedGroup *group
     cdef Py_ssize_t g, i
     cdef int fill, worst = FILLED

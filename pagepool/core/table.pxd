@@ -1,4 +1,4 @@
-# Page tables.
+# Page tables: the host side of one, `TableRows`, and what it shares with several of the same rows, `TableGroup`.
 
 cimport cython
 from cpython.object cimport PyObject
