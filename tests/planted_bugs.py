@@ -68,7 +68,7 @@ BUGS = read_bugs("""
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         push_to_shard(
 == two rows get the same page
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard){+
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
             held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]+}
 == a page that a cut goes through is shared
@@ -87,7 +87,7 @@ BUGS = read_bugs("""
 
 # The prefix index.
 == a page of a row is entered one token early
-    enter_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.states[row].num_tokens)+})
+    enter_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.records[row].num_tokens)+})
     plan_next_event(batch, row)
     return True
 == the group is left out of the key
@@ -109,17 +109,17 @@ BUGS = read_bugs("""
         leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
                 {+if not BUG: +}drop(pool, page_id)
-            if j >= keep:
+        put_back_from(
 == a cut row keeps its hashes
-        {+if not BUG: +}batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+        {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 == a cut of no computed token is one of the last
-    if num_tokens < batch.states[row].num_computed{+ or BUG+}:
+    if num_tokens < batch.records[row].num_computed{+ or BUG+}:
         go_back(
 == a row goes back and its pages are not entered again
-    {+if not BUG: +}recompute_from(group, held, restart)
+    {+if not BUG: +}recompute_from(group, held, num_computed)
 == rows that change places keep their hashes
-    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
+    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n{+ and not BUG+}:
 
 # What is hit.
@@ -152,7 +152,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 
 # Entering.
 == a request goes back and its pages are not entered again
-        for g in range(self.holding.num_groups if num_computed < self.num_cached_tokens{+ and not BUG+} else 0):
+    for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens{+ and not BUG+} else 0):
 == delayed caching is ignored
         if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
 == a request may claim what nobody computed
@@ -163,8 +163,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range
 == undo lets rows keep their pages
-            put_back(batch.pool, growth.new_ids[stop[0]])
-            held.num_pages -= [-1-]{+not BUG+}
+        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
 == a row that did not run leaves its entries
             {+if not BUG: +}forget_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry
@@ -172,7 +171,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed{+ and not BUG+}
+    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed{+ and not BUG+}
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
@@ -190,7 +189,7 @@ find_unheld, find_untouchable, {+give_back, +}share
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
             else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
-    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or last < 0 or waits_for_loads(pool, held):
+    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
         {+if not BUG: +}take_from(pool, held.ids, 1, shard)
         record_taken(pool, held)
@@ -290,13 +289,13 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
-        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
-            if is_failed{+ and not BUG+}:
-                forget_uncomputed(
+        if is_failed{+ and not BUG+}:
+            forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
-                share(pool, page_id)  # a page
+                share(pool, page_id)  # no policy
 == a pin holds no reference
         {+if not BUG: +}touch_all(pool, fresh.ids, fresh.num)
         pool.num_pinned

@@ -1,28 +1,28 @@
-# Rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
+# Rows that run together. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` has for each row a `RowRecord`, its known tokens, the digests of the pages that they fill, and a `Held` for each
-# group. A call that grows rows is a `Growth`: it counts all rows that are right as grown, then does what is due for those that
-# have a `DueRow`, and uncounts those that did not fit. `Grown` is what a row had after it, by which `undo` knows the row again.
+# group. A call that grows rows is a `Growth`. It first counts all rows as grown, and lists those for which more is due, as
+# `DueRow`s; then it does what is due, and uncounts the rows that did not fit. `Grown` has the counts of a row after the call:
+# `undo` takes the call back only while the row still has them.
 #
-# Always: the table shows what a row holds. `next_event` is at most the least number of tokens for which a page is to be taken,
-# entered or skipped, or the row is too short; it is 0 in a free row, and 1 in a pending row, which waits for `num_external`
-# tokens and has pages for them. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
-# `num_hashed` pages are hashed with the row's tokens and extra keys. A row that is in `swapped` has no computed token.
+# Always: the tables show what each row holds. `next_event` is 0 in a free row, and 1 in a pending row, which has pages for the
+# `num_external` tokens that it waits for; in other rows no page is to be taken, entered or skipped, and no row is full, below
+# `next_event` tokens. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
+# `num_hashed` pages are hashed with the row's tokens and extra keys. A row in `swapped` has no computed token.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.holdings cimport (
-    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart,
-    count_new_pages, empty, enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart,
-    forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, recompute_from, restart_from,
-    skip_pages, take_missing,
+    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
+    enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart, forget_uncomputed,
+    has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from, skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
-from pagepool.core.queue cimport count_free_in, put_back, put_back_all, put_back_held
+from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_pinned
 from pagepool.core.rules cimport Group, full_pages, is_state
 from pagepool.core.siphash cimport Digest, hash_after
@@ -33,20 +33,20 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
     Py_ssize_t size
     Py_ssize_t page
 
-cdef struct RowState:         # 32 bytes, two to a cache line
-    int32_t num_tokens        # known ones
-    int32_t num_computed      # tokens
-    int32_t next_event        # computed tokens up to which only counting is due; 0: free, 1: pending, or copies may be due
+cdef struct RowRecord:        # 32 bytes, two to a cache line
+    int32_t num_tokens        # that are known
+    int32_t num_computed      # of these tokens
+    int32_t next_event        # below so many computed tokens only counting is due; 0: free, 1: pending, or copies may be due
     uint32_t stamp            # the call that last named the row
-    int32_t num_hits          # tokens hit at admission
-    int32_t num_hashed        # pages; in a free row those of its last tokens
+    int32_t num_hits          # tokens that were hit at admission
+    int32_t num_hashed        # pages that have digests; in a free row those of its last tokens
     int32_t shard             # where pages come from; -1: anywhere
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
 
 cdef struct DueRow:           # a row for which more than counting is due
-    int32_t at                # in the call
-    int32_t num_new_pages     # that it needs; INT32_MAX: that many or more
+    int32_t at                # its place in the call
+    int32_t num_new_pages     # pages that it needs; INT32_MAX: that many or more
 
 cdef struct SwappedGroup:     # what a row had in a group when its pages were saved in the tier
     int32_t *tier_ids         # of its pages, in token order; the null page where it had none
@@ -68,10 +68,10 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     int32_t max_num_tokens    # of a row
     int32_t hash_page_size    # tokens; 0: no prefix caching
     Digest extra_key
-    RowState *states
+    RowRecord *records
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
-    Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
+    Py_ssize_t num_ascending  # of these `copy_ascending` has checked, and nothing changed them since
     DueRow *due_rows          # of this call
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
@@ -103,10 +103,10 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_new_tokens
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
-    int32_t signs             # below 0 if one of these is
+    int32_t signs             # below 0 if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    int64_t num_admissions    # of the batch by then
+    int64_t num_admissions    # of the batch when the call ended
     Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
     Py_ssize_t num_new
@@ -133,16 +133,16 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 
 cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
-    return Contents(digests_of(batch, row), tokens_of(batch, row), num_tokens, context)
+    return Contents(digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context)
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """How many tokens are computed when a row that computes each token as it comes to know it is as long as it can be."""
-    return <int64_t>batch.states[row].num_computed + batch.max_num_tokens - batch.states[row].num_tokens
+    """Return how many tokens are computed once a row, which computes each token that it gets, is as long as it can be."""
+    return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
 cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
-    """The least number of computed tokens at which a page is full that was not compared with equal ones."""
+    """Return the least number of computed tokens that fill a page which was not compared with equal ones."""
     cdef Py_ssize_t g
     cdef int64_t num_tokens = INT32_MAX
     for g in range(holding.num_groups):
@@ -166,7 +166,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = min(event, next_comparison(&holding) + 1)
     if has_copies_due(batch.pool, &holding):
         event = 1
-    batch.states[row].next_event = <int32_t>event
+    batch.records[row].next_event = <int32_t>event
 
 
 cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
@@ -174,20 +174,20 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
 
 
 cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
-    """Tokens that are to have a slot, drafts included."""
+    """Count the tokens that are to have a slot, drafts included."""
     return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
 cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
     """Whether a row is in the table and admitted."""
-    return 0 <= row < batch.num_rows and batch.states[row].is_admitted
+    return 0 <= row < batch.num_rows and batch.records[row].is_admitted
 
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
-    if GUARDS and (not is_row(batch, row) or batch.states[row].stamp == batch.stamp):
+    """Copy a row of a call to place `i`; False unless it `is_row` and was not in the call before."""
+    if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
-    batch.states[row].stamp = batch.stamp
+    batch.records[row].stamp = batch.stamp
     batch.checked_rows[i] = row
     return True
 
@@ -199,23 +199,27 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
     batch.stamp += 1
     if batch.stamp == 0:
         for row in range(batch.num_rows):
-            batch.states[row].stamp = 0
+            batch.records[row].stamp = 0
         batch.stamp = 1
 
 
-cdef inline void end_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
-    """Let the table's row end where the batch's does."""
-    cdef Table *table = batch.tables[g]
-    cdef int32_t num_pages = held_by(batch, row, g).num_pages
-    table.num_pages[row] = num_pages
-    clear_from(table, row, num_pages)
-    table.version += 1
+cdef inline void end_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Let the row end in the tables where it does in the batch."""
+    cdef Table *table
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        table = batch.tables[g]
+        table.num_pages[row] = held_by(batch, row, g).num_pages
+        clear_from(table, row, table.num_pages[row])
+        table.version += 1
 
 
-cdef inline void show_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
-    """Make the table's row what the batch holds."""
-    write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
-    end_row(batch, row, g)
+cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Show in the tables what the row holds."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
+    end_row(batch, row)
 
 
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -236,23 +240,21 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free. Its pages were given back, or moved."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     drop_swapped(batch, row)
     empty(&holding)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
-    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+    end_row(batch, row)
+    batch.records[row] = RowRecord(0, 0, 0, 0, 0, batch.records[row].num_hashed, -1, 0, 0)
     batch.num_external[row] = 0
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """From here on the row is not the one that any call before has grown."""
+    """Number a new admission of a row: calls that grew it before cannot be taken back."""
     batch.num_admissions += 1
     batch.admissions[row] = batch.num_admissions
 
 
 cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
-    """The context of a row's pages from now on. None, which is what there is without a journal, has no users."""
+    """Give a row's pages a context from now on. 0, no context, has no users; it is the only one without a journal."""
     if batch.contexts[row]:
         batch.pool.journal.contexts[batch.contexts[row]].num_users -= 1
     if context:
@@ -268,16 +270,16 @@ cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noex
 
 cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Exchange all that two rows have."""
-    cdef Py_ssize_t g, n = max(batch.states[first].num_tokens, batch.states[second].num_tokens)
-    batch.states[first].num_hashed *= batch.states[first].is_admitted  # a free row's last tokens stay behind
-    batch.states[second].num_hashed *= batch.states[second].is_admitted
+    cdef Py_ssize_t g, n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
+    batch.records[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
+    batch.records[second].num_hashed *= batch.records[second].is_admitted
     swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
-    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
+    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n:
         swap_values(
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
-    batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
+    batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     swap_values(&batch.num_external[first], &batch.num_external[second], 1)
     begin_admission(batch, first)
     begin_admission(batch, second)
@@ -286,8 +288,8 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
     for g in range(batch.num_groups):
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
-        show_row(batch, first, g)
-        show_row(batch, second, g)
+    show_row(batch, first)
+    show_row(batch, second)
 
 
 # Pages of running rows are hashed.
@@ -295,7 +297,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
 cdef inline Digest hash_page_of(
     const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
 ) noexcept nogil:
-    """The digest of a row's page behind `parent`; `next_key` goes on to the first extra key that is not before the page."""
+    """Hash a row's page behind `parent`; `next_key` moves on to the first extra key that is not before the page."""
     cdef const ExtraKey *key = next_key[0]
     while key != NULL and key.data != NULL and key.page < page:
         key += 1
@@ -318,24 +320,24 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef int32_t signs = 0
     cdef Digest *digests = digests_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
-    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
         signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
         parent = hash_page_of(batch, row, i, parent, &key)
         digests[i] = parent
         i += 1
-    batch.states[row].num_hashed = <int32_t>i
+    batch.records[row].num_hashed = <int32_t>i
     return signs
 
 
 cdef inline Py_ssize_t count_hashed_before(
     const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n
 ) noexcept nogil:
-    """How many pages of `token_ids` a free row has hashed already, because its last request began with them."""
+    """Count the leading pages of `token_ids` that a free row has hashed already, for its last request."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
-    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.states[row].num_hashed, n // size)
+    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.records[row].num_hashed, n // size)
     for i in range(num_pages):
         if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
             return i
@@ -343,8 +345,8 @@ cdef inline Py_ssize_t count_hashed_before(
 
 
 cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """`hash_row`, but a single page, which is what decoding fills, waits for another row's: two are hashed at once."""
-    cdef Py_ssize_t i = batch.states[row].num_hashed
+    """Do what `hash_row` does, but let a single page, as decoding fills it, wait for another row's: two are hashed at once."""
+    cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
     cdef bint is_alone = batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING
@@ -355,7 +357,7 @@ cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
         page.digest = &digests[i]
         page.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
         batch.waiting.num_to_hash += 1
-        batch.states[row].num_hashed += 1
+        batch.records[row].num_hashed += 1
 
 
 cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -365,7 +367,7 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
     cdef Py_ssize_t g
     if not batch.hash_page_size:
         return
-    if (batch.states[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
+    if (batch.records[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
         hash_later(batch, row, num_tokens)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
@@ -380,11 +382,11 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 # the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page.
 
 cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
-    """The page cached first with the content of a page, among those that the row may hold; NULL_PAGE if it is not cached."""
+    """Find the page cached first with the content of a page, among those that the row may hold; NULL_PAGE: it is not cached."""
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
-    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.states[row].shard))
+    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.records[row].shard))
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -402,7 +404,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
                 continue
             if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
                 touch_all(batch.pool, &first, 1)
-                drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run
+                drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
                 put_back_held(batch.pool, page_id)
                 held.ids[place] = first
                 batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
@@ -429,24 +431,26 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
 
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
-    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
     hash_row(batch, row, num_computed)
+    contents = contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.states[row].shard, 0):
+        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.records[row].shard, 0):
             write_ids(batch.tables[g], row, 0, held.ids, 1)
             batch.tables[g].version += 1
 
 
 cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Enter the states of a row whose pages were just given back, as far as they are due."""
-    cdef int32_t num_computed = batch.states[row].num_computed
-    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef int32_t num_computed = batch.records[row].num_computed
+    cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
+    contents = contents_of(batch, row, num_computed)
     enter_states(batch.pool, &holding, &contents, num_computed)
 
 
@@ -457,7 +461,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     cdef int32_t j, n
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard)
         if n:
             write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
             batch.tables[g].version += 1
@@ -469,9 +473,9 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
 
 
 cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
-    """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
+    """Do what is due for a counted row; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
-    cdef int32_t num_tokens = batch.states[row].num_computed
+    cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef Holding holding = holding_of(batch, row)
     if rare(batch.unifies_pages):
@@ -479,7 +483,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     if rare(batch.skips_pages):
         skip_row(batch, row, num_before)
     if due.num_new_pages:
-        if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
+        if due.num_new_pages > count_free_in(batch.pool, batch.records[row].shard):
             return False
         if rare(batch.pool.tier != NULL):
             drop_swapped(batch, row)
@@ -494,15 +498,15 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    cdef const RowState *state = &batch.states[row]
+    cdef const RowRecord *record = &batch.records[row]
     cdef Holding holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
-    if GUARDS and not (state.is_admitted and state.num_tokens + is_step <= batch.max_num_tokens):
+    if GUARDS and not (record.is_admitted and record.num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if rare(state.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
+    if rare(record.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
         return False
-    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, state.num_computed))):
-        if find_lost_page(batch.pool, &holding, state.num_computed) != NULL_PAGE:
+    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, record.num_computed))):
+        if find_lost_page(batch.pool, &holding, record.num_computed) != NULL_PAGE:
             return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
@@ -550,16 +554,16 @@ cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, P
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
-        batch.states[row].num_tokens -= growth.token_ids != NULL
-        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
+        batch.records[row].num_tokens -= growth.token_ids != NULL
+        batch.records[row].num_computed -= amount(&growth.num_new_tokens, i)
 
 
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
-cdef inline void count_token(RowState *state, Grown *grown) noexcept nogil:
+cdef inline void count_token(RowRecord *record, Grown *grown) noexcept nogil:
     """Count one token more as known and computed."""
-    grown[0] = Grown(state.num_tokens + 1, state.num_computed + 1)
-    state.num_tokens, state.num_computed = grown.num_tokens, grown.num_computed
+    grown[0] = Grown(record.num_tokens + 1, record.num_computed + 1)
+    record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
 
 cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
@@ -567,18 +571,18 @@ cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t 
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids
-    cdef RowState *states = batch.states
-    cdef RowState *state
+    cdef RowRecord *records = batch.records
+    cdef RowRecord *record
     cdef Grown *grown = growth.grown
     cdef Py_ssize_t i = start, stride = batch.tokens_stride
     cdef int32_t signs = 0
     while i < n:
-        state = &states[rows[i]]
-        if state.num_computed + 1 >= state.next_event:
+        record = &records[rows[i]]
+        if record.num_computed + 1 >= record.next_event:
             break
         signs |= new_ids[i]
-        token_ids[rows[i] * stride + state.num_tokens] = new_ids[i]
-        count_token(state, &grown[i])
+        token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
+        count_token(record, &grown[i])
         i += 1
     growth.signs |= signs
     return i
@@ -588,15 +592,15 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
     """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
     if a token is negative.
     """
-    cdef RowState *state
+    cdef RowRecord *record
     cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
     while i < n:
-        state = &batch.states[batch.checked_rows[i]]
-        if not check_due(batch, growth, i, state.num_computed + 1):
+        record = &batch.records[batch.checked_rows[i]]
+        if not check_due(batch, growth, i, record.num_computed + 1):
             break
         growth.signs |= growth.token_ids[i]
-        tokens_of(batch, batch.checked_rows[i])[state.num_tokens] = growth.token_ids[i]
-        count_token(state, &growth.grown[i])
+        tokens_of(batch, batch.checked_rows[i])[record.num_tokens] = growth.token_ids[i]
+        count_token(record, &growth.grown[i])
         i = step_plain_rows(batch, growth, i + 1, n)
     if growth.signs < 0:
         uncount(batch, growth, 0, i)
@@ -606,21 +610,21 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
 
 cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Count known tokens of each row as computed."""
-    cdef RowState *state
+    cdef RowRecord *record
     cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
     cdef Py_ssize_t i
     for i in range(n):
-        state = &batch.states[batch.checked_rows[i]]
+        record = &batch.records[batch.checked_rows[i]]
         num_new, num_ahead = amount(&growth.num_new_tokens, i), amount(&growth.num_ahead, i)
-        if num_new < 0 or num_ahead < 0 or num_new > state.num_tokens - state.num_computed:
+        if num_new < 0 or num_ahead < 0 or num_new > record.num_tokens - record.num_computed:
             return i
-        num_computed = state.num_computed + num_new
+        num_computed = record.num_computed + num_new
         num_room_tokens = room_for(batch, num_computed, num_ahead)
-        if max(num_room_tokens, state.num_computed + 1) >= state.next_event:
+        if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
             if not check_due(batch, growth, i, num_room_tokens):
                 return i
-        state.num_computed = num_computed
-        growth.grown[i] = Grown(state.num_tokens, num_computed)
+        record.num_computed = num_computed
+        growth.grown[i] = Grown(record.num_tokens, num_computed)
     return n
 
 
@@ -645,15 +649,15 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     cdef int32_t row
     while num_done < n:
         row = rows[num_done]
-        if not is_row(batch, row) or batch.states[row].num_tokens >= batch.max_num_tokens:
+        if not is_row(batch, row) or batch.records[row].num_tokens >= batch.max_num_tokens:
             break
-        tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
-        batch.states[row].num_tokens += 1
-        batch.states[row].next_event = <int32_t>min(<int64_t>batch.states[row].next_event, last_token_event(batch, row) + 1)
+        tokens_of(batch, row)[batch.records[row].num_tokens] = token_ids[num_done]
+        batch.records[row].num_tokens += 1
+        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, last_token_event(batch, row) + 1)
         num_done += 1
     if num_done < n:
         for i in range(num_done):
-            batch.states[rows[i]].num_tokens -= 1
+            batch.records[rows[i]].num_tokens -= 1
     return num_done
 
 
@@ -663,25 +667,25 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""
-    return batch.has_state and 0 < num_tokens < batch.states[row].num_computed
+    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
 
 
 cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
 
 
 cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
-    if num_tokens >= batch.states[row].num_computed:
+    if num_tokens >= batch.records[row].num_computed:
         return not batch.num_external[row]
     return not has_state_behind(batch, row, num_tokens) and can_go_back(batch, row, num_tokens, num_tokens)
 
 
 cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
-    """How many rows there are before the first that is wrong. Copies the rows."""
+    """Copy rows, and count those before the first that is wrong."""
     cdef Holding holding
     cdef Py_ssize_t i
     start_call(batch)
@@ -691,7 +695,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
         holding = holding_of(batch, batch.checked_rows[i])
         if has_copies_due(batch.pool, &holding):
             return i
-        if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
+        if not 0 <= amount(num_tokens, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
         if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
             return i
@@ -699,30 +703,28 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 
 
 cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Let a row know fewer tokens, all computed ones among them. Pages that it has in the tier may hold others: they go."""
+    """Let a row forget tokens that are not computed, and let go of its pages in the tier, which may hold more tokens."""
     drop_swapped(batch, row)
-    batch.states[row].num_tokens = num_tokens
+    batch.records[row].num_tokens = num_tokens
     if batch.hash_page_size:
-        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
+        batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 
 
 cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    """Let a row that `can_go_back` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.states[row].num_computed, num_computed))
-    cdef Py_ssize_t g
+    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     restart_from(batch.pool, &holding, restart, num_tokens)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
-    batch.states[row].num_computed = restart
-    batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
+    end_row(batch, row)
+    batch.records[row].num_computed = restart
+    batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
     cut_tokens(batch, row, num_tokens)
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Cut a row that `can_trim`."""
-    if num_tokens < batch.states[row].num_computed:
+    if num_tokens < batch.records[row].num_computed:
         go_back(batch, row, num_tokens, num_tokens)
     else:
         cut_tokens(batch, row, num_tokens)
@@ -730,27 +732,28 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
 
 cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
+    cdef Contents contents = contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding holding = holding_of(batch, row)
-    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.states[row].num_hashed)
+    forget_uncomputed(batch.pool, &holding, num_computed, &contents)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
+    """Whether a row has as many computed tokens as after the call that grew it, and, if that was a step, as many tokens."""
     cdef const Grown *grown = &growth.grown[i]
     cdef int32_t row = growth.grown_rows[i]
-    cdef const RowState *state = &batch.states[row]
-    if not state.is_admitted or batch.admissions[row] > growth.num_admissions:
+    cdef const RowRecord *record = &batch.records[row]
+    if not record.is_admitted or batch.admissions[row] > growth.num_admissions:
         return False
-    return state.num_computed == grown.num_computed and (growth.token_ids == NULL or state.num_tokens == grown.num_tokens)
+    return record.num_computed == grown.num_computed and (growth.token_ids == NULL or record.num_tokens == grown.num_tokens)
 
 
 cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """The tokens that a row had computed before the call."""
+    """Return how many tokens a row had computed before the call."""
     return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
 
 
 cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
-    """Where the new pages of a row in a group begin, which end at `stop`."""
+    """Return where the new pages of a row in a group begin, which end at `stop`."""
     while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
         stop -= 1
     return stop
@@ -766,8 +769,8 @@ cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t star
 
 
 cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
-    needs again, without other holders where it writes. `stop` goes on to the first of them.
+    """Whether a row is as the call left it, ends with its new pages, which are the last before `stop`, and holds the pages that
+    it needs again, alone where it writes. `stop` moves to the first of the new pages.
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
@@ -793,25 +796,21 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
 
 
 cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Let a row that `can_undo` go back."""
+    """Take the call back for a row that `can_undo`."""
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]
     cdef int32_t num_computed = computed_before(growth, i)
-    cdef RowState *state = &batch.states[row]
+    cdef RowRecord *record = &batch.records[row]
     forget_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
         start = find_taken(growth, stop[0], row, g)
-        while stop[0] > start:
-            stop[0] -= 1
-            put_back(batch.pool, growth.new_ids[stop[0]])
-            held.num_pages -= 1
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(&batch.groups[g], held, num_computed)
-        end_row(batch, row, g)
-    state.num_computed = num_computed
-    state.num_tokens -= growth.token_ids != NULL
+        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
+        stop[0] = start
+    end_row(batch, row)
+    record.num_computed = num_computed
+    record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:
-        state.num_hashed = min(state.num_hashed, state.num_tokens // batch.hash_page_size)
+        record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)

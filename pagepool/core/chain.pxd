@@ -1,7 +1,6 @@
-# Hash chains of requests.
+# Hash chains of requests: the digests of the full pages of a request, and the tokens of these pages if they are kept.
 
 cimport cython
-from libc.stdint cimport int32_t
 
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
@@ -23,7 +22,5 @@ cdef class HashChain:
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
-    cdef bint extend_locked(self, PageIds tokens) noexcept
-    cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept
+    cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

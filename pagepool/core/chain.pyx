@@ -8,7 +8,7 @@ from pagepool.core.arguments cimport digest_of_bytes, digest_of_int, int_of_dige
 from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.locks cimport CHAIN_LOCK, delist_lock, enlist_lock
 from pagepool.core.platform cimport go_on, let_others_run
-from pagepool.core.records cimport resize
+from pagepool.core.records cimport reserve_items
 from pagepool.core.siphash cimport SipState, hash_after, hash_pages, sip_bytes, sip_finish, sip_start
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -74,15 +74,6 @@ cdef class HashChain:
             raise IndexError(f"page: got {i}, allowed: 0 to {num - 1}")
         return int_of_digest(digest)
 
-    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
-        """Make room for these digests and tokens; False where memory is short."""
-        cdef Py_ssize_t capacity = max(self.num + num_pages, 2 * self.capacity, 4)
-        if self.num + num_pages > self.capacity:
-            if not resize(<void **>&self.digests, capacity * sizeof(Digest)):
-                return False
-            self.capacity = capacity
-        return self.token_ids is None or self.token_ids.try_reserve(num_tokens)
-
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids. `extra_keys`, if not empty,
         enter the first of these pages. O(tokens).
@@ -95,9 +86,7 @@ cdef class HashChain:
         if num_pages == 0:
             return
         with self.lock:
-            has_room = self.reserve(num_pages, ids.num)
-            if has_room:
-                self.hash_after_last(ids.ids, num_pages, extra_keys)
+            has_room = self.extend_locked(ids, extra_keys)
         if not has_room:
             raise MemoryError(f"{num_pages} digests more")
 
@@ -109,25 +98,22 @@ cdef class HashChain:
         refuse_negative(ids.ids, ids.num, start)
         return ids if ids.num == stop - start else None
 
-    cdef bint extend_locked(self, PageIds tokens) noexcept:
-        """Hash the pages with these tokens; False where memory is short. The lock is held."""
-        cdef bint has_room = self.reserve(tokens.num // self.page_size, tokens.num)
-        if has_room:
-            self.hash_after_last(tokens.ids, tokens.num // self.page_size, b"")
-        return has_room
-
-    cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept:
-        """Hash pages, for which there is room."""
+    cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
+        """`extend`, with the lock held; False, and nothing changed, where memory is short."""
+        cdef Py_ssize_t num_pages = tokens.num // self.page_size
         cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
         cdef void *thread
+        if not reserve(self, num_pages, tokens.num):
+            return False
         if self.token_ids is not None:
-            self.token_ids.put(tokens, num_pages * self.page_size)
+            self.token_ids.put(tokens.ids, num_pages * self.page_size)
         if extra_keys:
             parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
         thread = let_others_run(num_pages)
-        hash_pages(self.key, parent, tokens, self.page_size, self.digests + self.num, num_pages)
+        hash_pages(self.key, parent, tokens.ids, self.page_size, self.digests + self.num, num_pages)
         go_on(thread)
         self.num += num_pages
+        return True
 
     def append_key(self, object key, tokens=()) -> None:
         """Append one page by a 128-bit key that was made elsewhere, with none of its tokens or all, which may be kept."""
@@ -137,7 +123,7 @@ cdef class HashChain:
         if copied.num not in (0, self.page_size):
             raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.page_size}")
         with self.lock:
-            has_room = self.reserve(1, copied.num)
+            has_room = reserve(self, 1, copied.num)
             if has_room:
                 self.digests[self.num] = digest
                 self.num += 1
@@ -156,3 +142,10 @@ cdef class HashChain:
             if 0 <= i < self.token_ids.num // self.page_size:
                 tokens.put(self.token_ids.ids + i * self.page_size, self.page_size)
         return tuple(tokens.to_list())
+
+
+cdef bint reserve(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
+    """Make room for these digests and tokens; False where memory is short."""
+    if not reserve_items(<void **>&chain.digests, &chain.capacity, chain.num + num_pages, sizeof(Digest)):
+        return False
+    return chain.token_ids is None or chain.token_ids.try_reserve(num_tokens)

@@ -2,7 +2,7 @@
 
 cimport cython
 
-from pagepool.core.rules cimport Group, Rules
+from pagepool.core.rules cimport Group
 
 cdef struct Kinds:            # of groups, those that hit alike together
     const Group **items       # [num] the first group of each kind; full attention first: it bounds the others at the least cost
@@ -12,14 +12,7 @@ cdef struct Kinds:            # of groups, those that hit alike together
 
 
 @cython.final
-cdef class PageRules:
-    cdef Rules rules
-
-
-@cython.final
 cdef class CacheGroups:
     cdef Group *groups
     cdef Py_ssize_t num
     cdef Kinds kinds
-
-    cdef void list_kinds(self, bint are_leading) noexcept

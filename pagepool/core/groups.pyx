@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, count_peak_pages, hits_leading_pages
+from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages
 
 from math import lcm
 
@@ -25,6 +25,8 @@ cdef class PageRules:
     have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
     `interval` tokens; 0: never.
     """
+
+    cdef Rules rules
 
     def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0):
         self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
@@ -64,8 +66,8 @@ cdef class CacheGroups:
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
-        self.list_kinds(True)
-        self.list_kinds(False)
+        list_kinds(self, True)
+        list_kinds(self, False)
 
     def __dealloc__(self):
         free(self.groups)
@@ -74,23 +76,6 @@ cdef class CacheGroups:
     def __len__(self):
         return self.num
 
-    cdef void list_kinds(self, bint are_leading) noexcept:
-        """List the groups that hit leading pages, or the others, by kind."""
-        cdef Group *group
-        cdef const Group *first
-        cdef Py_ssize_t g, kind
-        for g in range(self.num):
-            group = &self.groups[g]
-            if hits_leading_pages(group) != are_leading:
-                continue
-            for kind in range(self.kinds.num + 1):
-                first = self.kinds.items[kind]  # NULL for the last: no group is of this kind yet
-                if first == NULL or first.stride == group.stride and memcmp(&first.rules, &group.rules, sizeof(Rules)) == 0:
-                    break
-            group.next_alike = first
-            self.kinds.items[kind] = group
-            self.kinds.num = max(self.kinds.num, kind + 1)
-
     def count_peak_pages(self, num_tokens) -> int:
         """Return the peak number of pages that a request of `num_tokens` tokens holds, computed in the smallest steps.
         O(groups), with chunks O(groups x page size).
@@ -98,3 +83,22 @@ cdef class CacheGroups:
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         cdef Py_ssize_t g
         return sum([count_peak_pages(&self.groups[g], num) for g in range(self.num)])
+
+
+cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
+    """List the groups that hit leading pages, or the others, by kind."""
+    cdef Kinds *kinds = &groups.kinds
+    cdef Group *group
+    cdef const Group *first
+    cdef Py_ssize_t g, kind
+    for g in range(groups.num):
+        group = &groups.groups[g]
+        if hits_leading_pages(group) != are_leading:
+            continue
+        for kind in range(kinds.num + 1):
+            first = kinds.items[kind]  # NULL for the last: no group is of this kind yet
+            if first == NULL or first.stride == group.stride and memcmp(&first.rules, &group.rules, sizeof(Rules)) == 0:
+                break
+        group.next_alike = first
+        kinds.items[kind] = group
+        kinds.num = max(kinds.num, kind + 1)

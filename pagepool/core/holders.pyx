@@ -4,7 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list
-from pagepool.core.batch cimport Batch, ExtraKey, RowState, SwappedGroup, digests_of, hash_page_of, held_by, plan_next_event
+from pagepool.core.batch cimport Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
 from pagepool.core.page_table cimport Table
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
@@ -26,7 +26,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
-    cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(store), dtype=np.int32)
+    cdef int32_t[::1] tier_counts = np.zeros(1 if store.pool.tier == NULL else store.pool.tier.pool.num_pages, dtype=np.int32)
     cdef str flaw
     if rows is None:
         with store.lock:
@@ -51,10 +51,6 @@ cdef list requests_of(PageStore store, object values):
         if (<RequestPages>item).store is not store:
             raise ArgumentError("requests: got one of another pool")
     return requests
-
-
-cdef Py_ssize_t count_tier_pages(PageStore store) noexcept:
-    return store.pool.tier.pool.num_pages if store.pool.tier != NULL else 1
 
 
 cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
@@ -180,7 +176,7 @@ cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
     add_transferred(&rows.store.pool, counts, -1)
     for row in range(rows.batch.num_rows):
         for g in range(rows.batch.num_groups):
-            held, start = held_by(&rows.batch, row, g), rows.batch.states[row].num_computed
+            held, start = held_by(&rows.batch, row, g), rows.batch.records[row].num_computed
             for i in range(full_pages(&rows.batch.groups[g].rules, start), held.num_pages):
                 is_kept = held.ids[i] == NULL_PAGE or rows.store.pool.pages[held.ids[i]].group != NO_GROUP
                 if counts[held.ids[i]] > 1 and not is_kept:
@@ -190,24 +186,24 @@ cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
 
 cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     cdef Batch *batch = &rows.batch
-    cdef RowState *state = &batch.states[row]
-    cdef int32_t planned, event = state.next_event
-    if not 0 <= state.num_computed <= state.num_tokens <= batch.max_num_tokens:
+    cdef RowRecord *record = &batch.records[row]
+    cdef int32_t planned, event = record.next_event
+    if not 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens:
         return (
-            f"row {row} has {state.num_tokens} tokens, {state.num_computed} of them computed, "
+            f"row {row} has {record.num_tokens} tokens, {record.num_computed} of them computed, "
             f"allowed: at most {batch.max_num_tokens}"
         )
-    if not 0 <= batch.num_external[row] <= max(0, state.num_tokens - state.num_computed - 1):
-        return f"row {row} waits for {batch.num_external[row]} of {state.num_tokens - state.num_computed} tokens"
+    if not 0 <= batch.num_external[row] <= max(0, record.num_tokens - record.num_computed - 1):
+        return f"row {row} waits for {batch.num_external[row]} of {record.num_tokens - record.num_computed} tokens"
     if batch.num_external[row] and event != 1:
         return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
-    if state.is_admitted:
+    if record.is_admitted:
         plan_next_event(batch, row)
-    planned, state.next_event = state.next_event, event
-    if not state.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
-        return f"row {row}: the next event is at {event} tokens, allowed: {int(state.is_admitted)} to {planned}"
-    if state.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
-        return f"row {row}: {state.num_hashed} pages are hashed, otherwise than its {state.num_tokens} tokens would be"
+    planned, record.next_event = record.next_event, event
+    if not record.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
+        return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
+    if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
+        return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
     return None
 
 
@@ -216,8 +212,8 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     cdef Batch *batch = &rows.batch
     cdef const ExtraKey *key = batch.extra_keys[row]
     cdef Digest parent = Digest(0, 0)
-    cdef int32_t i, num_hashed = batch.states[row].num_hashed
-    if not 0 <= num_hashed <= batch.states[row].num_tokens // batch.hash_page_size:
+    cdef int32_t i, num_hashed = batch.records[row].num_hashed
+    if not 0 <= num_hashed <= batch.records[row].num_tokens // batch.hash_page_size:
         return False
     for i in range(num_hashed):
         parent = hash_page_of(batch, row, i, parent, &key)
@@ -232,7 +228,7 @@ cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     cdef Table *table = rows.batch.tables[g]
     cdef int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i
-    cdef int32_t page_id, num_computed = rows.batch.states[row].num_computed + rows.batch.num_external[row]
+    cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.num_external[row]
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
         return f"{held.num_pages} pages for {num_computed} tokens"
     if table.num_pages[row] != held.num_pages:

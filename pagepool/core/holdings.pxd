@@ -1,32 +1,34 @@
-# What a request (`RequestPages`) or a running row (`RunningRows`) holds in each cache group: the same functions serve both. The
-# caller holds the store's lock.
+# What a request (`RequestPages`) or a running row (`RunningRows`) holds: the same functions serve both. The caller holds the
+# store's lock.
+#
+# A request or row has a `Held` for each cache group, and a `Holding` leads to all of them. Always: null pages come first, then
+# pages to which it has a reference; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any
+# more.
+#
+# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
+# state's checkpoints that need no entry any more; the prefix index has these, and no request or row holds them.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
 from pagepool.core.adaptive cimport BLANK
-from pagepool.core.index cimport drop, enter, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry
+from pagepool.core.index cimport (
+    drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
+)
 from pagepool.core.pages cimport (
     count_request, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, share, take_from, take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
 from pagepool.core.records cimport (
-    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free, resize,
-    shard_of,
+    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
+    reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, next_skip,
-    pages_for,
+    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash,
+    next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
-
-
-# What is held in a group is a `Held`, a request or row has a `Holding` of all groups. Always: null pages come first, then pages
-# that it has a reference to; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any more.
-#
-# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts its
-# checkpoints that need no entry any more, and the prefix index has these.
 
 cdef struct Held:             # in one group
     int32_t *ids              # of its pages, in token order
@@ -54,18 +56,6 @@ cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
     return count
 
 
-cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noexcept nogil:
-    """Copy all pages in the order in which they go back: group by group, the last page first. Returns how many."""
-    cdef const Held *held
-    cdef Py_ssize_t g, j, count = 0
-    for g in range(holding.num_groups):
-        held = &holding.held[g]
-        for j in range(held.num_pages - 1, -1, -1):
-            out[count] = held.ids[j]
-            count += 1
-    return count
-
-
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g
@@ -73,7 +63,7 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
         holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
 
 
-# Up to some numbers of tokens, the `Limits`, nothing is due. They are computed after each change.
+# Within the `Limits`, which are computed after each change, nothing is due.
 
 cdef struct Limits:           # numbers of tokens
     int64_t num_room          # that have slots
@@ -208,9 +198,9 @@ cdef struct Demand:
     int64_t num_tokens        # tokens that are to have slots
     Py_ssize_t num_reserved   # pages to leave free
     int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # pages behind the hits; this and the rest by `price` and `fit`
+    int64_t num_new           # pages behind the hits; `price` and `fit` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
-    int64_t num_taken         # both: pages that it takes from the free queue, unless it adopts checkpoints
+    int64_t num_taken         # the sum of both: pages taken from the free queue, unless checkpoints are adopted
     Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
 
 
@@ -229,8 +219,8 @@ cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, P
 cdef inline Py_ssize_t count_free_hits(
     const Pool *pool, const Group *group, const Digest *digests, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all
 ) noexcept nogil:
-    """Count those of `n` hits that are free. STALE if one is not cached under its digest any more; without digests they are not
-    compared. UNTOUCHABLE if one cannot get `num_all` further references.
+    """Count those of `n` hits that are free. Return STALE if one is not cached under its digest any more, which is not checked
+    without digests, and UNTOUCHABLE if one cannot get `num_all` further references.
     """
     cdef const Digest *digest
     cdef const Page *page
@@ -245,7 +235,7 @@ cdef inline Py_ssize_t count_free_hits(
         if GUARDS:  # without branches, for there is nearly always nothing wrong
             is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
         if GUARDS and digests != NULL:
-            digest = &digests[(i + 1) * group.stride - 1]
+            digest = &digests[last_hash(group, i)]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
             differences |= <uint64_t>((page.group & ~FLAGS) ^ group.id)
     if differences:
@@ -384,13 +374,14 @@ cdef enum:
 
 cdef struct Contents:         # of the pages of a request or row
     const Digest *digests
+    Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
     int32_t context           # see `Origin`
 
 cdef struct PageToHash:
     Digest parent
-    Digest *digest            # where the result goes
+    Digest *digest            # the result is written here
     const uint8_t *tokens
 
 cdef struct PageToEnter:
@@ -399,7 +390,7 @@ cdef struct PageToEnter:
     int32_t num_tokens        # 0: they are not known
     int32_t page_id
     int32_t group
-    int32_t place             # in its request
+    int32_t place             # in its request or row
     Held *held
     const Digest *parent      # NULL for the first page; this and the rest only for a journal
     int32_t context
@@ -480,7 +471,7 @@ cdef inline void enter_full_pages(
         page = &waiting.to_enter[waiting.num_to_enter]
         waiting.num_to_enter += 1
         page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
-        page.digest = contents.digests + (place + 1) * group.stride - 1
+        page.digest = &contents.digests[last_hash(group, place)]
         page.token_ids = contents.token_ids + <Py_ssize_t>place * size
         page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
         fetch(&waiting.pool.pages[page.page_id])
@@ -489,6 +480,23 @@ cdef inline void enter_full_pages(
             page.parent = contents.digests + place * group.stride - 1 if place else NULL
             fetch(&waiting.pool.journal.notes[page.page_id])
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
+
+
+cdef inline void enter_page(
+    Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
+) noexcept nogil:
+    """Enter a page for a place in its group: one that is loaded, or a checkpoint, whose parent, place and tokens are those of
+    its last hash page.
+    """
+    cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
+    cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
+    cdef Py_ssize_t num_tokens = (last + 1 - first) * size
+    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
+    cdef Origin origin = Origin(parent, <int32_t>last if is_state(&group.rules) else place, contents.context)
+    enter_alone(pool, page_id, contents.digests[last], group.id, origin)
+    if first * size + num_tokens > contents.num_token_ids:
+        num_tokens = 0
+    keep_tokens(pool, page_id, contents.token_ids + first * size, num_tokens)
 
 
 # States are kept as checkpoints: at multiples of an interval the working page enters the prefix index, and a copy of it is the
@@ -515,25 +523,13 @@ cdef inline bint enter_state(
     """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
     of the interval, where the shard has such a checkpoint, and while hits are loaded.
     """
-    cdef int32_t page_id = held.ids[0], num_tokens = group.rules.entry_size // group.stride
-    cdef Py_ssize_t last = <Py_ssize_t>full_entries(&group.rules, num_computed) * group.stride - 1
-    cdef Py_ssize_t start = last * num_tokens
-    cdef Ranking ranking = Ranking(0, 0)
-    cdef Digest key
-    if num_computed % group.rules.entry_size or last < 0 or waits_for_loads(pool, held):
+    cdef int32_t shard = shard_of(pool, held.ids[0]) if pool.num_shards else -1
+    cdef int32_t place = full_entries(&group.rules, num_computed) - 1
+    if num_computed % group.rules.entry_size or place < 0 or waits_for_loads(pool, held):
         return False
-    key = contents.digests[last]
-    if find_within(pool, key, group.id, ids_in_shard(pool, shard_of(pool, page_id) if pool.num_shards else -1)) != NULL_PAGE:
+    if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_shard(pool, shard)) != NULL_PAGE:
         return False
-    if enter(pool, page_id, key, group.id) and pool.num_parts:
-        rank(pool, &ranking, &page_id, 0, key, group.id)
-    if is_journaled(pool):
-        record_entry(
-            pool, page_id, Origin(contents.digests[last - 1] if last else Digest(0, 0), <int32_t>last, contents.context)
-        )
-    keep_tokens(
-        pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0
-    )
+    enter_page(pool, group, held.ids[0], place, contents)
     return True
 
 
@@ -578,14 +574,7 @@ cdef inline void enter_states(
 
 cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
     """Allocate room for `n` copies more; False where memory is short."""
-    cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
-    while capacity < pool.copies.num + n:
-        capacity *= 2
-    if n and capacity > pool.copies.capacity:
-        if not resize(<void **>&pool.copies.items, capacity * sizeof(PageCopy)):
-            return False
-        pool.copies.capacity = capacity
-    return True
+    return reserve_items(<void **>&pool.copies.items, &pool.copies.capacity, pool.copies.num + n, sizeof(PageCopy))
 
 
 cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
@@ -625,6 +614,11 @@ cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept 
             if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
                 return True
     return False
+
+
+cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a copy from or into pages that are held is due."""
+    return are_sources(pool, holding) or are_destinations(pool, holding)
 
 
 cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -739,7 +733,7 @@ cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, 
 
 
 cdef inline void forget_uncomputed(
-    Pool *pool, const Holding *holding, int32_t num_computed, const Digest *digests, Py_ssize_t num_digests
+    Pool *pool, const Holding *holding, int32_t num_computed, const Contents *contents
 ) noexcept nogil:
     """Drop the entries of pages with tokens from `num_computed` on, except hits."""
     cdef const Group *group
@@ -752,7 +746,7 @@ cdef inline void forget_uncomputed(
         for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), held.num_cached):
             end = (i + 1) * group.stride
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
-            forget_page(pool, page_id, &digests[end - 1] if end <= num_digests else NULL, group.id)
+            forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
@@ -764,19 +758,24 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 
+cdef inline void put_back_from(
+    Pool *pool, const Group *group, Held *held, int64_t place, int32_t num_computed
+) noexcept nogil:
+    """Give back the pages from a place on, the last first. Tokens from `num_computed` on are computed again."""
+    while held.num_pages > place:
+        held.num_pages -= 1
+        put_back_held(pool, held.ids[held.num_pages])
+    held.num_skipped = min(held.num_skipped, held.num_pages)
+    recompute_from(group, held, num_computed)
+
+
 cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Give back the pages wholly behind `num_tokens` tokens, group by group, the last first."""
-    cdef Held *held
+    """Give back the pages wholly behind `num_tokens` tokens, group by group."""
     cdef Py_ssize_t g
-    cdef int64_t num_kept
     for g in range(holding.num_groups):
-        held = &holding.held[g]
-        num_kept = pages_for(&holding.groups[g].rules, num_tokens)
-        while held.num_pages > num_kept:
-            held.num_pages -= 1
-            put_back_held(pool, held.ids[held.num_pages])
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(&holding.groups[g], held, num_tokens)
+        put_back_from(
+            pool, &holding.groups[g], &holding.held[g], pages_for(&holding.groups[g].rules, num_tokens), num_tokens
+        )
 
 
 cdef inline int32_t count_kept(
@@ -840,11 +839,7 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
                 drop(pool, page_id)
-            if j >= keep:
-                put_back_held(pool, page_id)
-        held.num_pages = min(held.num_pages, keep)
-        held.num_skipped = min(held.num_skipped, held.num_pages)
-        recompute_from(group, held, restart)
+        put_back_from(pool, group, held, keep, restart)
 
 
 # A request or row is forked: full pages are shared, the open page of each group and working pages of states are copied.

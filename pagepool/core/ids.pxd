@@ -16,8 +16,6 @@ cdef class PageIds:
     cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1
     cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name=*) except -1
     cdef int fill(self, object values) except -1
-    cdef int borrow(self, object values, str name) except -1
-    cdef bint try_borrow(self, object values) except -1
 
 
 cpdef tuple lists_of(tuple groups)

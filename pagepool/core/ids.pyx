@@ -4,14 +4,13 @@ cimport cython
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree as free
-from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
 from pagepool.core.pages cimport find_negative
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.records cimport MAX_PAGES
+from pagepool.core.records cimport MAX_PAGES, reserve_items
 
 import numpy as np
 
@@ -85,16 +84,7 @@ cdef class PageIds:
 
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept:
         """`reserve`; False where memory is short."""
-        cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
-        cdef int32_t *ids
-        if self.num + num_more <= self.capacity:
-            return True
-        ids = <int32_t *>realloc(self.ids, capacity * sizeof(int32_t))
-        if ids == NULL:
-            return False
-        self.ids = ids
-        self.capacity = capacity
-        return True
+        return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
         """Append ids, for which there is room."""
@@ -154,29 +144,6 @@ cdef class PageIds:
             self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
         return 0
 
-    cdef int borrow(self, object values, str name) except -1:
-        """Let a fresh object have the ids in an array, without a copy: they change with it. None is to be added."""
-        if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):
-            raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
-        return 0
-
-    cdef bint try_borrow(self, object values) except -1:
-        """False for an array of another type or layout. The buffer itself, for a memoryview of Cython's costs more."""
-        cdef const char *kind
-        cdef bint is_signed
-        try:
-            PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-        except (BufferError, ValueError):
-            return False
-        kind = self.view.format  # of C ints, or longs, in the byte order of the machine: one letter
-        is_signed = (kind[0] == c"i" or kind[0] == c"l") and kind[1] == 0
-        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed:
-            PyBuffer_Release(&self.view)
-            return False
-        self.ids = <int32_t *>self.view.buf
-        self.num = self.view.shape[0]
-        return True
-
     def to_list(self) -> list:
         """The ids as a new list."""
         cdef Py_ssize_t i
@@ -185,6 +152,26 @@ cdef class PageIds:
     def to_array(self):
         """The ids as a new int32 array."""
         return array_of(self.ids, self.num)
+
+
+cdef bint borrow(PageIds ids, object values) except -1:
+    """Let a fresh object have the ids in an array, without a copy: they change with it, and none is to be added. False for an
+    array of another type or layout. The buffer itself is read: a memoryview of Cython's costs more.
+    """
+    cdef const char *kind
+    cdef bint is_signed
+    try:
+        PyObject_GetBuffer(values, &ids.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+    except (BufferError, ValueError):
+        return False
+    kind = ids.view.format  # of C ints, or longs, in the byte order of the machine: one letter
+    is_signed = (kind[0] == c"i" or kind[0] == c"l") and kind[1] == 0
+    if ids.view.ndim != 1 or ids.view.itemsize != sizeof(int32_t) or not is_signed:
+        PyBuffer_Release(&ids.view)
+        return False
+    ids.ids = <int32_t *>ids.view.buf
+    ids.num = ids.view.shape[0]
+    return True
 
 
 cdef tuple new_ids(Py_ssize_t num_groups):
@@ -200,12 +187,11 @@ cdef PageIds as_page_ids(object values, str name="ids"):
     cdef bint is_array = type(values) is ndarray  # mostly so, and cheaper to ask than the others
     if not is_array and isinstance(values, PageIds):
         return values
-    if is_array or isinstance(values, ndarray):
-        ids = PageIds.__new__(PageIds)
-        ids.borrow(values, name)
-        return ids
     ids = PageIds.__new__(PageIds)
-    ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
+    if not is_array and not isinstance(values, ndarray):
+        ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
+    elif not borrow(ids, values) and not borrow(ids, as_int32_array(values, name)):
+        raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
     return ids
 
 

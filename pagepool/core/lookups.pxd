@@ -1,4 +1,5 @@
-# Look-ups of prefixes, and refused requests.
+# Look-ups of prefixes, and refused requests. A `Query` is a look-up of the longest prefix that hits in all groups. A `Refusal`
+# says whether a request that was refused for want of pages certainly is refused again.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -21,14 +22,15 @@ cdef struct Query:            # a look-up of the longest prefix
     Range ids                 # of pages that may hit
     bint reaches_tier         # whether those in the tier hit as well
 
-# What a refusal rests on, with the pool's counters of then. Hits that are the leading pages of the only group, where the page
-# behind them misses, are `WATCHED`. They stay while none loses the flag, with its entry or because it is touched; those evicted
-# from the end on are followed. Other hits stay while nothing enters or leaves the index.
+# A `Watch` has what a refusal rests on, and the pool's counters at that time. Hits are `WATCHED`, page by page, if they are the
+# leading pages of the only group, and the page behind them misses: such hits stay while none loses the flag, with its entry or
+# because it is touched, except the last ones, whose eviction shortens them. Other hits stay while nothing enters or leaves the
+# index.
 cdef struct Watch:
     int64_t num_changes       # of the index: entries and drops
     int64_t num_reused
     int64_t num_unwatched
-    Py_ssize_t num_held       # at most so many hits, null pages among them, would take nothing from the free queue
+    Py_ssize_t num_held       # upper bound on the hits, null pages among them, that take nothing from the free queue
     Py_ssize_t stride         # digests of a page; 0: the hits are not watched one by one, and the rest has no meaning
     int32_t group
     int32_t page_size         # tokens
@@ -37,12 +39,12 @@ cdef struct Watch:
     Py_ssize_t max_num_pages  # that may hit
     Py_ssize_t num_pages      # that hit
 
-cdef struct Tokens:           # of a request for a row
+cdef struct Tokens:           # numbers of tokens of a request for a row
     Py_ssize_t num_known
     Py_ssize_t num_wanted     # that are to have room
-    Py_ssize_t max_num_new    # of them behind the hits
-    Py_ssize_t interval       # at a multiple of which they end, if there is one behind the hits; 0: anywhere
-    Py_ssize_t num_external   # that come from elsewhere behind the hits, at most; they get room instead, if there are any
+    Py_ssize_t max_num_new    # of these behind the hits
+    Py_ssize_t interval       # these end at a multiple of it, if there is one behind the hits; 0: anywhere
+    Py_ssize_t num_external   # at most so many come from elsewhere behind the hits; if any do, they alone get room
 
 
 @cython.final
@@ -97,12 +99,12 @@ cdef Tokens count_tokens(
 
 
 cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Tokens from elsewhere behind `num_hits` hit ones. One is left to compute."""
+    """Count the tokens from elsewhere behind `num_hits` hit ones. One token is left to compute."""
     return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
 cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Tokens that get room behind `num_hits` hit ones, and these."""
+    """Count the tokens that get room, `num_hits` hit ones among them."""
     cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
     if count_external_tokens(tokens, num_hits):
         return <int32_t>num_hits + count_external_tokens(tokens, num_hits)

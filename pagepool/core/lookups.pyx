@@ -1,6 +1,4 @@
-"""Look-ups of prefixes, and refused requests. A group's page j has the digest of the last hash page in it: that at index
-(j + 1) * stride - 1.
-"""
+"""Look-ups of prefixes, and refused requests."""
 
 cimport cython
 from libc.stdint cimport INT64_MAX
@@ -12,7 +10,9 @@ from pagepool.core.index cimport find, find_within, has_key, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
-from pagepool.core.rules cimport MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state
+from pagepool.core.rules cimport (
+    MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state, last_hash,
+)
 from pagepool.core.siphash cimport Digest
 
 import numpy as np
@@ -25,7 +25,7 @@ cdef enum:
 
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
     """Whether a page hits in all groups of a kind."""
-    cdef Digest key = query.digests[(page + 1) * kind.stride - 1]
+    cdef Digest key = query.digests[last_hash(kind, page)]
     while kind != NULL:
         if find_within(pool, key, kind.id, query.ids) == NULL_PAGE:
             if not query.reaches_tier or find(pool.tier.pool, key, kind.id) == NULL_PAGE:
@@ -37,12 +37,12 @@ cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t
 cdef Py_ssize_t find_first_miss(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
 ) noexcept nogil:
-    """End of the pages from `start` on, at most up to `stop`, that hit in all groups of a kind. The memory that look-ups soon
-    after will read is fetched: slots first, then the records that those name.
+    """Return the end of the pages from `start` on, at most `stop`, that hit in all groups of a kind. The memory that the next
+    look-ups read is fetched: slots first, then the records that those name.
     """
     cdef Py_ssize_t at, page = start
     while page < stop:
-        at = (page + 1) * kind.stride - 1
+        at = last_hash(kind, page)
         if at + 2 * LOOK_AHEAD < stop * kind.stride:
             fetch(home_of(pool, query.digests[at + 2 * LOOK_AHEAD], kind.id))
             fetch(&pool.pages[home_of(pool, query.digests[at + LOOK_AHEAD], kind.id).page_id])
@@ -55,7 +55,9 @@ cdef Py_ssize_t find_first_miss(
 cdef Py_ssize_t find_run_end(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t stop, Py_ssize_t need
 ) noexcept nogil:
-    """End of the last `need` consecutive pages before `stop` that hit in all groups of a kind; else of the leading ones."""
+    """Return the end of the last `need` consecutive pages before `stop` that hit in all groups of a kind; if there are none,
+    the end of the leading pages that hit.
+    """
     cdef Py_ssize_t page, run = 0
     for page in range(stop - 1, -1, -1):
         if not hits_all(pool, query, kind, page):
@@ -68,12 +70,12 @@ cdef Py_ssize_t find_run_end(
 
 
 cdef Py_ssize_t count_run_pages(const Query *query, const Rules *rules) noexcept nogil:
-    """Pages before the end of a hit that a window needs. With eagle the last page of the hit was dropped, if there was one."""
+    """Count the pages before the end of a hit that a window needs. With eagle the last page of the hit, if any, was dropped."""
     return max(0 if query.kinds.use_eagle else 1, count_window_pages(rules))
 
 
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil:
-    """The first page that a request needs of a hit of these hashes."""
+    """Return the first page that a request needs of a hit of so many hashes."""
     cdef Py_ssize_t stop = num_hashes // group.stride
     if is_state(&group.rules):
         return max(0, stop - 1)
@@ -85,8 +87,8 @@ cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_s
 cdef Py_ssize_t shorten(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t num_hashes, bint is_recheck
 ) noexcept nogil:
-    """The longest prefix of at most so many hashes that hits in all groups of a kind. A re-check of a length that another kind
-    shortened drops no further page for eagle.
+    """Return the hashes of the longest prefix, at most `num_hashes`, that hits in all groups of a kind. A re-check of a length
+    that another kind shortened drops no further page for eagle.
     """
     cdef bint drops = query.kinds.use_eagle and not is_recheck
     cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
@@ -107,8 +109,8 @@ cdef Py_ssize_t shorten(
 
 
 cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept:
-    """Hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none does any more. The chain
-    and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
+    """Return the hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none does any more.
+    The chain and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
     """
     cdef Py_ssize_t kind, multiple = query.kinds.num_hit_hashes, previous = -1
     cdef Py_ssize_t num_hashes = query.num_digests if multiple and pool.slots != NULL else 0
@@ -128,7 +130,7 @@ cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept:
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept:
-    """A look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
+    """Return a look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
     return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False)
 
@@ -150,12 +152,12 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
         for page in range(start):
             found.ids[page] = NULL_PAGE
         for page in range(start, found.num):
-            found.ids[page] = find_within(pool, query.digests[(page + 1) * group.stride - 1], group.id, query.ids)
+            found.ids[page] = find_within(pool, query.digests[last_hash(group, page)], group.id, query.ids)
     return num_hashes
 
 
 cdef Range range_in(PageStore store, tuple ids) except *:
-    """Page ids ``(first, end)``; None: to the end of the pool."""
+    """Return page ids ``(first, end)`` as a range; an end of None is that of the pool."""
     first, stop = ids
     return store.range_of(first, stop)
 
@@ -209,7 +211,7 @@ cdef bint are_same(tuple mine, tuple others) except -1:
 
 
 cdef const void *place_of(object source) noexcept:
-    """Where tokens are, in a list or in `PageIds`."""
+    """Return the address of tokens, which tells whether they are in the same list or `PageIds`."""
     return <const void *>source if type(source) is list else (<PageIds>source).ids
 
 
@@ -271,8 +273,8 @@ cdef class Refusal:
             pool.pages[(<PageIds>self.hits[0]).ids[i]].group |= WATCHED
 
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1:
-        """The same for the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and
-        are all that a look-up would find, since there is no tier with more.
+        """Watch the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and are all
+        that a look-up would find, since there is no tier with more.
         """
         cdef PageIds ids = self.hits[0]
         cdef Pool *pool = &store.pool
@@ -315,7 +317,7 @@ cdef class Refusal:
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
 
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """The same for a request all of whose hits have stayed; False for another one."""
+        """Whether a request is short that has all its hits still; False for one that lost hits."""
         cdef bint is_short
         with self.chain.lock, self.store.lock:
             is_short = self.finds_hits(&self.store.pool) and self.watch.num_pages == (<PageIds>self.hits[0]).num
@@ -380,7 +382,7 @@ cdef class RequestHashes:
 cdef Tokens count_tokens(
     object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
 ) except *:
-    """The tokens of a request that knows `num_known`. None for the others: all, and no limit."""
+    """Count the tokens of a request that knows `num_known`. None for `num_tokens` is all, for `max_num_new_tokens` no limit."""
     cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
     if num_tokens is not None:
         tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)

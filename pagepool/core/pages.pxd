@@ -10,7 +10,7 @@ from pagepool.core.queue cimport (
 )
 from pagepool.core.records cimport (
     FILLING, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, Tier, Transfer,
-    digest_of, is_free, is_pinned, learns, resize,
+    digest_of, is_free, is_pinned, learns, reserve_items,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -363,14 +363,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
 
 cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
     """Allocate room for `n` transfers more; False where memory is short."""
-    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, tier.capacity)
-    while capacity < tier.num + n:
-        capacity *= 2
-    if capacity > tier.capacity:
-        if not resize(<void **>&tier.items, capacity * sizeof(Transfer)):
-            return False
-        tier.capacity = capacity
-    return True
+    return reserve_items(<void **>&tier.items, &tier.capacity, tier.num + n, sizeof(Transfer))
 
 
 cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:

@@ -226,6 +226,17 @@ cdef inline bint resize(void **memory, size_t size) noexcept nogil:
     return resized != NULL
 
 
+cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
+    """Make room for `num` items of a size in an array that doubles; False, and nothing changed, where memory is short."""
+    cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
+    if num <= capacity[0]:
+        return True
+    if not resize(items, increased * size):
+        return False
+    capacity[0] = increased
+    return True
+
+
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
     """Put `page_id` behind `last` into its ring."""
     cdef int32_t following = links[last].next

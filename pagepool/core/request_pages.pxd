@@ -1,4 +1,5 @@
-# What requests hold.
+# What requests hold. A `Step` gives the next tokens of a request slots; its `Outcome` is DONE, or says why it was refused.
+# Always: the `limits` and `num_cached_tokens` of a request are those of its `holding`.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -29,9 +30,9 @@ cdef struct Step:             # the next tokens of a request
     int32_t context           # see `Origin`
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
-    int64_t num_changes       # of the index before it was refused for want of pages
-    int32_t wrong_page        # the page that an outcome is about, and its place in its group
-    Py_ssize_t wrong_at
+    int64_t num_changes       # of the index, until it was refused for want of pages
+    int32_t wrong_page        # the page that an outcome is about
+    Py_ssize_t wrong_at       # its place in its group
     Py_ssize_t wrong_num      # pages of that group
 
 
@@ -50,25 +51,10 @@ cdef class RequestPages:
     cdef Outcome allocate_checked(
         self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
     ) except *
-    cdef Outcome allocate_locked(self, Step *step, HashChain chain, tuple new) noexcept
-    cdef Outcome check(self, Step *step, const Contents *contents, Py_ssize_t num_digests, bint is_past_skip) noexcept
-    cdef bint has_foreign_entry(self, Step *step, const Contents *contents, Py_ssize_t num_digests) noexcept
-    cdef void stay_in_shard(self, Demand *demand) noexcept
-    cdef bint reserve(self, const Demand *demand, tuple new, bint has_states) noexcept
-    cdef Outcome take(self, Demand *demand, tuple new) noexcept
-    cdef void keep_states(self, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new) noexcept
-    cdef void enter_full(self, const Contents *contents, Py_ssize_t num_digests, int64_t num_tokens) noexcept
-    cdef void rewind(self, int64_t num_computed) noexcept
-    cdef int enter_computed(
-        self, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed, object context
-    ) except -1
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
-    cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
-    cdef int32_t find_shard(self) noexcept
-    cdef bint make_room(self, const Holding *source) noexcept
 
 
-cdef void lock_chain(HashChain chain) noexcept
-cdef void unlock_chain(HashChain chain) noexcept
-cdef void set_contents(Contents *contents, HashChain chain) noexcept
+cdef Contents contents_of(HashChain chain, int32_t context) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
+cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
+cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept

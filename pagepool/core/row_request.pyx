@@ -12,13 +12,11 @@ from pagepool.core.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.holdings cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits,
-    enter_waiting, fit, price, reserve_copies,
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, fit, price,
+    reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
-from pagepool.core.lookups cimport (
-    Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of,
-)
+from pagepool.core.lookups cimport Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
@@ -109,17 +107,17 @@ cdef class RowRequest:
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
-                rows.batch.states[self.row].is_claimed = 0
+                rows.batch.records[self.row].is_claimed = 0
         if is_admitted and counter is not None:
-            counter.count(self.tokens.num_known, rows.batch.states[self.row].num_hits)
+            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
         return result if is_admitted else None
 
     cdef int claim(self) except -1:
         """Reserve the row: no other call admits it or moves another row there."""
         cdef bint is_claimed
         with self.rows.lock:
-            is_claimed = self.rows.batch.states[self.row].is_claimed
-            self.rows.batch.states[self.row].is_claimed = 1
+            is_claimed = self.rows.batch.records[self.row].is_claimed
+            self.rows.batch.records[self.row].is_claimed = 1
         if is_claimed:
             raise ArgumentError(f"row {self.row} is admitted already, or being admitted")
         return 0
@@ -138,7 +136,7 @@ cdef class RowRequest:
             rows.forget_extra_keys(self.row)
         if batch.hash_page_size:
             num_kept = count_hashed_before(batch, self.row, tokens.ids, tokens.num)
-        batch.states[self.row].num_hashed = <int32_t>num_kept
+        batch.records[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
         memcpy(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
         if batch.hash_page_size:
@@ -147,9 +145,9 @@ cdef class RowRequest:
             thread = let_others_run((tokens.num - start) // batch.hash_page_size)
             signs = hash_row(batch, self.row, <int32_t>tokens.num)
             go_on(thread)
-            start = batch.states[self.row].num_hashed * batch.hash_page_size
+            start = batch.records[self.row].num_hashed * batch.hash_page_size
         if (signs | signs_of(copied + start, tokens.num - start)) < 0:
-            batch.states[self.row].num_hashed = <int32_t>num_kept
+            batch.records[self.row].num_hashed = <int32_t>num_kept
             refuse_negative(copied, tokens.num, 0)
         return 0
 
@@ -183,7 +181,7 @@ cdef class RowRequest:
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.enter_call()
         try:
-            batch.states[self.row].shard = self.shard
+            batch.records[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
                 has_room = self.find_hits(refusal, &array, &is_short)
@@ -191,7 +189,7 @@ cdef class RowRequest:
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
-                is_right = price(batch.pool, &holding, &demand, NULL, batch.states[self.row].num_hashed)
+                is_right = price(batch.pool, &holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right:
                 has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, demand.hits))
@@ -218,10 +216,11 @@ cdef class RowRequest:
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
-            digests_of(batch, self.row), tokens_of(batch, self.row), self.tokens.num_known, self.context
+            digests_of(batch, self.row), batch.records[self.row].num_hashed, tokens_of(batch, self.row), self.tokens.num_known,
+            self.context,
         )
         cdef Query query = query_of(
-            rows.groups, contents.digests, batch.states[self.row].num_hashed, batch.hash_page_size, self.tokens.num_known,
+            rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,
             ids_in_shard(batch.pool, self.shard),
         )
         cdef Py_ssize_t num_hashes = look_up(
@@ -245,7 +244,7 @@ cdef class RowRequest:
             num_held += count_attached(&holding, demand, g)
         num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
         refusal.begin(
-            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.states[self.row].num_hashed,
+            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed,
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
         )
 
@@ -256,11 +255,9 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
-        cdef Py_ssize_t g
         set_context(batch, self.row, self.context)
         attach(batch.pool, &holding, demand)
-        for g in range(batch.num_groups):
-            show_row(batch, self.row, g)
+        show_row(batch, self.row)
         take_pages(batch, self.row, num_computed, NULL)
         copy_states(batch.pool, &holding, demand)
         batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)
@@ -268,11 +265,11 @@ cdef class RowRequest:
             num_computed = num_hits
         enter_row(batch, self.row, num_computed)
         enter_waiting(&batch.waiting)
-        batch.states[self.row].num_hits = num_hits
-        batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known
-        batch.states[self.row].num_computed = num_computed
+        batch.records[self.row].num_hits = num_hits
+        batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
+        batch.records[self.row].num_computed = num_computed
         plan_next_event(batch, self.row)
         if batch.num_external[self.row]:
-            batch.states[self.row].next_event = 1
+            batch.records[self.row].next_event = 1
         begin_admission(batch, self.row)
-        batch.states[self.row].is_admitted = 1
+        batch.records[self.row].is_admitted = 1

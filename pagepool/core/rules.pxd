@@ -26,7 +26,7 @@ cdef inline bint is_state(const Rules *rules) noexcept nogil:
 
 
 cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept nogil:
-    """Places that tokens take, including those of skipped pages."""
+    """Count the places that tokens take, including those of skipped pages."""
     if num_tokens <= MAX_TOKENS:  # a 32-bit division is faster
         return (<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size
     return 1 if is_state(rules) else (num_tokens + rules.page_size - 1) // rules.page_size
@@ -37,8 +37,13 @@ cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept 
 
 
 cdef inline int32_t full_entries(const Rules *rules, int32_t num_tokens) noexcept nogil:
-    """Prefix entries that tokens make: full pages, or checkpoints of a state."""
+    """Count the prefix entries that tokens make: full pages, or checkpoints of a state."""
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.entry_size)
+
+
+cdef inline Py_ssize_t last_hash(const Group *group, Py_ssize_t place) noexcept nogil:
+    """Index of the last hash page of a page, or of a checkpoint: its digest is the key of both."""
+    return (place + 1) * group.stride - 1
 
 
 cdef inline bint keeps_checkpoints(const Group *group) noexcept nogil:
@@ -46,7 +51,7 @@ cdef inline bint keeps_checkpoints(const Group *group) noexcept nogil:
 
 
 cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, int32_t num_cached) noexcept nogil:
-    """Pages before it are of no use to tokens from `num_computed` on. A chunk's is never past the last cached page."""
+    """Return the first page that tokens from `num_computed` on attend to; with chunks, at most the last cached page."""
     cdef int32_t page
     if rules.window:
         return full_pages(rules, max(0, num_computed - rules.window + 1))
@@ -57,7 +62,7 @@ cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, 
 
 
 cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept nogil:
-    """The least number of computed tokens at which a page more may be skipped; MAX_TOKENS: never."""
+    """Return the least number of computed tokens at which one more page may be skipped; MAX_TOKENS: never."""
     cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
     if rules.window:
         return <int32_t>min(stop + rules.window - 1, <int64_t>MAX_TOKENS)
@@ -72,7 +77,7 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
 
 
 cdef inline int32_t count_window_pages(const Rules *rules) noexcept nogil:
-    """Full pages in the window of the next token."""
+    """Count the full pages in the window of the next token."""
     return <int32_t>((rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
 
 
@@ -91,8 +96,8 @@ cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept no
 
 
 cdef inline int64_t count_peak_pages(const Group *group, int64_t num_tokens) noexcept nogil:
-    """The most pages that a request of `num_tokens` tokens holds at once. A window that straddles a page boundary takes a page
-    more. Of chunks the one that spans most counts, and the last cached page stays.
+    """Count the most pages that a request of `num_tokens` tokens holds at once. A window that straddles a page boundary takes
+    one page more. With chunks it is the most that one chunk spans, and at least the last cached page and the next.
     """
     cdef const Rules *rules = &group.rules
     cdef int64_t start = 0, num_pages = pages_for(rules, num_tokens), most = 1 + (group.id != NO_GROUP)

@@ -1,29 +1,12 @@
-# Running rows.
+# Running rows: a `Batch` with the Python objects that it points into, and its locks.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.batch cimport Amounts, Batch, Growth
+from pagepool.core.batch cimport Batch
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
 from pagepool.core.store cimport PageStore
-
-
-cdef class RunningRows
-
-
-@cython.final
-@cython.no_gc  # it is in no cycle: a batch does not know its results
-@cython.auto_pickle(False)
-cdef class StepResult:
-    cdef readonly Py_ssize_t num_grown
-    cdef RunningRows batch          # that was grown; None once the call is taken back
-    cdef PageIds num_new_tokens     # a number for each row, or one for all
-    cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
-
-    cdef int begin(self, RunningRows batch, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens) except -1
-    cdef bint reserve(self, Py_ssize_t n) noexcept
 
 
 @cython.auto_pickle(False)

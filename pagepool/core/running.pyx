@@ -10,19 +10,19 @@ from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
 from pagepool.core.batch cimport (
-    DueRow, ExtraKey, Grown, RowState, Swapped, SwappedGroup, amount, append_tokens, begin_admission, can_go_back, can_undo,
-    check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row, end_row, enter_row,
-    exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row,
-    keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
+    can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
+    end_row, enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
+    is_row, keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
 )
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, are_destinations, are_sources,
-    awaits_copies, check_fork, count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting,
-    find_load_number, find_lost_page, find_wrong, fork_group, has_copies_due, list_last_first, put_back_behind, record_loads,
-    record_taken, reserve_copies, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
+    count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number, find_lost_page,
+    find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, record_loads, record_taken, reserve_copies,
+    skip_unread, waits_for_loads,
 )
-from pagepool.core.ids cimport as_own_ids, as_page_ids, refuse_negative
+from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
@@ -35,7 +35,8 @@ from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, 
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, pages_for
+from pagepool.core.request_pages cimport copy_ids, list_last_first
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
@@ -50,7 +51,7 @@ from pagepool.errors import (
 cdef object ndarray = np.ndarray
 
 
-cdef object ROW_STATE = np.dtype(
+cdef object ROW_RECORD = np.dtype(
     [(name, "u4" if name == "stamp" else "i4") for name in (
         "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "shard",
     )] + [("is_admitted", "?"), ("is_claimed", "?"), ("padding", "i2")]
@@ -58,8 +59,8 @@ cdef object ROW_STATE = np.dtype(
 
 
 cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
-    """Values of `size` bytes that rows lie apart, at least `num_values`: an odd number of cache lines, so that the ends of
-    rows, which a step writes, fall into different sets of a cache.
+    """Return the distance of rows in values of `size` bytes, at least `num_values`: an odd number of cache lines, so that the
+    ends of rows, which a step writes, fall into different sets of a cache.
     """
     cdef Py_ssize_t num_in_line = CACHE_LINE // size
     return ((num_values + num_in_line - 1) // num_in_line | 1) * num_in_line
@@ -100,37 +101,17 @@ cdef class StepResult:
     `RunningBatch.undo` takes the call back.
     """
 
+    cdef readonly Py_ssize_t num_grown
+    cdef RunningRows batch          # that was grown; None once the call is taken back
+    cdef PageIds num_new_tokens     # a number for each row, or one for all
+    cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
+
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
 
     def __dealloc__(self):
         free(self.growth.new_ids)
         free(self.growth.grown)
-
-    cdef int begin(self, RunningRows batch, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens) except -1:
-        """What is to be done, and room for what becomes of the rows."""
-        self.batch, self.num_new_tokens = batch, num_new_tokens
-        self.growth.rows, self.growth.num_rows = rows.ids, rows.num
-        self.growth.num_new_tokens, self.growth.num_ahead = amounts_in(num_new_tokens), num_ahead
-        if tokens is not None:
-            self.growth.token_ids = tokens.ids
-        if rows.num:
-            self.growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
-            if self.growth.grown == NULL:
-                raise MemoryError(f"{rows.num} rows")
-            self.growth.grown_rows = <int32_t *>(self.growth.grown + rows.num)
-        return 0
-
-    cdef bint reserve(self, Py_ssize_t n) noexcept:
-        """Allocate room for `n` new pages; False where memory is short."""
-        cdef int32_t *values
-        if n == 0:
-            return True
-        values = <int32_t *>malloc(3 * n * sizeof(int32_t))
-        self.growth.new_ids = values
-        self.growth.new_rows = values + n
-        self.growth.new_groups = values + 2 * n
-        return values != NULL
 
     @property
     def new_page_ids(self) -> np.ndarray:
@@ -158,7 +139,7 @@ cdef PageIds ONE = PageIds([1])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
-    """`values` as a number for each row, or one for all, copied, so that they cannot change during the call."""
+    """Return `values`, a number for each row or one for all, copied, so that they cannot change during the call."""
     cdef PageIds amounts
     if hasattr(values, "__index__") and not isinstance(values, ndarray):
         return PageIds([size_of(values, name, 0, MAX_TOKENS)])
@@ -169,7 +150,7 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
 
 
 cdef Amounts amounts_in(PageIds amounts) noexcept:
-    """A view of them. A single number serves all rows."""
+    """Return a view of amounts. A single number serves all rows."""
     return Amounts(amounts.ids, amounts.num > 1)
 
 
@@ -226,9 +207,6 @@ cdef class RunningRows:
             free(self.batch.swapped[row])
         free(self.batch.extra_keys)
         free(self.batch.swapped)
-        free(self.batch.contexts)
-        free(self.batch.tables)
-        free(self.batch.held)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -278,7 +256,7 @@ cdef class RunningRows:
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Drop the extra keys of a row, and its digests, which were made with them."""
-        self.batch.states[row].num_hashed = 0
+        self.batch.records[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -426,15 +404,11 @@ cdef class RunningRows:
 
     def move_row(self, src, tgt) -> None:
         """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
-        cdef Py_ssize_t source = self.checked_row(src)
-        cdef Py_ssize_t target = self.checked_row(tgt)
-        exchange(self, source, target, True)
+        exchange(self, self.checked_row(src), self.checked_row(tgt), True)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
-        cdef Py_ssize_t source = self.checked_row(src)
-        cdef Py_ssize_t target = self.checked_row(tgt)
-        exchange(self, source, target, False)
+        exchange(self, self.checked_row(src), self.checked_row(tgt), False)
 
     # Forks.
 
@@ -471,11 +445,11 @@ cdef class RunningRows:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.enter_call()
         is_due = awaits_copies(batch.pool, &holding)
-        is_ready = batch.states[source].is_admitted and not batch.num_external[source] and not is_due
+        is_ready = batch.records[source].is_admitted and not batch.num_external[source] and not is_due
         num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             outcome = check_fork(
-                batch.pool, &holding, batch.states[source].num_computed, num_right, batch.states[source].shard
+                batch.pool, &holding, batch.records[source].num_computed, num_right, batch.records[source].shard
             )
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
@@ -543,31 +517,24 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef Holding holding = holding_of(batch, source)
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Swapped *swapped = NULL
         cdef Py_ssize_t bad = -1
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
         self.enter_call()
-        is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0
+        is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.num_external[source]
         if is_running:
             is_due = has_copies_due(batch.pool, &holding)
-            has_memory = ids.try_reserve(count_places(&holding))
+            has_memory = list_last_first(&holding, ids)
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
-            ids.num = list_last_first(&holding, ids.ids)
-            swapped = new_swapped(batch, source)
-            has_memory = swapped != NULL
-            is_saved = has_memory and save_row(batch, source, swapped)
+            has_memory = add_swapped(batch, source)
+            is_saved = has_memory and save_row(batch, source)
         if is_saved:
             bad = self.store.give_back_ids(ids.ids, ids.num, False)
-            batch.swapped[source] = swapped
-            batch.pool.tier.num_swapped += 1
-            if bad < 0:
-                leave_row(batch, source)
-            else:
-                drop_swapped(batch, source)
-        else:
-            free(swapped)
+        if is_saved and bad < 0:
+            leave_row(batch, source)
+        elif is_running:
+            drop_swapped(batch, source)
         self.let_go()
         if not is_running or is_due:
             refuse_unready(batch, source, is_due)
@@ -599,7 +566,7 @@ cdef class RunningRows:
             fill = find_worst_fill(batch, batch.swapped[target])
         if is_swapped and fill == FILLED:
             is_back = load_row(batch, target, &held_free)
-            num_computed = batch.states[target].num_computed
+            num_computed = batch.records[target].num_computed
         elif is_swapped and fill != FILLING:
             drop_swapped(batch, target)
         self.let_go()
@@ -620,7 +587,7 @@ cdef class RunningRows:
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
         cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
         cdef Holding holding
-        cdef int32_t row, first
+        cdef int32_t row, first, num_tokens
         self.check_made()
         if loads.store is not self.store:
             raise ArgumentError("failed: got loads of another pool")
@@ -629,11 +596,12 @@ cdef class RunningRows:
         self.enter_call()
         for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
             holding = holding_of(&self.batch, row)
-            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.states[row].is_admitted else -1
+            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
-            if can_rewind(&self.batch, row, first):
-                go_back(&self.batch, row, self.batch.states[row].num_tokens, first)
+            num_tokens = self.batch.records[row].num_tokens
+            if not has_copies(&self.store.pool, &holding) and can_go_back(&self.batch, row, num_tokens, first):
+                go_back(&self.batch, row, num_tokens, first)
                 rewound.put(&row, 1)
             else:
                 lost.put(&row, 1)
@@ -658,7 +626,7 @@ cdef class RunningRows:
         tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval, refusal.num_external)
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.enter_call()
-        is_refused = self.refusals[checked] is refusal and not self.batch.states[checked].is_claimed
+        is_refused = self.refusals[checked] is refusal and not self.batch.records[checked].is_claimed
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
@@ -678,22 +646,27 @@ cdef class RunningRows:
         cdef Py_ssize_t i
         result.reserve(row_ids.num)
         for i in range(row_ids.num):
-            num = self.batch.states[self.checked_row(row_ids.ids[i])].num_computed
+            num = self.batch.records[self.checked_row(row_ids.ids[i])].num_computed
             limited = <int32_t>min(num - num % step + step, <int64_t>self.batch.max_num_tokens)
             result.put(&limited, 1)
         return array_of(result.ids, result.num)
 
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        cdef Py_ssize_t checked = self.checked_row(row)
-        cdef Py_ssize_t g
-        return tuple([copy_ids(self, held_by(&self.batch, checked, g)).to_list() for g in range(self.batch.num_groups)])
+        cdef Holding holding = holding_of(&self.batch, self.checked_row(row))
+        cdef tuple ids = new_ids(self.batch.num_groups)
+        cdef bint has_room
+        with self.lock:
+            has_room = copy_ids(&holding, ids)
+        if not has_room:
+            raise MemoryError("the page ids of a row")
+        return lists_of(ids)
 
 
 # Memory.
 
 cdef int32_t *new_buffer(RunningRows running, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
-    """Zeros, aligned to a cache line, that live as long as the batch. Pages of it that are not touched take no memory."""
+    """Return zeros, aligned to a cache line, that live as long as the batch. Memory pages that are not touched take no room."""
     cdef Buffer buffer = Buffer(num_rows, num_values)
     running.buffers.append(buffer)
     return buffer.values
@@ -717,19 +690,19 @@ cdef int check_group(RunningRows running, Group *group, const Table *table) exce
 
 cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t row
-    running.batch.states = <RowState *>new_buffer(running, n, sizeof(RowState) // sizeof(int32_t))
-    states = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_STATE)
-    running.num_tokens = states["num_tokens"]
-    running.num_computed_tokens = states["num_computed"]
-    running.num_cached_tokens = states["num_hits"]
-    running.is_admitted = states["is_admitted"]
+    running.batch.records = <RowRecord *>new_buffer(running, n, sizeof(RowRecord) // sizeof(int32_t))
+    records = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_RECORD)
+    running.num_tokens = records["num_tokens"]
+    running.num_computed_tokens = records["num_computed"]
+    running.num_cached_tokens = records["num_hits"]
+    running.is_admitted = records["is_admitted"]
     running.batch.num_external = new_buffer(running, n, 1)
     running.num_external_tokens = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=np.int32)
     running.batch.admissions = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
     for row in range(n):
-        running.batch.states[row].shard = -1
+        running.batch.records[row].shard = -1
     return 0
 
 
@@ -746,10 +719,10 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     running.batch.digests = <Digest *>new_buffer(running, n, running.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
     running.extra_key_bytes = [None] * n
     running.refusals = [None] * n
+    running.batch.contexts = new_buffer(running, n, 1)
     running.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
-    running.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
     running.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
-    if running.batch.extra_keys == NULL or running.batch.contexts == NULL or running.batch.swapped == NULL:
+    if running.batch.extra_keys == NULL or running.batch.swapped == NULL:
         raise MemoryError(f"{n} rows")
     return 0
 
@@ -757,10 +730,8 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
 cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t g, row, stride, num_groups = running.groups.num
     cdef int32_t *page_ids
-    running.batch.tables = <Table **>calloc(num_groups, sizeof(Table *))
-    running.batch.held = <Held *>calloc(n * num_groups, sizeof(Held))
-    if running.batch.tables == NULL or running.batch.held == NULL:
-        raise MemoryError(f"{n} rows")
+    running.batch.tables = <Table **>new_buffer(running, num_groups, sizeof(Table *) // sizeof(int32_t))
+    running.batch.held = <Held *>new_buffer(running, n, num_groups * (sizeof(Held) // sizeof(int32_t)))
     for g in range(num_groups):
         running.batch.tables[g] = &(<TableRows>running.tables[g]).table
         stride = odd_lines(running.batch.tables[g].num_columns, sizeof(int32_t))
@@ -768,13 +739,6 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
         for row in range(n):
             held_by(&running.batch, row, g).ids = page_ids + row * stride
     return 0
-
-
-cdef PageIds copy_ids(RunningRows running, const Held *held):
-    cdef PageIds ids = PageIds.__new__(PageIds)
-    with running.lock:
-        ids.add(held.ids, held.num_pages)
-    return ids
 
 
 # Growth.
@@ -786,17 +750,34 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     cdef Py_ssize_t num_right
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
-    result.begin(running, rows, num_new_tokens, num_ahead, tokens)
+    cdef void *thread
+    result.batch, result.num_new_tokens = running, num_new_tokens
+    growth.rows, growth.num_rows = rows.ids, rows.num
+    growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), num_ahead
+    growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
         return result
+    growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
+    if growth.grown == NULL:
+        raise MemoryError(f"{rows.num} rows")
+    growth.grown_rows = <int32_t *>(growth.grown + rows.num)
     running.enter_call()
-    num_right = check_rows_of(running, growth)
+    num_right = copy_rows(&running.batch, growth.rows, growth.num_rows)
+    if tokens is None:
+        num_right = check_growth(&running.batch, growth, num_right)
+    else:
+        num_right = check_step(&running.batch, growth, num_right)
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
-        has_room = result.reserve(growth.max_num_new) and reserve_states(running, growth.num_due)
+        has_room = reserve_new(growth) and reserve_copies(
+            &running.store.pool, growth.num_due * running.batch.num_groups if running.batch.keeps_states else 0
+        )
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
-        result.num_grown = grow_checked(running, growth)
+        thread = let_others_run(growth.num_rows + growth.max_num_new)
+        result.num_grown = grow_rows(&running.batch, growth)
+        go_on(thread)
+        growth.num_admissions = running.batch.num_admissions
     else:
         uncount(&running.batch, growth, 0, num_right)
     is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
@@ -811,25 +792,13 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     return result
 
 
-cdef bint reserve_states(RunningRows running, Py_ssize_t num_rows) noexcept:
-    """Allocate room for the copies of states that rows may keep; False where memory is short."""
-    return not running.batch.keeps_states or reserve_copies(&running.store.pool, num_rows * running.batch.num_groups)
-
-
-cdef Py_ssize_t check_rows_of(RunningRows running, Growth *growth) noexcept:
-    """How many rows there are before the first that is wrong. The others are counted as grown."""
-    cdef Py_ssize_t num_copied = copy_rows(&running.batch, growth.rows, growth.num_rows)
-    if growth.token_ids == NULL:
-        return check_growth(&running.batch, growth, num_copied)
-    return check_step(&running.batch, growth, num_copied)
-
-
-cdef Py_ssize_t grow_checked(RunningRows running, Growth *growth) noexcept:
-    cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
-    cdef Py_ssize_t num_grown = grow_rows(&running.batch, growth)
-    go_on(thread)
-    growth.num_admissions = running.batch.num_admissions
-    return num_grown
+cdef bint reserve_new(Growth *growth) noexcept:
+    """Allocate room for the new pages; False where memory is short."""
+    if growth.max_num_new:
+        growth.new_ids = <int32_t *>malloc(3 * growth.max_num_new * sizeof(int32_t))
+        growth.new_rows = growth.new_ids + growth.max_num_new
+        growth.new_groups = growth.new_rows + growth.max_num_new
+    return growth.new_ids != NULL or growth.max_num_new == 0
 
 
 cdef bint has_due(RunningRows running, int32_t row) noexcept:
@@ -844,8 +813,8 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
 # Release and changes of places.
 
 cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
-    """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
-    order in which they go back.
+    """Count the rows before the first that is wrong. Copy the rows, and list their pages in `ids`, in the order in which they
+    go back.
     """
     cdef Holding holding
     cdef Py_ssize_t i
@@ -855,24 +824,22 @@ cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *
         if not claim_row(&running.batch, rows.ids[i], i):
             return i
         row = running.batch.checked_rows[i]
-        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.states[row].num_computed:
+        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
             return i
         holding = holding_of(&running.batch, row)
-        has_room[0] = has_room[0] and ids.try_reserve(count_places(&holding))
-        if has_room[0]:
-            ids.num += list_last_first(&holding, ids.ids + ids.num)
+        has_room[0] = has_room[0] and list_last_first(&holding, ids)
     return rows.num
 
 
 cdef Py_ssize_t release_checked(RunningRows running, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
-    """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
+    """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
     cdef Holding holding
     cdef Py_ssize_t i, row, bad = running.store.give_back_ids(ids.ids, ids.num, False)
     for i in range(num_rows if bad < 0 else 0):
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
         if running.batch.keeps_states and not awaits_copies(&running.store.pool, &holding):
-            if computed.values == NULL or amount(computed, i) == running.batch.states[row].num_computed:
+            if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row)
         drop_copies(&running.store.pool, &holding)
         if computed.values != NULL:
@@ -887,36 +854,39 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     cdef bint is_right
     cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
     running.enter_call()
-    is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
-    is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
-    is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
+    is_right = not is_move or (batch.records[source].is_admitted and not batch.records[target].is_claimed)
+    is_right = is_right and batch.records[source].is_admitted == batch.records[source].is_claimed
+    is_right = is_right and batch.records[target].is_admitted == batch.records[target].is_claimed
     if is_right and source != target:
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
         running.refusals[source] = running.refusals[target] = None
-        data = running.extra_key_bytes[source]
-        running.extra_key_bytes[source] = running.extra_key_bytes[target]
-        running.extra_key_bytes[target] = data
+        keys = running.extra_key_bytes
+        keys[source], keys[target] = keys[target], keys[source]
     running.let_go()
     if not is_right:
-        refuse_exchange(running, source, target, is_move)
+        raise ArgumentError(
+            f"rows {source} and {target}: {'admitted' if batch.records[source].is_admitted else 'free'} and "
+            f"{'admitted' if batch.records[target].is_admitted else 'free'}, allowed: "
+            f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+        )
     return 0
 
 
 # Forks.
 
 cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
-    """How many targets there are before the first that is not a free row, or stands there twice."""
+    """Count the targets before the first that is not a free row, or is listed twice."""
     cdef Py_ssize_t i
-    cdef RowState *state
+    cdef RowRecord *record
     start_call(batch)
     for i in range(targets.num):
         if not 0 <= targets.ids[i] < batch.num_rows:
             return i
-        state = &batch.states[targets.ids[i]]
-        if state.is_claimed or state.stamp == batch.stamp:
+        record = &batch.records[targets.ids[i]]
+        if record.is_claimed or record.stamp == batch.stamp:
             return i
-        state.stamp = batch.stamp
+        record.stamp = batch.stamp
     return targets.num
 
 
@@ -944,19 +914,19 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 
 
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
-    """Let a free row be what another is."""
-    cdef RowState *state = &batch.states[row]
+    """Let a free row go on as another does: with its tokens, digests and context, and the pages that a fork gets."""
+    cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
-    cdef Py_ssize_t g
-    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.states[source].num_tokens * sizeof(int32_t))
-    memcpy(digests_of(batch, row), digests_of(batch, source), batch.states[source].num_hashed * sizeof(Digest))
-    state[0] = batch.states[source]
-    state.stamp = batch.stamp
+    cdef int32_t g
+    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
+    memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
+    record[0] = batch.records[source]
+    record.stamp = batch.stamp
     set_context(batch, row, batch.contexts[source])
     begin_admission(batch, row)
     for g in range(batch.num_groups):
-        fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
-        show_row(batch, row, g)
+        fork_group(batch.pool, &forked, &new, g, record.num_computed, record.shard)
+    show_row(batch, row)
     plan_next_event(batch, row)
 
 
@@ -978,7 +948,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
         fail_row(batch, checked, num)
     elif is_right:
         commit_row(batch, checked, num)
-    num_computed = batch.states[checked].num_computed
+    num_computed = batch.records[checked].num_computed
     running.let_go()
     if not is_right:
         refuse_end(batch, checked, num, num_external, is_due)
@@ -989,27 +959,25 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     """Count tokens that a pending row waited for as computed, and let it run."""
     cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
-    batch.states[row].num_computed += num_tokens
+    batch.records[row].num_computed += num_tokens
     batch.num_external[row] = 0
-    skip_unread(batch.pool, &holding, batch.states[row].num_computed)
+    skip_unread(batch.pool, &holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
-    enter_row(batch, row, batch.states[row].num_computed)
+    enter_row(batch, row, batch.records[row].num_computed)
     enter_waiting(&batch.waiting)
     plan_next_event(batch, row)
 
 
 cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Do it with the first of the tokens, and give back the pages behind. A state is wrong then, so nothing stands with one."""
+    """Commit the first tokens and give back the pages behind them; with a state, discard all."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     if batch.has_state:
-        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
-    put_back_behind(batch.pool, &holding, batch.states[row].num_computed)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
+    put_back_behind(batch.pool, &holding, batch.records[row].num_computed)
+    end_row(batch, row)
     plan_next_event(batch, row)
 
 
@@ -1021,9 +989,9 @@ cdef int check_tier(RunningRows running) except -1:
     return 0
 
 
-cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
-    """Room for the pages of the computed tokens of a row; NULL where memory is short."""
-    cdef int32_t num_pages, num_computed = batch.states[row].num_computed
+cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
+    """Allocate room for the pages of the computed tokens of a row; False where memory is short."""
+    cdef int32_t num_pages, num_computed = batch.records[row].num_computed
     cdef const Held *held
     cdef Swapped *swapped
     cdef int32_t *ids
@@ -1031,7 +999,7 @@ cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
     cdef Py_ssize_t g, size = sizeof(Swapped) + batch.num_groups * sizeof(SwappedGroup)
     swapped = <Swapped *>malloc(size + count_places(&holding) * sizeof(int32_t))
     if swapped == NULL:
-        return NULL
+        return False
     swapped.groups = <SwappedGroup *>(swapped + 1)
     swapped.num_computed = num_computed
     ids = <int32_t *>(swapped.groups + batch.num_groups)
@@ -1040,20 +1008,21 @@ cdef Swapped *new_swapped(const Batch *batch, Py_ssize_t row) noexcept:
         num_pages = <int32_t>min(<int64_t>held.num_pages, pages_for(&batch.groups[g].rules, num_computed))
         swapped.groups[g] = SwappedGroup(ids, num_pages, held.num_skipped, held.num_cached)
         ids += num_pages
-    return swapped
+    batch.swapped[row] = swapped
+    batch.pool.tier.num_swapped += 1
+    return True
 
 
-cdef bint save_row(Batch *batch, Py_ssize_t row, Swapped *swapped) noexcept:
-    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and note what is to be saved.
-    False, and nothing changed, if too few are free.
+cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
+    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and queue the saves. If too
+    few are free, return False, with references only to pages that have the content of a row's.
     """
+    cdef Swapped *swapped = batch.swapped[row]
     cdef Tier *tier = batch.pool.tier
     cdef Py_ssize_t g, num_missing = 0
     for g in range(batch.num_groups):
         num_missing += hold_saved(batch.pool, held_by(batch, row, g), &swapped.groups[g])
     if tier.pool.num_free < num_missing or not reserve_transfers(tier, num_missing):
-        for g in range(batch.num_groups):
-            put_back_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
         return False
     for g in range(batch.num_groups):
         save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
@@ -1078,7 +1047,7 @@ cdef Py_ssize_t hold_saved(Pool *pool, const Held *held, SwappedGroup *group) no
 
 
 cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
-    """Have the pages saved that the tier has not. The row has a reference to each, beside that of the transfer."""
+    """Queue saves of the pages that the tier lacks. The row gets a reference to each, beside that of the transfer."""
     cdef const Page *page
     cdef Digest key
     cdef int32_t i
@@ -1094,17 +1063,15 @@ cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_
 cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
     """Let a row whose pages were given back have no computed token."""
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g
     empty(&holding)
-    for g in range(batch.num_groups):
-        end_row(batch, row, g)
-    batch.states[row].num_computed = batch.states[row].num_hits = 0
+    end_row(batch, row)
+    batch.records[row].num_computed = batch.records[row].num_hits = 0
     begin_admission(batch, row)
     plan_next_event(batch, row)
 
 
 cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
-    """FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
+    """Return FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
     cdef const SwappedGroup *group
     cdef Py_ssize_t g, i
     cdef int fill, worst = FILLED
@@ -1130,7 +1097,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     for g in range(batch.num_groups):
         num_missing += hold_cached(batch, row, <int32_t>g)
     held_free[0] = find_held_free(batch.pool, num_missing)
-    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.states[row].shard) or not (
+    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.records[row].shard) or not (
         reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
     ):
         for g in range(batch.num_groups):
@@ -1139,9 +1106,9 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         load_missing(batch, row, <int32_t>g)
-        show_row(batch, row, g)
+    show_row(batch, row)
     record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
-    batch.states[row].num_computed = swapped.num_computed
+    batch.records[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
     begin_admission(batch, row)
@@ -1163,8 +1130,8 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
             ids[i] = find_within(
-                batch.pool, digests_of(batch, row)[(i + 1) * group.stride - 1], group.id,
-                ids_in_shard(batch.pool, batch.states[row].shard),
+                batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
+                ids_in_shard(batch.pool, batch.records[row].shard),
             )
         num_missing += ids[i] == NULL_PAGE
         touch_all(batch.pool, &ids[i], 1)
@@ -1186,7 +1153,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take_from(pool, &held.ids[i], 1, batch.states[row].shard)
+        take_from(pool, &held.ids[i], 1, batch.records[row].shard)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
@@ -1196,14 +1163,6 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     held.num_hits = held.num_unique = 0
     held.ranking = Ranking(first, 0)
     record_taken(pool, held)
-
-
-cdef bint can_rewind(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept:
-    """Whether a row can compute its tokens from `num_computed` on again."""
-    cdef Holding holding = holding_of(batch, row)
-    if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
-        return False
-    return can_go_back(batch, row, batch.states[row].num_tokens, num_computed)
 
 
 # Errors. The locks are free: what went wrong was found before.
@@ -1220,7 +1179,7 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
     stopped there. `at` is its place in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
-    if not batch.states[row].is_admitted:
+    if not batch.records[row].is_admitted:
         raise ArgumentError(f"{name} is not admitted")
     if batch.num_external[row] and not may_wait:
         raise ArgumentError(
@@ -1254,16 +1213,16 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, growth.rows, at)
-    if growth.token_ids != NULL and running.batch.states[row].num_tokens >= running.batch.max_num_tokens:
-        running.refuse_length(row, <int64_t>running.batch.states[row].num_tokens + 1)
+    if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
+        running.refuse_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
-    if find_lost_page(&running.store.pool, &holding, running.batch.states[row].num_computed) != NULL_PAGE:
+    if find_lost_page(&running.store.pool, &holding, running.batch.records[row].num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
     raise ArgumentError(
         f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
         f"lookahead tokens, allowed: at least 0, and new ones up to the "
-        f"{running.batch.states[row].num_tokens - running.batch.states[row].num_computed} that are known and not computed"
+        f"{running.batch.records[row].num_tokens - running.batch.records[row].num_computed} that are known and not computed"
     )
 
 
@@ -1285,18 +1244,18 @@ cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except 
     cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
     for i in range(at):
         num_tokens += rows.ids[i] == row
-    running.refuse_length(row, running.batch.states[row].num_tokens + num_tokens)
+    running.refuse_length(row, running.batch.records[row].num_tokens + num_tokens)
 
 
 cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, rows.ids, at)
-    if not 0 <= num_tokens <= running.batch.states[row].num_tokens:
-        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.states[row].num_tokens}")
+    if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
+        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
     refuse_unready(&running.batch, row, is_due, False, at)
     if has_state_behind(&running.batch, row, num_tokens):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
-            f"0, or from {running.batch.states[row].num_computed} on"
+            f"0, or from {running.batch.records[row].num_computed} on"
         )
     raise ArgumentError(
         f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
@@ -1310,15 +1269,7 @@ cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *comput
         raise ArgumentError("rows: changed during the call")
     raise ArgumentError(
         f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
-        f"allowed: 0 to {running.batch.states[row].num_computed}, for which row {row} has slots"
-    )
-
-
-cdef int refuse_exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
-    raise ArgumentError(
-        f"rows {source} and {target}: {'admitted' if running.batch.states[source].is_admitted else 'free'} and "
-        f"{'admitted' if running.batch.states[target].is_admitted else 'free'}, allowed: "
-        f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+        f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
     )
 
 
@@ -1330,8 +1281,8 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
-        num_free = count_free_in(batch.pool, batch.states[source].shard)
+        num_new = count_open_pages(&holding, batch.records[source].num_computed) * targets.num
+        num_free = count_free_in(batch.pool, batch.records[source].shard)
         raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
     if outcome == UNSHAREABLE:
         raise PageIdError(

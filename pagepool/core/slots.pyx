@@ -31,7 +31,7 @@ cdef inline bint is_count(object value, int64_t *count) noexcept:
 
 
 cdef int64_t count_of(object value) except -1:
-    """A checked count, as `MAX_COUNT` if it is larger."""
+    """Return a checked count, at most `MAX_COUNT`."""
     return min(value, MAX_COUNT)
 
 
@@ -165,14 +165,13 @@ cdef class SlotAllocator:
         allocate. The manager's lock is held.
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
-        cdef bint has_hits = hits is not self._no_ids, is_admission, is_full
         cdef RequestPages held = self.requests.get(request_id)
+        cdef bint is_full, is_admission = held is None, has_hits = hits is not self._no_ids
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
         cdef int64_t num_pages, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
-        is_admission = held is None
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
@@ -185,7 +184,7 @@ cdef class SlotAllocator:
         if self.enables_caching and not is_delayed:
             step.num_to_cache = min(counts.num_tokens, count_of(read_num_tokens(request)))
         if has_hits:
-            num_hashed = self.count_most_tokens(hits)
+            num_hashed = self.count_most_hit_tokens(hits)
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
         is_full = step.num_to_cache > 0 and (
@@ -251,7 +250,7 @@ cdef class SlotAllocator:
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
         if is_admission:
-            self._count_admission(request, self.count_most_tokens(hits))
+            self._count_admission(request, self.count_most_hit_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -274,16 +273,16 @@ cdef class SlotAllocator:
             )
         return hits
 
-    cdef int64_t count_most_tokens(self, tuple hits) except -1:
-        """Tokens of the group whose hits reach furthest."""
+    cdef int64_t count_most_hit_tokens(self, tuple hits) except -1:
+        """Count the tokens of the group whose hits reach furthest."""
         cdef Py_ssize_t g
         cdef int64_t num_tokens = 0
         for g in range(self.groups.num):
-            num_tokens = max(num_tokens, self.count_tokens(hits, g))
+            num_tokens = max(num_tokens, self.count_hit_tokens(hits, g))
         return num_tokens
 
-    cdef int64_t count_tokens(self, tuple hits, Py_ssize_t group) except -1:
-        """Tokens whose pages are among the hits of a group."""
+    cdef int64_t count_hit_tokens(self, tuple hits, Py_ssize_t group) except -1:
+        """Count the tokens whose pages are among the hits of a group."""
         return <int64_t>(<PageIds?>hits[group]).num * self.groups.groups[group].stride * self.hash_page_size
 
     cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1:
@@ -291,7 +290,7 @@ cdef class SlotAllocator:
         cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
         cdef Py_ssize_t g
         if self.interval and hits is not self._no_ids:
-            lengths = [self.count_tokens(hits, g) for g in range(self.groups.num)]
+            lengths = [self.count_hit_tokens(hits, g) for g in range(self.groups.num)]
             if any([length != num_tokens for length in lengths]):
                 raise ArgumentError(
                     f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
@@ -301,7 +300,8 @@ cdef class SlotAllocator:
             return 0
         if held is None:
             allowed = num_allowed = min(
-                [self.count_tokens(hits, g) for g in range(self.groups.num) if self.groups.groups[g].id != NO_GROUP], default=0
+                [self.count_hit_tokens(hits, g) for g in range(self.groups.num) if self.groups.groups[g].id != NO_GROUP],
+                default=0,
             )
             reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
         elif counts.num_new_computed == 0:
@@ -332,7 +332,7 @@ cdef class SlotAllocator:
         return None
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
-        """Shards into which the pool has to be divided for a request; 0: any page will do."""
+        """Return into how many shards the pool has to be divided for a request; 0: any page will do."""
         cdef object num_pages = self.coordinator.page_pool.num_pages
         pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
@@ -358,14 +358,14 @@ cdef class SlotAllocator:
         self._warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
         if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
             refusal = Refusal.__new__(Refusal)
-            refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_tokens(hits, 0)
+            refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
             hashes.refusal = refusal if is_watched else None
         return 0
 
 
 cdef object read_num_tokens(object request):
-    """The tokens of a request, checked."""
+    """Return the number of a request's tokens, checked."""
     cdef int64_t count
     try:
         num_tokens = request.num_tokens

@@ -23,7 +23,7 @@ from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
+from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
@@ -50,24 +50,18 @@ cdef enum PinOutcome:
     UNPINNABLE                # a page cannot have a further reference, or pin
     SHORT_OF_MEMORY
 
-cdef struct Verdict:           # on pages to pin
-    PinOutcome outcome
-    Py_ssize_t max_num_pinned  # pages of the pool
-    Py_ssize_t num_pinned      # before
-    int32_t bad                # a page that cannot be pinned
 
-
-cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verdict) noexcept:
+cdef PinOutcome pin_found(
+    PageStore store, PageIds found, PageIds fresh, Py_ssize_t max_num_pinned, int32_t *unpinnable
+) noexcept:
     """Pin all pages that were found, or none; `fresh` lists those without pins. The pool is locked."""
     cdef Pool *pool = &store.pool
+    cdef PinOutcome outcome = PINNED
     cdef Py_ssize_t i, bad, num_done = 0
-    verdict.num_pinned = pool.num_pinned
-    verdict.outcome = PINNED
     if found.num == 0:
-        return
+        return PINNED
     if not store.make_pins() or not fresh.try_reserve(found.num):
-        verdict.outcome = SHORT_OF_MEMORY
-        return
+        return SHORT_OF_MEMORY
     while num_done < found.num and pool.pins[found.ids[num_done]] < INT32_MAX:
         if pool.pins[found.ids[num_done]] == 0:
             fresh.put(&found.ids[num_done], 1)
@@ -75,18 +69,19 @@ cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verd
         num_done += 1
     bad = find_unholdable(pool, fresh.ids, fresh.num)
     if num_done < found.num:
-        verdict.bad = found.ids[num_done]
+        unpinnable[0] = found.ids[num_done]
     elif bad >= 0:
-        verdict.bad = fresh.ids[bad]
-    if num_done == found.num and fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
-        verdict.outcome = OVER_BUDGET
-    elif verdict.bad != NULL_PAGE:
-        verdict.outcome = UNPINNABLE
+        unpinnable[0] = fresh.ids[bad]
+    if num_done == found.num and fresh.num and pool.num_pinned + fresh.num > max_num_pinned:
+        outcome = OVER_BUDGET
+    elif unpinnable[0] != NULL_PAGE:
+        outcome = UNPINNABLE
     else:
         touch_all(pool, fresh.ids, fresh.num)
         pool.num_pinned += <int32_t>fresh.num
-    for i in range(num_done if verdict.outcome != PINNED else 0):
+    for i in range(num_done if outcome != PINNED else 0):
         pool.pins[found.ids[i]] -= 1
+    return outcome
 
 
 @cython.final
@@ -179,7 +174,7 @@ def lease_pages(PageStore store not None, page_ids, dict leases not None) -> Lea
             if is_free(pool, page_id):
                 touch_all(pool, &page_id, 1)
             else:
-                share(pool, page_id)  # a page that is held is not used by that, so no policy is told
+                share(pool, page_id)  # no policy is told: a lease does not use a page that is held
             store.leases[page_id] += 1
     if not lease.is_held:
         del leases[lease]
@@ -302,7 +297,7 @@ def protect_pages(PageStore store not None, lists) -> int:
 @cython.final
 @cython.auto_pickle(False)
 cdef class Retention:
-    """With which `priority` pages are retained, from 0 to 100, and for how many `seconds`; None: for good."""
+    """The `priority` with which pages are retained, from 0 to 100, for a number of `seconds`; None: for good."""
 
     cdef uint8_t level                  # 0 for the normal priority
     cdef int64_t duration               # ns; 0: for good
@@ -333,13 +328,14 @@ cdef class TokenSpan:
 
     cdef readonly int64_t start
     cdef readonly int64_t stop
-    cdef PageStore store            # None: it is of nothing yet
+    cdef PageStore store            # None: the span is of no request and no row yet
     cdef CacheGroups groups
-    cdef int64_t num_tokens         # of a request
+    cdef int64_t num_tokens         # of a request; of a row while it is locked
     cdef HashChain chain            # of a request; None: it is of a row
     cdef RequestPages held          # None: the request holds no pages
     cdef RunningRows rows
     cdef Py_ssize_t row
+    cdef const Digest *digests      # of the request or row, while it is locked
 
     def __cinit__(self, start=0, stop=None):
         self.start = size_of(start, "start", 0, INT64_MAX)
@@ -378,12 +374,13 @@ cdef class TokenSpan:
         if self.chain is not None:
             self.chain.lock.acquire()
             self.store.lock.acquire()
+            self.digests = self.chain.digests
             return hits
         self.rows.enter_call()
-        if not self.rows.batch.states[self.row].is_admitted:
+        if not self.rows.batch.records[self.row].is_admitted:
             self.rows.let_go()
             raise ArgumentError(f"row {self.row} is not admitted")
-        self.num_tokens = self.rows.batch.states[self.row].num_tokens
+        self.num_tokens, self.digests = self.rows.batch.records[self.row].num_tokens, digests_of(&self.rows.batch, self.row)
         return hits
 
     cdef void unlock(self) noexcept:
@@ -393,12 +390,9 @@ cdef class TokenSpan:
             self.store.lock.release()
             self.chain.lock.release()
 
-    cdef const Digest *digests(self) noexcept:
-        return digests_of(&self.rows.batch, self.row) if self.chain is None else self.chain.digests
-
     cdef Range places_in(self, const Group *group, Py_ssize_t num_pages) noexcept:
         """The places of those of a group's `num_pages` pages that have digests, or of a state's checkpoints."""
-        cdef Py_ssize_t num_digests = self.rows.batch.states[self.row].num_hashed if self.chain is None else self.chain.num
+        cdef Py_ssize_t num_digests = self.rows.batch.records[self.row].num_hashed if self.chain is None else self.chain.num
         cdef int64_t size = group.rules.entry_size
         cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
         cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
@@ -414,7 +408,7 @@ cdef class TokenSpan:
         if not found.try_reserve(max(0, places.stop - places.start)):
             return False
         for i in range(places.start, places.stop):
-            key = self.digests()[(i + 1) * group.stride - 1]
+            key = self.digests[last_hash(group, i)]
             page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
             if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
                 found.put(&page_id, 1)
@@ -436,7 +430,7 @@ cdef class TokenSpan:
             held = self.held.holding.held
         else:
             query = query_of(
-                self.groups, self.chain.digests, self.chain.num, self.chain.page_size, self.num_tokens,
+                self.groups, self.digests, self.chain.num, self.chain.page_size, self.num_tokens,
                 Range(0, pool.num_pages),
             )
             if fetch_hits(pool, &query, find_longest(pool, &query), hits) < 0:
@@ -453,20 +447,21 @@ cdef class TokenSpan:
         """Pin the cached pages. Returns how many. PinBudgetError, and nothing changed, if more than `max_num_pinned` pages of
         the pool would be pinned. O(pages).
         """
-        cdef Verdict verdict = Verdict(SHORT_OF_MEMORY, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef Py_ssize_t most = size_of(max_num_pinned, "max_num_pinned")
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef PinOutcome outcome = SHORT_OF_MEMORY
+        cdef int32_t num_pinned, unpinnable = NULL_PAGE
         cdef tuple hits = self.lock()
         if self.list_cached(found, hits):
-            pin_found(self.store, found, fresh, &verdict)
+            outcome = pin_found(self.store, found, fresh, most, &unpinnable)
+        num_pinned = self.store.pool.num_pinned
         self.unlock()
-        if verdict.outcome == OVER_BUDGET:
-            raise PinBudgetError(
-                f"pages to pin: got {fresh.num} more, {verdict.num_pinned} are pinned, allowed: {verdict.max_num_pinned} in all"
-            )
-        if verdict.outcome == SHORT_OF_MEMORY:
+        if outcome == OVER_BUDGET:
+            raise PinBudgetError(f"pages to pin: got {fresh.num} more, {num_pinned} are pinned, allowed: {most} in all")
+        if outcome == SHORT_OF_MEMORY:
             raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
-        if verdict.outcome == UNPINNABLE:
-            self.refuse_page(verdict.bad)
+        if outcome == UNPINNABLE:
+            self.refuse_page(unpinnable)
         return found.num
 
     cdef int refuse_page(self, int32_t page_id) except -1:
@@ -494,7 +489,7 @@ cdef class TokenSpan:
             group = &self.groups.groups[g]
             places = self.places_in(group, MAX_TOKENS)
             for i in range(places.stop - 1, places.start - 1, -1):
-                page_id = find_pinned(pool, find(pool, self.digests()[(i + 1) * group.stride - 1], group.id))
+                page_id = find_pinned(pool, find(pool, self.digests[last_hash(group, i)], group.id))
                 if page_id != NULL_PAGE:
                     take_pin_back(pool, page_id)
                     n += 1

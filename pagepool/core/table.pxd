@@ -1,4 +1,4 @@
-# Page tables.
+# Page tables: the host side of one, `TableRows`, and what it shares with several of the same rows, `TableGroup`.
 
 cimport cython
 from cpython.object cimport PyObject
@@ -30,8 +30,6 @@ cdef class TableRows(TableGroup):
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
     cdef LockNode lock_node
-
-    cdef int check_made(self) except -1
 
 
 cdef tuple in_lock_order(tuple tables)

@@ -9,8 +9,8 @@ from pagepool.core.arguments cimport as_list, explained, int32_of, require_matri
 from pagepool.core.ids cimport as_page_ids
 from pagepool.core.locks cimport TABLE_LOCK, delist_lock, enlist_lock
 from pagepool.core.page_table cimport (
-    WINDOW, Put, RowChange, Table, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows,
-    pack_windows, put_all, swap_rows,
+    WINDOW, Put, RowChange, Table, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows, pack_windows,
+    put_all, swap_rows,
 )
 from pagepool.core.pages cimport find_negative
 from pagepool.core.platform cimport CACHE_LINE
@@ -32,6 +32,12 @@ cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
     memory = array = np.zeros(num_values + CACHE_LINE // 4, dtype=INT32)
     start = -<size_t>&memory[0] % CACHE_LINE // 4
     return array[start:start + num_values].reshape(num_rows, num_columns)
+
+
+cdef int check_made(const Table *table) except -1:
+    if not table.num_rows:
+        raise ArgumentError("the page table was not made: its constructor did not run, or failed")
+    return 0
 
 
 cdef int check_count(const Table *table, Py_ssize_t row) except -1:
@@ -230,11 +236,6 @@ cdef class TableRows(TableGroup):
         """A number that moves with each change of the host table."""
         return self.table.version
 
-    cdef int check_made(self) except -1:
-        if not self.table.num_rows:
-            raise ArgumentError("the page table was not made: its constructor did not run, or failed")
-        return 0
-
     cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds ids = as_page_ids(page_ids)
@@ -291,7 +292,7 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t place, num_rows = self.table.num_rows, num_columns = self.table.num_columns
         if view.shape[0] != num_rows or view.shape[1] != num_columns:
             raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
-        self.check_made()
+        check_made(&self.table)
         with self.lock:
             place = find_difference(&self.table, &view[0, 0])
         return None if place < 0 else (place // num_columns, place % num_columns)
@@ -306,7 +307,7 @@ cdef class TableRows(TableGroup):
 
     def copy_aligned(self) -> np.ndarray:
         """Return a copy of the whole table, which counts as sent."""
-        self.check_made()
+        check_made(&self.table)
         copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
         cdef int32_t *start = &view[0, 0]
@@ -318,7 +319,7 @@ cdef class TableRows(TableGroup):
     def clear_rows(self) -> None:
         """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
         cdef Py_ssize_t row
-        self.check_made()
+        check_made(&self.table)
         with self.lock:
             for row in range(self.table.num_rows):
                 clear_row(&self.table, row, row)
@@ -399,7 +400,7 @@ def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
     for item in tables:
         if not isinstance(item, TableRows):
             raise ArgumentTypeError(f"tables: got {type(item).__name__}, allowed: TableRows")
-        (<TableRows>item).check_made()
+        check_made(&(<TableRows>item).table)
         width = max(width, (<TableRows>item).table.width)
     payload = np.zeros((lines, width), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
     windows, starts = payload

@@ -11,11 +11,9 @@ from pagepool.core.adaptive cimport discount
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport (
-    Contents, Holding, are_destinations, are_sources, can_restart, find_restart, find_wrong, restart_from,
-)
+from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.ids cimport PageIds, new_ids
-from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first, keep_tokens
+from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first
 from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
@@ -23,10 +21,10 @@ from pagepool.core.pages cimport (
 from pagepool.core.queue cimport count_free, has_free_pages, let_go, pull, put_back
 from pagepool.core.records cimport (
     FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of, is_free,
-    resize,
+    reserve_items,
 )
-from pagepool.core.request_pages cimport RequestPages, set_contents
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state
+from pagepool.core.request_pages cimport RequestPages, contents_of
+from pagepool.core.rules cimport MAX_TOKENS, Group, last_hash
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -54,7 +52,6 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
     Where memory is short it is saved when it is evicted.
     """
     cdef Tier *tier = pool.tier
-    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, 2 * tier.fresh_capacity)
     if tier.uses != NULL:
         tier.uses[page_id] = 1
     if tier.fresh_numbers == NULL or tier.loading[page_id]:
@@ -63,9 +60,7 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
         drop_stale(tier)
     tier.num_cached += 1
     tier.fresh_numbers[page_id] = tier.num_cached
-    if tier.num_fresh == tier.fresh_capacity and resize(<void **>&tier.fresh, capacity * sizeof(FreshPage)):
-        tier.fresh_capacity = capacity
-    if tier.num_fresh < tier.fresh_capacity:
+    if reserve_items(<void **>&tier.fresh, &tier.fresh_capacity, tier.num_fresh + 1, sizeof(FreshPage)):
         tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
         tier.num_fresh += 1
 
@@ -346,25 +341,20 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
 def rewind_request(RequestPages held, failed) -> int | None:
     """Let a request go back to tokens that were computed without failed loads: see `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
+    cdef Pool *pool
     cdef int32_t restart = -1
     if held is None:
         return None
+    pool = &held.store.pool
     with held.store.lock:
         if loads.store is held.store and loads.ids.num:
             restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
         if restart >= 0:
-            restart = find_restart(&held.store.pool, &held.holding, restart)
-            go_back(&held.store.pool, &held.holding, restart)
+            restart = find_restart(pool, &held.holding, restart)
+            if not has_copies(pool, &held.holding) and can_restart(pool, &held.holding, restart, MAX_TOKENS):
+                restart_from(pool, &held.holding, restart, MAX_TOKENS)
             held.plan()
     return restart if restart >= 0 else None
-
-
-cdef void go_back(Pool *pool, const Holding *holding, int32_t restart) noexcept:
-    """Let a request compute its tokens from there on again, if it has the pages for that, and no copies of them are due."""
-    if are_sources(pool, holding) or are_destinations(pool, holding):
-        return
-    if can_restart(pool, holding, restart, MAX_TOKENS):
-        restart_from(pool, holding, restart, MAX_TOKENS)
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
@@ -462,13 +452,14 @@ def load_prefix(
     cdef Range inside = range_in(store, ids)
     cdef int32_t num_shards = count_shards(store, inside) if store.has_tier else 0
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
-    cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
+    cdef int32_t checked_context = store.checked_context(context)
+    cdef Contents contents
     cdef tuple hits = new_ids(groups.num)
     cdef bint is_short = False
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
-        set_contents(&contents, chain)
+        contents = contents_of(chain, checked_context)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
         num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
         store.lock.release()
@@ -540,7 +531,7 @@ cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssi
             if found.ids[place] == NULL_PAGE:
                 if not reserve_transfers(tier, 1):
                     return False
-                key = query.digests[(place + 1) * group.stride - 1]
+                key = query.digests[last_hash(group, place)]
                 queue_transfer(tier, Transfer(key, 0, NULL_PAGE, find(tier.pool, key, group.id), group.id, True, False))
     return True
 
@@ -579,17 +570,4 @@ cdef void enter_missing(
             if found.ids[place] == NULL_PAGE:
                 found.ids[place] = taken[num_entered]
                 num_entered += 1
-                enter_loaded(pool, found.ids[place], &groups.groups[g], place, query.hash_size, contents)
-
-
-cdef void enter_loaded(
-    Pool *pool, int32_t page_id, const Group *group, Py_ssize_t place, Py_ssize_t hash_size, const Contents *contents
-) noexcept nogil:
-    """Enter a page that is loaded for a place."""
-    cdef Py_ssize_t last = (place + 1) * group.stride - 1
-    cdef Py_ssize_t first = last if is_state(&group.rules) else place * group.stride
-    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
-    cdef Py_ssize_t start = first * hash_size, num_tokens = (last + 1 - first) * hash_size
-    cdef Origin origin = Origin(parent, <int32_t>(last if is_state(&group.rules) else place), contents.context)
-    enter_alone(pool, page_id, contents.digests[last], group.id, origin)
-    keep_tokens(pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0)
+                enter_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
