@@ -7,7 +7,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator
-from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import pytest
@@ -54,12 +54,12 @@ JournalMemory = make_struct(
 GhostMemory = make_struct(tag=c_uint32, mark=c_uint32)  # an evicted page that a policy remembers
 PolicyMemory = make_struct(
     marks=POINTER(c_uint32),
+    new_part=c_uint32,
     ghosts=POINTER(GhostMemory),
     ghost_memory=c_void_p,
     num_sets=c_uint32,
     counts=c_int64 * 8,
-    learned=POINTER(c_int64),
-    num_learned_bytes=c_size_t,
+    learned=c_int64 * (4 + 3 * 256 + 3 * 3 * 14),
 )
 PoolMemory = make_struct(
     pages=POINTER(Record),
