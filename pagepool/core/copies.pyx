@@ -21,9 +21,7 @@ cdef class PageCopies:
     is written, and no destination stands there twice, so one gather and one scatter do it.
     """
 
-    cdef readonly object src
-    cdef readonly object dst
-    cdef readonly object group
+    cdef readonly object src, dst, group
 
     def __init__(self):
         raise TypeError("a PageCopies is what take_copies returns")
@@ -38,15 +36,14 @@ cdef class PageCopies:
         raise ArgumentTypeError("page copies cannot be pickled")
 
 
-cdef PageCopies copies_of(object src, object dst, object group):
+cdef PageCopies copies_of(object columns):
     cdef PageCopies copies = PageCopies.__new__(PageCopies)
-    copies.src, copies.dst, copies.group = src, dst, group
-    for array in (src, dst, group):
-        array.flags.writeable = False
+    columns.flags.writeable = False
+    copies.src, copies.dst, copies.group = columns
     return copies
 
 
-cdef PageCopies NO_COPIES = copies_of(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+cdef PageCopies NO_COPIES = copies_of(np.zeros((3, 0), np.int32))
 
 
 def take_copies(PageStore store not None) -> PageCopies:
@@ -70,4 +67,4 @@ def take_copies(PageStore store not None) -> PageCopies:
                     taken[1, i] = pool.copies.items[i].dst
                     taken[2, i] = pool.copies.items[i].group
                 end_copies(pool)
-    return copies_of(columns[0], columns[1], columns[2])
+    return copies_of(columns)
