@@ -3,6 +3,26 @@
 cimport cython
 from libc.stdint cimport int32_t
 
+cdef extern from *:
+    """
+    /* Reads an int of one digit, of at most 30 bits, and not below 0; the second reads an item of a list without a reference. */
+    static inline int pagepool_is_short(PyObject *value, int32_t *number) {
+        if (!PyLong_CheckExact(value)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return 0;
+        *number = (int32_t)PyUnstable_Long_CompactValue((PyLongObject *)value);
+        return *number >= 0;
+    #else
+        if (Py_SIZE(value) != 0 && Py_SIZE(value) != 1) return 0;
+        *number = Py_SIZE(value) ? (int32_t)((PyLongObject *)value)->ob_digit[0] : 0;
+        return 1;
+    #endif
+    }
+    #define pagepool_is_short_item(list, i, number) pagepool_is_short(PyList_GET_ITEM(list, i), number)
+    """
+    bint is_short "pagepool_is_short" (object value, int32_t *number)
+    bint is_short_item "pagepool_is_short_item" (list items, Py_ssize_t i, int32_t *number)
+
 
 cdef class PageIds:
     cdef int32_t *ids

@@ -18,25 +18,6 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef object ndarray = np.ndarray
 
-cdef extern from *:
-    """
-    /* Reads an int of one digit, of at most 30 bits, without a reference to it. */
-    static inline int pagepool_is_short(PyObject *list, Py_ssize_t i, int32_t *number) {
-        PyObject *item = PyList_GET_ITEM(list, i);
-        if (!PyLong_CheckExact(item)) return 0;
-    #if PY_VERSION_HEX >= 0x030C0000
-        if (!PyUnstable_Long_IsCompact((PyLongObject *)item)) return 0;
-        *number = (int32_t)PyUnstable_Long_CompactValue((PyLongObject *)item);
-        return *number >= 0;
-    #else
-        if (Py_SIZE(item) != 0 && Py_SIZE(item) != 1) return 0;
-        *number = Py_SIZE(item) ? (int32_t)((PyLongObject *)item)->ob_digit[0] : 0;
-        return 1;
-    #endif
-    }
-    """
-    bint is_short "pagepool_is_short" (list items, Py_ssize_t i, int32_t *number)
-
 
 @cython.freelist(8)
 cdef class PageIds:
@@ -103,7 +84,7 @@ cdef class PageIds:
         cdef int32_t number
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
-        while not GIL_DISABLED and start + num < stop and is_short(items, start + num, &self.ids[self.num + num]):
+        while not GIL_DISABLED and start + num < stop and is_short_item(items, start + num, &self.ids[self.num + num]):
             num += 1  # nearly always all: nothing that runs here changes the list
         try:
             for i in range(start + num, stop):
@@ -146,8 +127,7 @@ cdef class PageIds:
 
     def to_list(self) -> list:
         """The ids as a new list."""
-        cdef Py_ssize_t i
-        return [self.ids[i] for i in range(self.num)]
+        return list_of(self)
 
     def to_array(self):
         """The ids as a new int32 array."""
@@ -226,8 +206,13 @@ def are_plain_token_ids(list items) -> bool:
     return True
 
 
+cdef list list_of(PageIds ids):
+    cdef Py_ssize_t i
+    return [ids.ids[i] for i in range(ids.num)]
+
+
 cpdef tuple lists_of(tuple groups):
     """The ids of each PageIds as a list. One group, which is what most models have, costs no loop."""
     if groups is not None and len(groups) == 1:
-        return ((<PageIds?>groups[0]).to_list(),)
-    return tuple([(<PageIds?>ids).to_list() for ids in groups])
+        return (list_of(<PageIds?>groups[0]),)
+    return tuple([list_of(<PageIds?>ids) for ids in groups])

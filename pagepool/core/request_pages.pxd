@@ -38,11 +38,11 @@ cdef struct Step:             # the next tokens of a request
 
 @cython.final
 cdef class RequestPages:
+    cdef Limits limits              # this and the next first: a call with nothing due reads one cache line
+    cdef int64_t num_cached_tokens
     cdef PageStore store
     cdef CacheGroups groups
     cdef Holding holding
-    cdef Limits limits
-    cdef int64_t num_cached_tokens
     cdef int64_t max_num_tokens
 
     cdef void plan(self) noexcept

@@ -7,7 +7,7 @@ from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.ids cimport PageIds, lists_of, new_ids
+from pagepool.core.ids cimport PageIds, is_short, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.records cimport NO_GROUP
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
@@ -24,6 +24,10 @@ cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2*
 cdef inline bint is_count(object value, int64_t *count) noexcept:
     """Whether a value is an int from 0 to `MAX_COUNT`, which is read then."""
     cdef int overflow = 0
+    cdef int32_t number
+    if is_short(value, &number):
+        count[0] = number
+        return True
     if type(value) is not int:
         return False
     count[0] = as_long_long(value, &overflow)
