@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t
 
 cdef extern from *:
     """
-    /* Reads an int of one digit, of at most 30 bits, and not below 0; the second reads an item of a list without a reference. */
+    /* Reads an int of one digit, of at most 30 bits, and not below 0; the other one an item of a list, without a reference. */
     static inline int pagepool_is_short(PyObject *value, int32_t *number) {
         if (!PyLong_CheckExact(value)) return 0;
     #if PY_VERSION_HEX >= 0x030C0000
