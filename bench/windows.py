@@ -36,7 +36,7 @@ from pagepool import (
 )
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_workload, make_requests, read_trace
 
-TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_GENERATED, SEED = 2000, 1
 CHUNK_LEN = 2048
 MAX_MODEL_LEN = 131_072
@@ -58,7 +58,13 @@ class Layout:
     is_chunked: bool = False
 
     def make_groups(self) -> list[CacheGroupSpec]:
-        shape = {"page_size": PAGE_SIZE, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "use_mla": False}
+        shape: dict[str, Any] = {
+            "page_size": PAGE_SIZE,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "dtype": "bfloat16",
+            "use_mla": False,
+        }
         local = (
             ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.size)
             if self.is_chunked
@@ -115,7 +121,7 @@ def list_lines() -> Iterator[Line]:
             ):
                 yield from (Line(trace, layout, num_pages) for num_pages in sizes)
     for trace in GENERATED:
-        for layout, sizes in ((GEMMA, (20_000, 60_000)), (GPT_OSS, (8_000, 24_000))):
+        for layout, sizes in ((GEMMA, (10_000, 30_000)), (GPT_OSS, (4_000, 12_000))):
             yield from (Line(trace, layout, num_pages) for num_pages in sizes)
 
 
