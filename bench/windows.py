@@ -11,11 +11,13 @@ seconds that it took. The recorded trace is not part of the repository; without 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -156,8 +158,12 @@ class Batched:
         return num_hits
 
 
-def list_rivals() -> dict[str, Callable[[Layout, int], Rival]]:
-    """Return what makes each rival, by the name of its column."""
+Rivals = Mapping[str, Callable[[Layout, int], Rival]]
+"""What makes each rival, for a layout and a number of pages, by the name of its column."""
+
+
+def list_rivals() -> Rivals:
+    """List the rules and policies of pagepool, and vLLM where it is installed."""
     rivals: dict[str, Callable[[Layout, int], Rival]] = {
         f"{windows or 'all'}, {EVICTIONS[eviction]}": partial(Batched, eviction=eviction, windows=windows)
         for windows in WINDOWS
@@ -180,20 +186,22 @@ def measure(rival: Rival, requests: Requests, num_warm: int = 0) -> float:
     return 100 * sum(num_hits[num_warm:]) / sum(request.num_prompt_tokens for request in requests[num_warm:])
 
 
+def measure_line(line: Line, requests: Requests, rivals: Rivals) -> list[str]:
+    """Return the cells of a line."""
+    percents = []
+    for column, make in rivals.items():
+        start = perf_counter()
+        percents.append(f"{measure(make(line.layout, line.num_pages), requests, line.trace.num_warm):.1f}")
+        print(f"{line.name}, {column}: {percents[-1]} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+    return [line.name, *percents]
+
+
 def main(words: Sequence[str]) -> None:
     rivals, cells = list_rivals(), []
-    made: tuple[Trace | None, Requests] = None, []
-    for line in list_lines():
-        if words and not any(word in line.name for word in words):
-            continue
-        if made[0] is not line.trace:
-            made = line.trace, line.trace.make()
-        percents = []
-        for column, make in rivals.items():
-            start = perf_counter()
-            percents.append(f"{measure(make(line.layout, line.num_pages), made[1], line.trace.num_warm):.1f}")
-            print(f"{line.name}, {column}: {percents[-1]} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
-        cells.append([line.name, *percents])
+    lines = [line for line in list_lines() if not words or any(word in line.name for word in words)]
+    for trace, lines_of_trace in groupby(lines, attrgetter("trace")):
+        requests = trace.make()
+        cells += [measure_line(line, requests, rivals) for line in lines_of_trace]
     print(as_table(("prompt tokens hit, %", *rivals), cells))
 
 
