@@ -30,7 +30,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
+.PHONY: bench-vllm bench-windows bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
 .PHONY: wheel test-wheel test-lowest
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -173,6 +173,13 @@ bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and withou
 	$(if $(BENCH_ARGS),,$(call IN,$(VLLM_VENV)) bench --engine vllm)
 	$(call IN,$(VLLM_VENV)) bench.vllm $(BENCH_ARGS)
 
+bench-windows: $(DEV_VENV)/installed  ## what models with windows hit, beside vLLM where its environment can be made: BENCH_ARGS="gpt-oss"
+	-$(MAKE) vllm-environment
+	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench.windows $(BENCH_ARGS); else \
+	    echo 'bench-windows: without vLLM, whose environment could not be made' && \
+	    $(DEV_VENV)/bin/python -m bench.windows $(BENCH_ARGS); \
+	fi
+
 # Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
 RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
 
@@ -209,7 +216,7 @@ easydel-environment:  ## the environment of test-easydel and bench-results
 # runs.
 VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
 
-test-vllm bench-vllm bench-results: export VLLM_TARGET_DEVICE = cpu
+test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
 test-vllm: vllm-environment  ## the tests with vllm, which is large: in an environment of its own
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
