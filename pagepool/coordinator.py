@@ -103,7 +103,7 @@ class CacheCoordinator:
         configuration: Configuration = {"num_kv_cache_groups": len(self._described)}
         for i, described in enumerate(self._described):
             configuration |= {f"kv_cache_groups[{i}].{name}": described[name] for name in described}
-        return {**configuration, "hash_page_size": self.hash_page_size}
+        return configuration | {"hash_page_size": self.hash_page_size}
 
 
 def kind_of(kv_cache_spec: Any) -> str:

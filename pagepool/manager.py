@@ -197,7 +197,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            self.page_pool._bind({**self.hasher.describe(), **self.coordinator.describe()})
+            self.page_pool._bind(self.hasher.describe() | self.coordinator.describe())
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
         self._hashes: dict[str, RequestHashes] = {}

@@ -56,7 +56,7 @@ class PageHasher(KeyHolder):
         self.keep_token_ids = False
         self.siphash_key = self._root = get_siphash_key(hash_seed)
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> dict[str, int | str | None]:
         """Return the algorithm, and a keyed digest that identifies the seed without revealing it."""
         digest = hmac.digest(self._root, b"pagepool configuration", "sha256")
         return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}

@@ -65,7 +65,7 @@ def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     records = Records(store)
     arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
     names = [_to_json((key, *name)) for key, name in store.names.items()]
-    return seal({**arrays, "names": _encode(names), "configuration": _encode(configuration)})
+    return seal(arrays | {"names": _encode(names), "configuration": _encode(configuration)})
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
@@ -91,8 +91,9 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
 
 def seal(arrays: Snapshot) -> Snapshot:
     """Return the arrays of a pool with format, version and checksum. O(bytes)."""
-    snapshot: Snapshot = {"format": _as_bytes(FORMAT), "version": np.array([VERSION], dtype=np.int64), **arrays}
-    return {**snapshot, "checksum": _as_bytes(_checksum(snapshot))}
+    snapshot: Snapshot = {"format": _as_bytes(FORMAT), "version": np.array([VERSION], dtype=np.int64)}
+    snapshot |= arrays
+    return snapshot | {"checksum": _as_bytes(_checksum(snapshot))}
 
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
