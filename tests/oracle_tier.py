@@ -118,7 +118,8 @@ class OracleTier:
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
         found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
         free_hits = [page for page in found if page in self.device.free_queue]
-        if len(missing) + len(free_hits) + num_reserved > len(self.device.free_page_ids(shard)):
+        num_needed = len(missing) + len(free_hits)
+        if num_needed > min(len(self.device.free_page_ids(shard)), len(self.device.free_queue) - num_reserved):
             self.counts["loads without room"] += 1
             return False
         sources = [self.pool.first_entered(*entry, None) for entry in missing]
