@@ -900,7 +900,7 @@ cdef inline void fork_group(
     if not is_state(&group.rules):
         target.num_cached = min(source.num_cached, n)
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)
-    target.num_hits = target.num_cached
+    target.num_hits = full_entries(&group.rules, num_computed) if is_state(&group.rules) else target.num_cached
     target.num_unique = min(source.num_unique, n)
     target.read_list = 0
     if has_open_page(group, source, num_computed):
