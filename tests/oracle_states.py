@@ -187,7 +187,8 @@ class OracleStates:
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
         ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
-        forked = HeldPages(shared, num_cached, num_cached, ranking, num_deduped)
+        num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
+        forked = HeldPages(shared, num_cached, num_hits, ranking, num_deduped)
         forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])
