@@ -492,6 +492,8 @@ class ManagerFront(Front):
         groups = zip(self.setting.groups, job.pages, strict=True)
         if not has_copies and all(self.has_pages(group, pages, restart) for group, pages in groups):
             self.books.cut(job, self.setting.max_model_len, restart)
+            if not any(job.pages):
+                job.load_number = 0  # of a request that holds nothing the manager knows nothing
             self.tables.add_row(job.pages, job.row)
             self.world.counts["requests that went back"] += 1
         held = self.manager.get_page_ids(job.request_id)
