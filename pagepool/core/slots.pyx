@@ -1,6 +1,8 @@
 """Slots for the next tokens of requests, and the pages that look-ups and allocations return."""
 
 cimport cython
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport as_long_long, as_shard, size_of
@@ -9,6 +11,7 @@ from pagepool.core.holdings cimport count_places
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds, is_short, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
+from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport NO_GROUP
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
 from pagepool.core.rules cimport is_state, pages_for
@@ -17,6 +20,18 @@ from pagepool.core.store cimport CachePage, PageStore
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
+
+cdef extern from *:
+    """
+    /* Finds an item and references it at once: without a GIL another thread may remove it in between. 0: there is none. */
+    #if PY_VERSION_HEX >= 0x030D0000
+    #define pagepool_get_item PyDict_GetItemRef
+    #else
+    #define pagepool_get_item(dict, key, item) 0  /* with a GIL it is not called */
+    #endif
+    """
+    int get_item "pagepool_get_item" (dict values, object key, PyObject **item) except -1
+
 
 cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2**63
 
@@ -37,6 +52,18 @@ cdef inline bint is_count(object value, int64_t *count) noexcept:
 cdef int64_t count_of(object value) except -1:
     """Return a checked count, at most `MAX_COUNT`."""
     return min(value, MAX_COUNT)
+
+
+cdef inline RequestPages find_held(dict requests, object request_id):
+    """Return what a request holds, or None. The manager's lock is not needed."""
+    cdef PyObject *item = NULL
+    cdef RequestPages held = None
+    if not GIL_DISABLED:
+        return requests.get(request_id)
+    if get_item(requests, request_id, &item):
+        held = <RequestPages>item
+        Py_DECREF(held)
+    return held
 
 
 cdef struct Counts:           # tokens of a call of `allocate_slots`
@@ -114,7 +141,7 @@ cdef class SlotAllocator:
         cdef bint is_delayed, is_plain = False
         try:
             request_id = request.request_id
-            held = self.requests.get(request_id)
+            held = find_held(self.requests, request_id)
             is_plain = is_count(request.num_computed_tokens, &counts.num_computed)
         except (AttributeError, TypeError):
             pass
@@ -129,7 +156,7 @@ cdef class SlotAllocator:
             num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
             num_computed_tokens = read_count(request, "num_computed_tokens")
             request_id = id_of(request)
-            held = self.requests.get(request_id)
+            held = find_held(self.requests, request_id)
             num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_tokens + num_new_tokens
             if num_tokens > self.max_num_tokens:
                 self.refuse_length(request_id, num_tokens)
