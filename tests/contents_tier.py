@@ -113,7 +113,10 @@ class TierBooks:
             del self.entries[page_id]
         for one in self.in_flight:
             one.contents = [None if entry == content else entry for entry in one.contents]
-        self.noted = {page_id: None if entry == content else entry for page_id, entry in self.noted.items()}
+        dropped = {page_id for page_id, entry in self.noted.items() if entry == content}
+        self.noted |= dict.fromkeys(dropped)
+        if self.tier.policy == "write_through":
+            self.noted_twice |= dropped  # another page with the content may keep it, and be saved once more
         self.wanted.discard(content)
 
     def reset(self) -> None:
