@@ -6,7 +6,6 @@ those of pagepool's chains, since only hits are measured. An answer grows block 
 
 from __future__ import annotations
 
-import logging
 import os
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from pagepool.replay import SimulatedRequest
 if TYPE_CHECKING:
     from bench.windows import Layout
 
-logging.disable(logging.WARNING)  # vLLM warns that there is no accelerator
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import torch  # noqa: E402  behind the settings of vLLM

@@ -10,6 +10,7 @@ seconds that it took. The recorded trace is not part of the repository; without 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ CHUNK_LEN = 2048
 MAX_MODEL_LEN = 131_072
 EVICTIONS = {"lru": "LRU", "adaptive": "adaptive"}
 TOO_SMALL = "the pool is too small for a request"
-# Until the manager has the option, its only rule is "all".
+# Managers have one rule so far. Where they have the option `windows`, its values are measured.
 WINDOWS = ("all", "ends") if "windows" in signature(CacheManager).parameters else ("",)
 
 Requests = Sequence[SimulatedRequest]
@@ -197,6 +198,7 @@ def measure_line(line: Line, requests: Requests, rivals: Rivals) -> list[str]:
 
 
 def main(words: Sequence[str]) -> None:
+    logging.disable(logging.WARNING)  # vLLM warns that there is no accelerator
     rivals, cells = list_rivals(), []
     lines = [line for line in list_lines() if not words or any(word in line.name for word in words)]
     for trace, lines_of_trace in groupby(lines, attrgetter("trace")):
