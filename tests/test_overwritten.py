@@ -95,7 +95,11 @@ BatchMemory = make_struct(
     states=c_void_p,
     stamp=c_uint32,
 )
-RequestMemory = make_struct(**of_type(c_void_p, "store cache_groups groups"), held=POINTER(HeldMemory))
+RequestMemory = make_struct(
+    **of_type(c_int64, "num_room num_full num_skip num_cached_tokens"),
+    **of_type(c_void_p, "store cache_groups groups"),
+    held=POINTER(HeldMemory),
+)
 TableMemory = make_struct(
     **of_type(c_void_p, "tables lock_order"),
     num_tables=c_ssize_t,
