@@ -116,7 +116,7 @@ def test_requests_that_cannot_go_back_wait_again(weights: Weights, monkeypatch: 
     fail_at_random(monkeypatch)
     engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
     check_outputs(engine, make_asks(18), weights)
-    assert batch.num_lost > 3
+    assert batch.num_lost  # how many depends on when transfers end
 
 
 @MODELS
