@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t
 cdef extern from *:
     """
     /* Reads an int of one digit, of at most 30 bits, and not below 0; the other one an item of a list, without a reference. */
-    static inline int pagepool_is_short(PyObject *value, int32_t *number) {
+    static inline int pagepool_is_small(PyObject *value, int32_t *number) {
         if (!PyLong_CheckExact(value)) return 0;
     #if PY_VERSION_HEX >= 0x030C0000
         if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return 0;
@@ -18,10 +18,10 @@ cdef extern from *:
         return 1;
     #endif
     }
-    #define pagepool_is_short_item(list, i, number) pagepool_is_short(PyList_GET_ITEM(list, i), number)
+    #define pagepool_is_small_item(list, i, number) pagepool_is_small(PyList_GET_ITEM(list, i), number)
     """
-    bint is_short "pagepool_is_short" (object value, int32_t *number)
-    bint is_short_item "pagepool_is_short_item" (list items, Py_ssize_t i, int32_t *number)
+    bint is_small "pagepool_is_small" (object value, int32_t *number)
+    bint is_small_item "pagepool_is_small_item" (list items, Py_ssize_t i, int32_t *number)
 
 
 cdef class PageIds:

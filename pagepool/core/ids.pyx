@@ -84,7 +84,7 @@ cdef class PageIds:
         cdef int32_t number
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
-        while not GIL_DISABLED and start + num < stop and is_short_item(items, start + num, &self.ids[self.num + num]):
+        while not GIL_DISABLED and start + num < stop and is_small_item(items, start + num, &self.ids[self.num + num]):
             num += 1  # nearly always all: nothing that runs here changes the list
         try:
             for i in range(start + num, stop):

@@ -9,7 +9,7 @@ from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.ids cimport PageIds, is_short, lists_of, new_ids
+from pagepool.core.ids cimport PageIds, is_small, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport NO_GROUP
@@ -40,7 +40,7 @@ cdef inline bint is_count(object value, int64_t *count) noexcept:
     """Whether a value is an int from 0 to `MAX_COUNT`, which is read then."""
     cdef int overflow = 0
     cdef int32_t number
-    if is_short(value, &number):
+    if is_small(value, &number):
         count[0] = number
         return True
     if type(value) is not int:
