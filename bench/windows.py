@@ -1,8 +1,8 @@
 """What models with windows or chunks hit: ``python -m bench.windows`` prints a table. ``make bench-windows`` runs it.
 
 Requests go through a `RunningBatch` one after another: the prompt in chunks, the answer token by token, the release. Pages have
-16 tokens. The figures are the prompt tokens that were hit, in percent of all, by the rule of which pages of windows stay cached
-and by eviction policy, and those of vLLM's own manager where vLLM is installed (`bench.vllm_hits`).
+16 tokens. The figures are the prompt tokens that were hit, in percent of all, by eviction policy, and those of vLLM's own
+manager where vLLM is installed (`bench.vllm_hits`).
 
 Arguments are words: only lines that contain one of them are measured. Each figure is on stderr as soon as it is known, with the
 seconds that it took. The recorded trace is not part of the repository; without it, its lines are left out.
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from inspect import signature
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -45,8 +44,6 @@ CHUNK_LEN = 2048
 MAX_MODEL_LEN = 131_072
 EVICTIONS = {"lru": "LRU", "adaptive": "adaptive"}
 TOO_SMALL = "the pool is too small for a request"
-# Managers have one rule so far. Where they have the option `windows`, its values are measured.
-WINDOWS = ("all", "ends") if "windows" in signature(CacheManager).parameters else ("",)
 
 Requests = Sequence[SimulatedRequest]
 
@@ -137,10 +134,9 @@ class Rival(Protocol):
 class Batched:
     """A running batch of one row."""
 
-    def __init__(self, layout: Layout, num_pages: int, eviction: str, windows: str) -> None:
+    def __init__(self, layout: Layout, num_pages: int, eviction: str) -> None:
         groups = layout.make_groups()
-        options: dict[str, Any] = {"windows": windows} if windows else {}
-        manager = CacheManager(num_pages, groups, MAX_MODEL_LEN, hash_seed=SEED, eviction=eviction, **options)
+        manager = CacheManager(num_pages, groups, MAX_MODEL_LEN, hash_seed=SEED, eviction=eviction)
         table = MultiGroupPageTable(1, MAX_MODEL_LEN, CHUNK_LEN, [PAGE_SIZE] * len(groups))
         self.batch = RunningBatch(manager, table)
 
@@ -164,11 +160,9 @@ Rivals = Mapping[str, Callable[[Layout, int], Rival]]
 
 
 def list_rivals() -> Rivals:
-    """List the rules and policies of pagepool, and vLLM where it is installed."""
+    """List the policies of pagepool, and vLLM where it is installed."""
     rivals: dict[str, Callable[[Layout, int], Rival]] = {
-        f"{windows or 'all'}, {EVICTIONS[eviction]}": partial(Batched, eviction=eviction, windows=windows)
-        for windows in WINDOWS
-        for eviction in EVICTIONS
+        column: partial(Batched, eviction=eviction) for eviction, column in EVICTIONS.items()
     }
     if find_spec("vllm"):
         rivals["vLLM"] = make_vllm

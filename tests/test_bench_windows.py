@@ -17,7 +17,6 @@ from bench.chats import LEAST_QUESTION_LEN, make_chats, make_chats_in_turn  # no
 from bench.workload import PAGE_SIZE, BenchRequest  # noqa: E402
 
 CHUNK_LEN = 96
-DENSE = windows.WINDOWS[0]
 LAYOUTS = [
     windows.Layout("full", 0, 1),
     windows.Layout("windows", 2, 64),
@@ -75,7 +74,7 @@ def count_shared(requests: list[SimulatedRequest]) -> list[int]:
 @pytest.mark.parametrize("num_pages", [140, 300])
 def test_hits_are_those_of_the_twin(layout: windows.Layout, num_pages: int) -> None:
     requests = make_chats(make_records(80, seed=num_pages))
-    batch, twin = windows.Batched(layout, num_pages, "lru", DENSE), Twin(layout, num_pages)
+    batch, twin = windows.Batched(layout, num_pages, "lru"), Twin(layout, num_pages)
     nums_hits = [batch.run(request) for request in requests]
     assert nums_hits == [twin.run(request) for request in requests]
     assert sum(nums_hits) > 0
@@ -85,11 +84,11 @@ def test_hits_are_those_of_the_twin(layout: windows.Layout, num_pages: int) -> N
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_large_pool_hits_all_that_is_shared(layout: windows.Layout) -> None:
     requests = make_chats(make_records(80, seed=1))
-    batch = windows.Batched(layout, 20_000, "lru", DENSE)
+    batch = windows.Batched(layout, 20_000, "lru")
     nums_shared = count_shared(requests)
     assert [batch.run(request) for request in requests] == nums_shared
     percent = 100 * sum(nums_shared) / sum(request.num_prompt_tokens for request in requests)
-    assert windows.measure(windows.Batched(layout, 20_000, "lru", DENSE), requests) == percent
+    assert windows.measure(windows.Batched(layout, 20_000, "lru"), requests) == percent
 
 
 class TestChats:
