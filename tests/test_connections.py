@@ -22,6 +22,7 @@ from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
 from sources import UNSANITIZED  # noqa: E402
 from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some, subscribed, wait_until  # noqa: E402
+from zmq.utils.monitor import recv_monitor_message  # noqa: E402
 
 from pagepool.errors import EndpointError  # noqa: E402
 from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
@@ -185,6 +186,32 @@ def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) ->
         ends = 0
         while ends < MAX_REPLAYS:
             ends += dealer.recv_multipart()[2] == END
+
+
+def test_a_router_that_connects_right_behind_a_refused_one_is_answered(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection has the same descriptor, of which the thread that closes connections has not read yet."""
+    peers, reads_on = publisher._worker.replayed, threading.Event()
+
+    def read_late(*args: object) -> object:
+        reads_on.wait()
+        return recv_monitor_message(*args)
+
+    with shake_hands(publisher.replay_endpoint, "DEALER") as raw:
+        wait_until(lambda: peers.by_descriptor)
+        [descriptor] = peers.by_descriptor
+        monkeypatch.setattr("pagepool.events.connections.recv_monitor_message", read_late)
+        raw.sendall((MAX_REPLAYS + 1) * message(b"", bytes(8)))
+        assert is_closed(raw, 20)
+    wait_until(lambda: not peers.has(descriptor))
+    try:
+        with shake_hands(publisher.replay_endpoint, "DEALER") as raw:
+            assert peers.has(descriptor)
+            raw.sendall(message(b"", bytes(8)))
+            assert END in raw.recv(1 << 10)
+    finally:
+        reads_on.set()
 
 
 # --- connections ------------------------------------------------------------------------------------------------

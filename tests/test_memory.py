@@ -26,6 +26,7 @@ from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
 NUM_SIZES = min(4 + NUM_OPERATIONS // 20_000, 12)
+NUM_PARTS = 3
 make_manager = partial(make_hybrid, FULL, WINDOW, num_pages=64, max_model_len=256)
 
 
@@ -133,16 +134,19 @@ USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot, LongUse()]
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: getattr(use, "__name__", "long use"))
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """All objects are collected, cycles included: repetition adds none. Without the GIL CPython frees some of them late."""
+    """All objects are collected, cycles included: repetition adds none. Without the GIL CPython frees some of them late. A
+    cache of CPython that grows once raises the sizes of one part, a leak those of each.
+    """
     for _ in range(50):  # until the caches of NumPy are full
         use()
     sizes = []
     with traced():
-        for _ in range(NUM_SIZES):
+        for _ in range(NUM_PARTS * NUM_SIZES):
             for _ in range(NUM_USES):
                 use()
             sizes.append(traced_bytes())
-    assert usual_growth(sizes) < 160 * NUM_USES
+    parts = [sizes[i : i + NUM_SIZES] for i in range(0, len(sizes), NUM_SIZES)]
+    assert min(map(usual_growth, parts)) < 160 * NUM_USES
 
 
 def test_a_large_pool_needs_no_garbage_collection() -> None:

@@ -43,11 +43,10 @@ class Peer:
     def __init__(self, is_refused: bool = False) -> None:
         """Start without topics and messages."""
         self.is_refused = is_refused
+        self.client = b""  # the routing id of its requests; the next connection with its descriptor has another
         self.num_topic_bytes = 0
         self._topics: set[bytes] = set()
-        self._num_bytes_read = 0
-        self._last_difference = 0
-        self._num_bytes_unread = 0
+        self._num_bytes_read = self._num_bytes_unread = self._last_difference = 0
 
     def note_read(self, frames: Sequence["zmq.Frame"]) -> None:
         """Count a message that was read."""

@@ -300,7 +300,8 @@ class Worker:
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
                 descriptor, peer = peers.find(client)
                 peer.note_read(request)
-                if peer.is_refused or [len(frame) for frame in request] != REQUEST:
+                peer.client = peer.client or client.bytes
+                if [len(frame) for frame in request] != REQUEST or (peer.is_refused and peer.client == client.bytes):
                     continue
                 others = [replay for replay in self.replays if replay[0] != client.bytes]
                 if len(self.replays) - len(others) < MAX_REPLAYS:
