@@ -212,7 +212,7 @@ class Simulation:
         else:
             places = sorted({(rng.choice((0, 1, page_size, 2 * page_size - 1)), rng.choice((1, page_size))) for _ in range(2)})
             images = [Feature(rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in places]
-            job.mm_features = (*images, Feature("cat", "image", None)) if rng.random() < 0.2 else tuple(images)
+            job.mm_features = (Feature("cat", "image", None), *images) if rng.random() < 0.2 else tuple(images)
 
     def _tokens(self, num_tokens: int) -> list[int]:
         return self.rng.choices(VOCABULARY, k=num_tokens)

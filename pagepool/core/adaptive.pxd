@@ -12,13 +12,11 @@
 # snapshot has the marks, the ghost, the counts and what was learned, so a loaded pool evicts what the saved one would have.
 # A pool that has levels and does not learn has marks and counts alone: all its pages are in the blank part.
 
-from cpython.mem cimport PyMem_RawCalloc as calloc
-from cpython.mem cimport PyMem_RawFree as free
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memmove
 
-from pagepool.core.platform cimport CACHE_LINE
+from pagepool.core.platform cimport CACHE_LINE, raw_calloc, raw_free
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -151,7 +149,7 @@ cdef inline bint make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
     """Make room for a sample of the pages that were evicted last; False where memory is short."""
     cdef double size_in_sets = <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL / SET_SIZE
     ghost.num_sets = 1 + <uint32_t>min(<double>(UINT32_MAX - 1), size_in_sets)
-    ghost.memory = calloc(<size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
+    ghost.memory = raw_calloc(<size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
     ghost.entries = <GhostEntry *>(<char *>ghost.memory + CACHE_LINE - <size_t>ghost.memory % CACHE_LINE)
     return ghost.memory != NULL
 
@@ -217,20 +215,20 @@ cdef inline void rate_class(Policy *policy, Py_ssize_t c, const double *prior, d
 
 cdef inline void free_policy(Policy *policy) noexcept nogil:
     if policy != NULL:
-        free(policy.marks)
-        free(policy.ghost.memory)
-        free(policy)
+        raw_free(policy.marks)
+        raw_free(policy.ghost.memory)
+        raw_free(policy)
 
 
 cdef inline Policy *make_policy(int32_t num_pages, bint learns) noexcept nogil:
     """Make the policy of a pool without pages in its queue, or the marks of one that does not learn; NULL where memory is
     short.
     """
-    cdef Policy *policy = <Policy *>calloc(1, sizeof(Policy))
+    cdef Policy *policy = <Policy *>raw_calloc(1, sizeof(Policy))
     cdef int32_t age, j, bucket = 0
     if policy == NULL:
         return NULL
-    policy.marks = <uint32_t *>calloc(num_pages, sizeof(uint32_t))
+    policy.marks = <uint32_t *>raw_calloc(num_pages, sizeof(uint32_t))
     if policy.marks == NULL or (learns and not make_ghost(&policy.ghost, num_pages)):
         free_policy(policy)
         return NULL
