@@ -712,11 +712,14 @@ class BatchFront(Front):
         return ended
 
     def _has_lost_pages(self, growth: Entry) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those
-        that it would write again. Where equal pages are shared, it may have others.
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or those that the call
+        took, or others hold those that it would write again. Where equal pages are shared, it may have others.
         """
         if self.dedupes:
             return True
+        taken = set(zip(growth.result.new_page_rows.tolist(), growth.result.new_page_ids.tolist(), strict=True))
+        if taken - {(work.job.row, page_id) for work in growth.works for pages in work.job.pages for page_id in pages}:
+            return True  # a later call let a state go on in another page
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):

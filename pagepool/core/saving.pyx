@@ -110,7 +110,7 @@ cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
         n * sizeof(int64_t), n * sizeof(int32_t), n * sizeof(int32_t), n,
     ]
     for i in range(NUM_ARRAYS):
-        arrays[i] = Array(<void *>starts[i], sizes[i] if starts[i] != NULL else 0)
+        arrays[i] = Array(<void *>starts[i], sizes[i]) if starts[i] != NULL else Array(pool.pages, 0)  # memcpy takes no NULL
 
 
 cdef Py_ssize_t copy_arrays(
