@@ -338,7 +338,8 @@ class Simulation:
             if work.job.loading and not made & work.hits:
                 self._unschedule(work)  # its transfer continues
         for work in self._list_computed() if has_run else ():
-            self._spoil(work, work.start, work.num_room_tokens, computed)
+            others = {page_id for job in self.jobs if job is not work.job for page_id in self.books.list_computed(job)}
+            self._spoil(work, work.start, work.num_room_tokens, computed | others)
         for entry in self.plan[::-1]:
             if self.books.has_state and has_run:
                 entry.is_whole = False  # the states are lost

@@ -273,6 +273,11 @@ class Books:
                 self.let_go(page_id)
                 pages[page] = NULL_PAGE
 
+    def list_computed(self, job: Job) -> list[int]:
+        """Return the pages of a request with computed tokens, other than states."""
+        groups = [(group, pages) for group, pages in zip(self.groups, job.pages, strict=False) if group.kind != "mamba"]
+        return [page_id for group, pages in groups for page_id in pages[: -(-job.num_computed_tokens // group.page_size)]]
+
     def let_go(self, page_id: int) -> None:
         if page_id != NULL_PAGE:
             require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
