@@ -128,7 +128,7 @@ class StateBooks(Books):
 
     def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
         """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
-        entry may have been exchanged for one that left the attention window at once.
+        entry may have been exchanged for one that left the attention window at once; one that others hold was not evicted.
         """
         exchanged = set()
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
@@ -137,7 +137,8 @@ class StateBooks(Books):
                 if held_id == page_id or page_id == NULL_PAGE:
                     continue
                 content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
-                if held_id == NULL_PAGE and (self.is_cached(page_id) or self.index.pages.get(content, {}).keys() <= {page_id}):
+                is_alone = self.index.pages.get(content, {}).keys() <= {page_id}
+                if held_id == NULL_PAGE and (self.is_cached(page_id) or (is_alone and self.holders[page_id] == 1)):
                     continue
                 self.drop(page_id)
                 if held_id == NULL_PAGE and self.tier is not None:
