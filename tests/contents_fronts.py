@@ -682,6 +682,8 @@ class BatchFront(Front):
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
+            if self.dedupes:
+                self.books.drop_exchanged(work.made)
 
     def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the new working page of each state that has another one than before."""

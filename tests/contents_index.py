@@ -334,8 +334,9 @@ class Books:
 
     def note_entry(self, page_id: int, content: Content, job: Job) -> None:
         """Record that a request has cached a page."""
-        if self.tier is not None:
-            self.tier.note_entry(page_id, self.store.key_of(page_id), content, not self.index.has(content, None))
+        key = self.store.key_of(page_id) if self.tier is not None else None
+        if key is not None:  # another row of the call may have exchanged the page
+            self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
 
     def rewind(self, job: Job, num_computed_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from contents_device import require
@@ -152,6 +152,14 @@ class StateBooks(Books):
                     pages[page] = held_id
                     exchanged.add(held_id)
         return frozenset(exchanged)
+
+    def drop_exchanged(self, page_ids: Collection[int]) -> None:
+        """Drop pages that a row has cached, and that another row of the same call has exchanged for equal ones."""
+        for page_id in page_ids:
+            content = self.index.content_of(page_id)
+            if content is not None and not self.is_cached(page_id):
+                require(self.index.pages[content].keys() > {page_id}, "an entry is lost", page_id, content)
+                self.drop(page_id)
 
     # Rows that are swapped out.
 
