@@ -115,8 +115,8 @@ def test_requests_that_cannot_go_back_wait_again(weights: Weights, monkeypatch: 
     engine = make_engine(weights, **SMALL)
     fail_at_random(monkeypatch)
     engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
-    check_outputs(engine, make_asks(18), weights)
-    assert batch.num_lost  # how many depends on when transfers end
+    check_outputs(engine, make_asks(90), weights)  # so many, for how many rows are lost depends on when transfers end
+    assert batch.num_lost > 3
 
 
 @MODELS

@@ -22,7 +22,7 @@ cdef extern from *:
     """
     static inline void *pagepool_calloc(size_t num, size_t size) { return PyMem_RawCalloc(num, size); }
     static inline void *pagepool_realloc(void *memory, size_t size) { return PyMem_RawRealloc(memory, size); }
-    static inline void pagepool_free(void *memory) { PyMem_RawFree(memory); }
+    static inline void pagepool_free(void *memory) { PyMem_RawFree(memory); }  /* `cython -a` takes PyMem_... for Python */
     """
     void *raw_calloc "pagepool_calloc" (size_t num, size_t size) noexcept nogil
     void *raw_realloc "pagepool_realloc" (void *memory, size_t size) noexcept nogil
