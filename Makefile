@@ -197,7 +197,7 @@ bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into
 	fi
 	$(DEV_VENV)/bin/python -m bench --engine none $(RESULTS)
 
-bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json
+bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json and bench/hits.json
 	$(PYTHON) -m bench.report
 
 # EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and docs/speed.svg from bench/results.json: ``python -m bench.report``.
+"""Write docs/benchmarks.md and docs/speed.svg from bench/results.json and bench/hits.json: ``python -m bench.report``.
 
 Text around the tables is in bench/benchmarks.md.in, where ``{{NAME}}`` stands for all tables of a benchmark, or for one of the
 parts in `PARTS`. Needs no package, not even pagepool. The same results make the same bytes.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
+from bench import hits
 from bench.results import ENGINES, MACHINE, Line, Remark, Results, environment_of, read
 from bench.speed import Group, draw
 from bench.tables import as_table, show_ratio, show_time
@@ -158,10 +160,17 @@ def make_noise(results: Results) -> str:
     return textwrap.fill(text, LINE_LENGTH)
 
 
+def make_hits(name: str, _: Results) -> str:
+    """Return a table of the file of hits."""
+    return hits.show("prompt tokens hit, %", hits.read()[name])
+
+
 PARTS: Mapping[str, Callable[[Results], str]] = {
     "headlines": make_headlines,
     "setups": make_setups,
     "noise": make_noise,
+    "windows": partial(make_hits, "windows"),
+    "windows_cases": partial(make_hits, "windows_cases"),
 }
 
 

@@ -17,6 +17,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
+`boundaries.pxd`       numbers of tokens at which a request can resume, and the pages of windows that it needs there
 `queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued

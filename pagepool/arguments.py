@@ -25,6 +25,7 @@ __all__ = [
     "require_group_ids",
     "require_int",
     "require_list",
+    "require_places",
     "require_share",
     "require_short",
     "require_slice",
@@ -32,6 +33,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+MAX_PLACES = 4
 MAX_SIZE = 1 << 62
 """The largest size, so that sums and messages of any two are plain numbers."""
 
@@ -100,6 +102,19 @@ def require_short(name: str, value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: ints of at most {MAX_SHOWN_BITS} bits")
     return value
+
+
+def require_places(name: str, values: Iterable[int], most: int) -> list[int]:
+    """Return numbers of tokens as ints of at most `most`. ArgumentError for more than four, and below 0; ArgumentTypeError for
+    others.
+
+    >>> require_places("resume_at", [24, 1 << 40], 4096)
+    [24, 4096]
+    """
+    places = [min(require_int(name, num, 0), most) for num in as_list(name, values, "ints")]
+    if len(places) > MAX_PLACES:
+        raise ArgumentError(f"{name}: got {len(places)} numbers of tokens, allowed: at most {MAX_PLACES}")
+    return places
 
 
 def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:

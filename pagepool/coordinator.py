@@ -5,7 +5,7 @@ from math import gcd, lcm
 from typing import Any
 
 from pagepool._core import CacheGroups, PageRules, RequestPages
-from pagepool.arguments import require_flag, require_int
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.snapshot import Configuration
@@ -13,6 +13,9 @@ from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttent
 
 __all__ = ["CacheCoordinator"]
 
+SLACK = 64  # tokens before a boundary at which a request can resume as well, by default
+INTERVAL_STEP = 2048
+MAX_BOUNDARY = 1 << 30
 SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
 
 
@@ -34,6 +37,9 @@ class CacheCoordinator:
         use_eagle: bool,
         enable_caching: bool,
         page_pool: PagePool | None = None,
+        windows: str = "all",
+        window_slack: int | None = None,
+        window_interval: int | None = None,
     ) -> None:
         """See `CacheManager`. ArgumentError for a pool of another size or with another `enable_caching`, and for eagle with
         chunked local attention, which cannot drop a page across chunks.
@@ -71,7 +77,25 @@ class CacheCoordinator:
         rules = [self._rules_of(described, spec) for described, spec in zip(self._described, specs, strict=True)]
         index_ids = [described["index_group_id"] if self.enable_caching else None for described in self._described]
         num_hashes = [described["num_hashes_per_page"] for described in self._described]
-        self.groups = CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), self.use_eagle)
+        boundaries = self._find_boundaries(specs, windows, window_slack, window_interval)
+        self.groups = CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), self.use_eagle, boundaries)
+
+    def _find_boundaries(
+        self, specs: Sequence[Any], windows: str, slack: int | None, interval: int | None
+    ) -> tuple[int, int, int] | None:
+        """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay."""
+        if not isinstance(windows, str) or windows not in ("all", "ends"):
+            raise ArgumentError(f"windows: got {shown(windows)}, allowed: all or ends")
+        slack = None if slack is None else require_int("window_slack", slack, 0, MAX_SIZE)
+        interval = None if interval is None else require_int("window_interval", interval, 0, MAX_SIZE)
+        step = self._num_hit_tokens
+        is_cached = self.enable_caching and all(described["index_group_id"] is not None for described in self._described)
+        if windows == "all" or not is_cached or not any(map(window_of, specs)) or step > MAX_BOUNDARY:
+            return None
+        slack = max(SLACK, (1 + self.use_eagle) * step) if slack is None else slack
+        interval = find_interval(specs) if interval is None else interval
+        slack, interval = (min(-(-num // step) * step, MAX_BOUNDARY // step * step) for num in (slack, interval))
+        return step, slack, interval
 
     def _describe_group(self, group_id: int, kind: str, spec: Any) -> dict[str, Any]:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""
@@ -104,6 +128,21 @@ class CacheCoordinator:
         for i, described in enumerate(self._described):
             configuration |= {f"kv_cache_groups[{i}].{name}": described[name] for name in described}
         return configuration | {"hash_page_size": self.hash_page_size}
+
+
+def window_of(spec: Any) -> int:
+    """Return the tokens of a sliding window, or chunk; 0 without any."""
+    return int(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0)
+
+
+def find_interval(specs: Sequence[Any]) -> int:
+    """Return the least multiple of 2,048 tokens at which windows take at most a third of the pages that one group of full
+    attention has in as many tokens; 0 if a window is as long as that.
+    """
+    num_pages = sum(-(-window_of(spec) // spec.page_size) for spec in specs)
+    full = [spec.page_size for spec in specs if kind_of(spec) == "FullAttention"] or [spec.page_size for spec in specs]
+    interval = -(-3 * num_pages * full[0] // INTERVAL_STEP) * INTERVAL_STEP
+    return int(interval) if interval > max(map(window_of, specs)) else 0
 
 
 def kind_of(kv_cache_spec: Any) -> str:

@@ -129,6 +129,11 @@ class CacheManager(KeyHolder, SlotAllocator):
     existing pool, such as one from `PagePool.restore`, whose cached pages hit; it is refused if they were cached with another
     seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`).
 
+    Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt, of a long answer,
+    where full attention hit further, where a request's `resume_at` says, and at each multiple of `window_interval` tokens; up
+    to `window_slack` tokens before these ends as well. None is a default by the model, 0 none: see docs/hybrids.md. With
+    ``windows="all"`` all of them stay.
+
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
@@ -159,6 +164,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         eviction: str | None = None,
         max_pinned_share: float = 0.2,
         host_tier: HostTier | None = None,
+        windows: Literal["ends", "all"] = "ends",
+        window_slack: int | None = None,
+        window_interval: int | None = None,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -182,7 +190,15 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"None, or its own, {page_pool.eviction!r}"
                 raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: {allowed}")
         self.coordinator = CacheCoordinator(
-            num_pages, kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, page_pool
+            num_pages,
+            kv_cache_groups,
+            self.max_model_len,
+            self.use_eagle,
+            self.enable_caching,
+            page_pool,
+            windows,
+            window_slack,
+            window_interval,
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
@@ -259,7 +275,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
             hashes = self._extend_hashes(request, num_queried_tokens)
-            refusal = hashes.refusal
+            refusal, num_full_tokens = hashes.refusal, 0
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
@@ -268,12 +284,12 @@ class CacheManager(KeyHolder, SlotAllocator):
                     self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
                 context = self._hold_context(hashes.extra_keys)
                 try:
-                    pages, num_tokens, hashes.is_short = load_prefix(
+                    pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
                         store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved
                     )
                 finally:
                     self._release_context(context)
-            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
+            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens
         return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
@@ -401,7 +417,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         hashes = self._hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return
-        num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
+        num_queried_tokens, num_hit_tokens, is_preempted, _ = hashes.query
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
         self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
@@ -612,9 +628,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         A pinned page stays cached and is not evicted until it is unpinned as often as it was pinned, or its prefix entry is
         dropped (`PagePool.evict_pages`, `free` with `num_computed_tokens`). It is held, so `reset_prefix_cache` returns False.
         A request with pages pins its own, in each prefix-cached group; another one those that `get_computed_pages` would find.
+        With ``windows="ends"`` a `stop` is where others are to resume: cached pages that have left the request's window there
+        are pinned as well, and it keeps those that have not when they do.
 
         PinBudgetError, without a change, if more than ``max_num_pinned_pages`` pages would be pinned, which is
-        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError unless ``0 <= start <= stop``. O(tokens).
+        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError, without a change, unless
+        ``0 <= start <= stop``, and if ``windows="ends"`` has dropped pages of the window before `stop`: name that number of
+        tokens in `resume_at` of the request, or pin while the request has the window. O(tokens).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -673,9 +693,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         its prefix entry. A free page whose priority changes or ends is queued as if freed then. Times are compared when pages
         are taken, and in this call.
 
-        ArgumentError, without a change, if none of these pages is cached, unless the span has no tokens, for priorities outside
-        0 to 100, for seconds that are not finite and above 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other
-        types. O(tokens): they are hashed; with `seconds` O(log(pages that have them)) more a page.
+        ArgumentError, without a change, if none of these pages is cached, unless the span has no tokens, if the window before
+        `stop` is gone as for `pin`, for priorities outside 0 to 100, for seconds that are not finite and above 0, and unless
+        ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens): they are hashed; with
+        `seconds` O(log(pages that have them)) more a page.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -19,7 +19,7 @@ from pagepool._core import (
     Transfers,
     check_holders,
 )
-from pagepool.arguments import require_flag, require_int
+from pagepool.arguments import require_flag, require_int, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
@@ -123,6 +123,7 @@ class RunningBatch(RunningRows):
         is_preempted: bool = False,
         ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
+        resume_at: Sequence[int] = (),
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -137,6 +138,8 @@ class RunningBatch(RunningRows):
         With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
         known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
         number; if it is 0, since all others are cached, the row runs at once.
+
+        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -163,12 +166,14 @@ class RunningBatch(RunningRows):
         num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
+        has_places = type(resume_at) is not tuple or resume_at
+        places = require_places("resume_at", resume_at, self.max_num_tokens) if has_places else None
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
-            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
+            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external, places
         )
         shard = None
         if dp_shard is not None:
@@ -239,7 +244,8 @@ class RunningBatch(RunningRows):
         """Pin the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``: see `CacheManager.pin`.
 
         Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row that is not admitted, and
-        unless ``0 <= start <= stop``; PinBudgetError, and nothing is pinned, beyond the manager's budget. O(pages).
+        unless ``0 <= start <= stop`` and the window before `stop` is cached; PinBudgetError, and nothing is pinned, beyond the
+        manager's budget. O(pages).
         """
         return TokenSpan(start, stop).of_row(self, row).pin(self._manager.max_num_pinned_pages)
 

@@ -585,7 +585,7 @@ get_kv_cache_coordinator(16, GROUPS, 64, False, True).find_longest_cache_hit(cha
 get_kv_cache_coordinator(16, GROUPS, 64, False, True).count_cached_tokens(chain=<None>, max_cache_hit_length=8)
 get_kv_cache_coordinator(16, GROUPS, 64, use_eagle=<False|flag typed>, enable_caching=<True|flag typed>)
 create_kv_cache_specs_from_config(object(), page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype="float16",
-    use_mla=<False|flag typed>)
+    use_mla=<False|flag typed>, equal_bytes=<True|flag typed>)
 specs_of(mask_type=<"SLIDING"|by_value>, size=<4|by_value>, layer=<0|any>)
 """
 TRACE_CALLS = """

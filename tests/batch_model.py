@@ -187,10 +187,12 @@ class OracleRows(Rows):
         is_preempted: bool = False,
         ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
+        resume_at: Sequence[int] = (),
         **attributes: Any,
     ) -> int | None:
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
+        request.resume_at = resume_at
         request.status = PREEMPTED if is_preempted else request.status
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         hits, num_hits = self.manager.get_computed_pages(request, **options)

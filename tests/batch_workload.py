@@ -136,6 +136,8 @@ class BatchWorkload(Workload):
             options |= self._checkpoint_options(options, num_tokens)
         if self.features.external and rng.random() < 0.4:
             options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
+        if resume_at := self.draw_places():
+            options["resume_at"] = resume_at
         return options
 
     def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
 from contents_tier import InFlight, TierBooks, draw_tier
-from settings import HASHING, SETTINGS, STATE_SETTINGS, Group, Setting, kept
+from settings import ENDS_SETTINGS, HASHING, SETTINGS, STATE_SETTINGS, Group, Setting, kept
 from twin_engine import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 
 import pagepool
@@ -54,7 +54,8 @@ MORE_SETTINGS = [
     Setting("full 16 and 8, chunk of 8, states",
             (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-CONTENTS_SETTINGS = [setting for start in range(7) for setting in [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS][start::7]]
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS]
+CONTENTS_SETTINGS = [setting for start in range(7) for setting in ALL_SETTINGS[start::7]]
 """In an order in which the kinds alternate, so that a short run has all of them."""
 
 FRONTS: list[tuple[type[Front], ...]] = [
@@ -189,6 +190,8 @@ class Simulation:
         job = Job(name, tokens, num_final_tokens, self.histories)
         if rng.random() < 0.35:
             self._make_special(job)
+        if self.setting.windows is not None and rng.random() < 0.3:
+            job.resume_at = rng.choices(range(most), k=rng.randint(1, 4))
         return job
 
     def _reuse_name(self) -> str:

@@ -576,6 +576,8 @@ class BatchFront(Front):
         rng, options = self.rng, {"look_up": not job.sampling_params, "is_preempted": job.status == PREEMPTED}
         if job.cache_salt is not None or job.lora_id is not None or job.mm_features:
             options |= {"cache_salt": job.cache_salt, "lora_id": job.lora_id, "mm_features": job.mm_features}
+        if job.resume_at:
+            options["resume_at"] = job.resume_at
         if rng.random() < 0.4:
             options["num_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.3:

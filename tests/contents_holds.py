@@ -101,7 +101,12 @@ class Holds:
             most = self.world.manager.max_num_pinned_pages
             num_fresh = len(set(own) - before.keys())
             is_over = len(before) + num_fresh > most or self.books.has_state or not job.pages
+            is_over |= self.books.setting.windows is not None and span[1] is not None  # pages that left the window are pinned
             require(is_over, "refused, and there is room for pins", job, num_fresh)
+            return
+        except ArgumentError:
+            require(self.read_pins() == before, "a call that was refused has pinned", job)
+            self._require_gone(job, span)
             return
         self.books.pins = self.read_pins()
         gained = self.books.pins - before
@@ -145,6 +150,13 @@ class Holds:
             contents |= {(group_id, histories[end - 1]) for end in ends if end - size >= start}
         return span, contents
 
+    def _require_gone(self, job: Job, span: Span) -> None:
+        """Raise unless a page is not cached with which a request resumes at the end of a span."""
+        start, stop = span
+        require(self.books.setting.windows is not None and stop is not None, "refused", job, span)
+        windows = self.books.list_windows(job, stop)
+        require(any(not self.books.index.has(content, None) for content in windows), "no window is gone", job, start, stop)
+
     def _list_own(self, job: Job, contents: set[Content]) -> list[int]:
         """Return the pages of a job that are cached with these contents."""
         return [page_id for pages in job.pages for page_id in pages if self.books.index.content_of(page_id) in contents]
@@ -164,7 +176,9 @@ class Holds:
         except ArgumentError:
             num_pages = 0
         num_own = len(self._list_own(job, cached))
-        require(num_pages >= num_own, "a page is not retained", job, num_pages, num_own)
+        if num_pages < num_own:
+            require(num_pages == 0, "a page is not retained", job, num_pages, num_own)
+            self._require_gone(job, span)
         self.world.counts["pages retained"] += num_pages
 
     def protect(self) -> None:

@@ -20,7 +20,10 @@ from contents_request import Job
 from contents_tier import TierBooks
 from settings import Group, Setting
 
+from pagepool._core import copy_records
+
 NULL_PAGE = 0
+KEPT = 1 << 28  # flag of a page that stays when it leaves a window
 STAYS = itertools.count(1)
 
 
@@ -81,6 +84,7 @@ class Books:
         self.holders: Counter[int] = Counter()
         self.pins: Counter[int] = Counter()
         self.index = Index()
+        self.kept: set[int] = set()  # cached pages that must stay when they leave a window, at least
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
@@ -154,14 +158,17 @@ class Books:
         return all(self.index.has(content, shard) or content in self.reached for content in contents)
 
     def _list_read(self, kind: Group, histories: Sequence[int], length: int) -> list[Content]:
-        """Return the contents to which the token at `length` attends. Without eagle a window counts at least one page."""
+        """Return the contents to which the token at `length` attends."""
         if kind.kind == "mamba":
             return [(group_id, histories[length - 1]) for group_id in self.groups_of_kind[kind]]
-        first = find_first_read(kind, length) // kind.page_size
-        if kind.kind == "sliding" and not self.setting.use_eagle:
-            first = min(first, length // kind.page_size - 1)
-        ends = range((first + 1) * kind.page_size, length + 1, kind.page_size)
+        ends = range((self._find_first(kind, length) + 1) * kind.page_size, length + 1, kind.page_size)
         return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
+
+    def list_windows(self, job: Job, stop: int) -> list[Content]:
+        """Return the contents of the windows before the last place up to `stop` where a request can resume."""
+        length = self._floor(min(stop, job.num_tokens)) - self.setting.use_eagle * self.hit_step
+        kinds = [kind for kind in self.kinds if kind.kind in ("sliding", "chunked")] if length > 0 else []
+        return [content for kind in kinds for content in self._list_read(kind, job.list_histories(length), length)]
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
         """Return the contents of all pages of a hit."""
@@ -183,6 +190,7 @@ class Books:
         """Make hits the first pages of a request; they must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
         job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
+        job.boundaries = [self._floor(num_tokens) for num_tokens in (job.num_tokens, *job.resume_at)]
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba":
                 job.pages.append([])
@@ -199,6 +207,8 @@ class Books:
                 require(found == content, "a wrong hit", job, group, page, page_id, found)
                 require(shard is None or page_id in shard, "a hit in another shard", job, page_id, shard)
                 self.holders[page_id] += 1
+                if self.setting.windows is not None and group.span:
+                    self.kept.add(page_id)
             job.pages.append(list(page_ids))
             job.num_cached_pages.append(num_pages)
         if self.tier is not None:
@@ -260,7 +270,7 @@ class Books:
 
     def skip(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
         """Record which pages of a request the pool released; no coming token may need them."""
-        for group, pages, held_ids in zip(self.groups, job.pages, held, strict=True):
+        for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
             if pages == held_ids or group.kind == "mamba":
                 continue
             require(len(pages) == len(held_ids), "a row of another length", job, group, pages, held_ids)
@@ -270,6 +280,7 @@ class Books:
                     continue
                 require(held_id == NULL_PAGE, "a row of other pages", job, group, pages, held_ids)
                 require((page + 1) * group.page_size <= first_read, "a page was skipped too early", job, group, page)
+                self._keep(job, group_id, page)
                 self.let_go(page_id)
                 pages[page] = NULL_PAGE
 
@@ -282,14 +293,48 @@ class Books:
         if page_id != NULL_PAGE:
             require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
             self.holders[page_id] -= 1
+            if self.setting.windows is not None and not self.holders[page_id]:
+                self._let_leave(page_id)
+
+    def _let_leave(self, page_id: int) -> None:
+        """Drop the entry of a page without holders, if the pool did: no request may resume with it. If the page was taken by
+        the same call, it may have been evicted, and saved, before.
+        """
+        key, content = self.store.key_of(page_id), self.index.content_of(page_id)
+        if content is not None and key is None and self.store.ref_counts()[page_id] == 0:
+            require(page_id not in self.kept, "a page is dropped with which a request may resume", page_id, content)
+        if content is not None and (key is None or (self.tier is not None and self.tier.keys.get(key) != content)):
+            self.drop(page_id)
+            if self.tier is not None:
+                self.tier.note_save(page_id, content)
 
     def drop(self, page_id: int) -> None:
         """Drop an entry, and with it the pins of its page."""
         self.index.drop(page_id)
+        self.kept.discard(page_id)
         if self.tier is not None:
             self.tier.forget(page_id)
         if self.pins.pop(page_id, 0):
             self.let_go(page_id)
+
+    def _keep(self, job: Job, group_id: int, page: int) -> None:
+        """Record that a page must stay cached, if a request needs it which resumes at a boundary of a job, or up to the slack
+        before. Junctions, ends of answers and pins may keep more.
+        """
+        group, page_id = self.groups[group_id], job.pages[group_id][page]
+        if self.setting.windows is None or not group.span or page_id not in self.index.entries:
+            return
+        slack, interval = (-(-num_tokens // self.hit_step) * self.hit_step for num_tokens in self.setting.windows)
+        places = [(max(0, end - slack), end) for end in job.boundaries if end]
+        places += [(end, end) for end in range(interval, 2 * self.setting.max_model_len, interval or 1) if interval]
+        eagle = self.setting.use_eagle
+        if any(self._find_first(group, first) <= page < end // group.page_size + eagle for first, end in places):
+            self.kept.add(page_id)
+
+    def _find_first(self, group: Group, length: int) -> int:
+        """Return the first page to which the token at `length` attends. Without eagle a window counts at least one page."""
+        first = find_first_read(group, length) // group.page_size
+        return min(first, length // group.page_size - 1) if group.kind == "sliding" and not self.setting.use_eagle else first
 
     def drop_everywhere(self, page_id: int) -> None:
         """Drop the entry of a page whose content is wrong, in the tier too."""
@@ -308,9 +353,11 @@ class Books:
 
     def release(self, job: Job) -> None:
         """Give back all pages of a request."""
-        for pages in job.pages:
-            for page_id in pages:
-                self.let_go(page_id)
+        for group_id, pages in enumerate(job.pages):
+            for page in range(len(pages)):
+                self._keep(job, group_id, page)
+        for page_id in chain(*job.pages):
+            self.let_go(page_id)
         job.pages, job.num_cached_pages = [], []
 
     # What is cached.
@@ -338,6 +385,9 @@ class Books:
         if key is not None:  # another row of the call may have exchanged the page
             self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
+        if self.setting.windows is not None and self.groups[content[0]].span:
+            group = copy_records(self.store, "pages")["pages"]["group"][page_id]
+            require(not group & KEPT, "a page stays that left no window", job, page_id, content)
 
     def rewind(self, job: Job, num_computed_tokens: int) -> None:
         """Let pages be cached again whose tokens are computed again, including hits."""
@@ -446,7 +496,7 @@ class Books:
 
     def reset(self) -> None:
         """Drop all that is cached."""
-        self.index = Index()
+        self.index, self.kept = Index(), set()
         if self.tier is not None:
             self.tier.reset()
 

@@ -26,6 +26,7 @@ class Job:
     has_vision: bool = False
     lora_id: Any = None
     cache_salt: str | None = None
+    resume_at: Sequence[int] = ()
     num_computed_tokens: int = 0
     status: int = WAITING
 
@@ -40,6 +41,7 @@ class Job:
     loading: Any = None  # tokens that a transfer brings
     awaited_copies: int = 0  # the last list of copies with one into its pages
     last_taken: int = 0  # lists of copies that were taken when it got its last page
+    boundaries: Sequence[int] = ()  # numbers of tokens at which others may resume, since its admission
     load_number: int = 0  # the last list of transfers that loads what it has hit
     swapped: Any = None  # what it holds in the host tier
 

@@ -109,6 +109,7 @@ class StateBooks(Books):
         """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
         num_tokens, new_ids = job.num_computed_tokens, []
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
+        target.boundaries = job.boundaries
         loading = self.tier.loading if self.tier is not None else {}
         for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
             num_full = 0 if group.kind == "mamba" else num_tokens // group.page_size
@@ -128,7 +129,8 @@ class StateBooks(Books):
 
     def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
         """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
-        entry may have been exchanged for one that left the attention window at once; one that others hold was not evicted.
+        entry may have been exchanged for one that left the attention window at once, and that may have lost its entry, too;
+        one that others hold was not evicted.
         """
         exchanged = set()
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
@@ -143,6 +145,9 @@ class StateBooks(Books):
                 self.drop(page_id)
                 if held_id == NULL_PAGE and self.tier is not None:
                     self.tier.note_save(page_id, content)  # perhaps it was evicted
+                if held_id == NULL_PAGE and self.setting.windows is not None:
+                    for equal_id in [equal_id for equal_id in self.index.pages.get(content, ()) if not self.holders[equal_id]]:
+                        self._let_leave(equal_id)
                 if held_id != NULL_PAGE:
                     require(self.index.content_of(held_id) == content, "a page that is not equal", job, page_id, held_id)
                     is_loading = self.tier is not None and held_id in self.tier.loading
@@ -230,12 +235,12 @@ class StateBooks(Books):
     def end_transfers(self, one: InFlight) -> set[int]:
         """Record that transfers have ended; return the pages with wrong contents."""
         assert self.tier is not None
-        for page_id in one.taken.load_dst.tolist():
-            self.let_go(page_id)
         for place in one.bad_loads:
             page_id, loaded = int(one.taken.load_dst[place]), one.loaded[place]
             if loaded is not None and self.index.content_of(page_id) == loaded:
                 self.drop(page_id)
+        for page_id in one.taken.load_dst.tolist():
+            self.let_go(page_id)
         return self.tier.end(one, self.store)
 
     def find_wrong_token(self, job: Job, number: int, wrong: set[int]) -> int | None:

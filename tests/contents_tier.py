@@ -20,7 +20,7 @@ from settings import Group
 from pagepool import HostTier
 from pagepool._core import copy_records
 
-GROUP_BITS = (1 << 29) - 1  # of the field of a page's record which has flags, too
+GROUP_BITS = (1 << 28) - 1  # of the field of a page's record which has flags, too
 FAILING_SHARES = 0.1, 0.1, 0.5
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from oracle_pool import NORMAL, NULL_PAGE
@@ -161,6 +161,17 @@ class Adaptive:
         self.pool.free_queue.move_to_end(page)
         self.note_queued(page)
 
+    def is_blank(self, page: int) -> bool:
+        """Whether a page that comes to the queue comes to the blank part."""
+        return page not in self.pool.entry_of_page or self.marks[page].part == BLANK
+
+    def pass_part(self, pages: Iterable[int], part: int | None) -> None:
+        """Let new pages of a request that goes on with a known one go where those go."""
+        for page in pages if part not in (None, BLANK) else ():
+            if page != NULL_PAGE and self.marks[page].part == NEW:
+                self.marks[page] = Mark(part)
+                self.counts["pages of known requests"] += part != NEW
+
     def note_useless(self, page: int) -> None:
         """A page is about to be freed that no hit can need."""
         if self.pool.ref_counts[page] == 1:
@@ -207,13 +218,13 @@ class Adaptive:
 
     # learning
 
-    def note_release(self, num_pages: int) -> None:
-        """A call is about to put pages into the queue."""
+    def note_release(self, num_pages: int, num_free: int) -> None:
+        """A call puts pages into the queue that are not blank, beside others."""
         self.num_released += num_pages
         self.call += 1
         num_epochs = self.num_released // self.epoch_pages - self.epoch
         if num_epochs:
-            self._tick(num_epochs, len(self.pool.free_queue) + num_pages)
+            self._tick(num_epochs, num_free + num_pages)
 
     def _tick(self, num_epochs: int, num_free: int) -> None:
         self.call, self.decision = 0, None

@@ -139,6 +139,12 @@ class Workload(Driver):
     def _tokens(self, num_tokens: int) -> list[int]:
         return self.rng.choices(VOCABULARY, k=num_tokens)
 
+    def draw_places(self) -> list[int]:
+        """Draw numbers of tokens at which others are to resume, rarely some, and none if all pages of windows stay."""
+        if self.setting.windows is None or self.rng.random() < 0.8:
+            return []
+        return self.rng.choices(range(self.setting.max_model_len), k=self.rng.randint(1, 4))
+
     def _most_of(self, prompts: list[list[int]], max_tokens: int) -> list[int]:
         """Return a prompt with most tokens of another, and one more: of some others that of which the tier has most."""
         rng, manager = self.rng, self.twins.oracle.manager

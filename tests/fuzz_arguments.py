@@ -180,7 +180,7 @@ def kind_of_saved(world: World) -> Any:
 
 
 SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
-SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "pins")
+SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "kept", "pins")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
     *(lambda _, values: values,) * 8,
     *(flip, flip),

@@ -290,8 +290,8 @@ class World:
         except IntegrityError as error:
             if not self.spoilt & spoilers:
                 self.findings.append(f"check: {error}")
-        except PagePoolError:
-            pass  # a batch whose constructor failed
+        except (PagePoolError, MemoryError):
+            pass  # a batch whose constructor failed, or a pool too large to be copied
 
 
 def shown(arguments: tuple[Any, ...]) -> str:

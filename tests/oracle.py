@@ -22,6 +22,7 @@ from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_o
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
 from oracle_states import OracleStates
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
+from oracle_windows import OracleWindows
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -152,6 +153,9 @@ class OracleManager:
         use_eagle: bool = False,
         policy: Adaptive | None = None,
         max_pinned_share: float = 0.2,
+        windows: str = "all",
+        window_slack: int = 0,
+        window_interval: int = 0,
     ) -> None:
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
@@ -166,6 +170,9 @@ class OracleManager:
         self.kinds = [replace(kind, interval=self.hit_step) if is_kept(kind) else kind for kind in self.kinds]
         self.classes = group_ids_by_kind(self.kinds)
         self.states = OracleStates(self)
+        can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
+        is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
+        self.windows = OracleWindows(self, window_slack, window_interval) if is_selective else None
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
@@ -191,6 +198,8 @@ class OracleManager:
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
+        if self.windows is not None:
+            self.windows.junctions[request.request_id] = self.windows.last_junctions[True]
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
@@ -230,6 +239,7 @@ class OracleManager:
             return 0
         length = self._floor(request.num_tokens - 1)
         hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
+        most = length
         for kind in self.classes:
             length = self._floor(kind.longest(hits[kind], length, self.use_eagle))
         agreed = None
@@ -237,6 +247,8 @@ class OracleManager:
             agreed = length
             for kind in self.classes:
                 length = self._floor(kind.confirmed(hits[kind], length, self.use_eagle))
+        if self.windows is not None:
+            self.windows.find_junction(hits, length, most, reaches_tier)
         return length
 
     def _floor(self, num_tokens: int) -> int:
@@ -368,10 +380,36 @@ class OracleManager:
                 continue
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
             last = min(first_useful, len(held.pages)) - 1
+            part = self._find_known_part(request)
+            left = []
             while last >= 0 and held.pages[last] != NULL_PAGE:
-                self.page_pool.skip_page(held.pages[last], self._is_needed_by_hits(kind, last))
+                self._pass_part([held.pages[last]], part)
+                self._leave(request, kind, last, held.pages[last])
+                left.append(held.pages[last])
                 held.pages[last] = NULL_PAGE
                 last -= 1
+            self.page_pool.count_left(left)
+
+    def _leave(self, request: Any, kind: Kind, place: int, page: int) -> None:
+        if self.windows is not None:
+            self.windows.leave(request, kind, place, page)
+        else:
+            self.page_pool.skip_page(page, self._is_needed_by_hits(kind, place))
+
+    def _pass_part(self, pages: PageIds, part: int | None) -> None:
+        if self.page_pool.policy is not None:
+            self.page_pool.policy.pass_part(pages, part)
+
+    def _find_known_part(self, request: Any) -> int | None:
+        """Return the part for all pages of a request of which a policy knew three quarters of the longest group's pages."""
+        groups = list(zip(self.kinds, self.held.get(request.request_id, ()), strict=False))
+        full = [held for kind, held in groups if type(kind) is Full]
+        longest = (full[-1:] or [held for kind, held in groups if not isinstance(kind, Mamba)])[:1]
+        for held in longest if self.page_pool.policy is not None and self.windows is not None else ():
+            num_known = held.ranking.num_ranked
+            if num_known and 4 * num_known >= 3 * len(held.pages):
+                return self.page_pool.policy.marks[held.pages[num_known - 1]].part
+        return None
 
     def _is_needed_by_hits(self, kind: Kind, place: int) -> bool:
         """Whether a hit of any length may need the page at `place`."""
@@ -447,6 +485,9 @@ class OracleManager:
                 for hit, pages in attached
             ]
             note_loads(self.page_pool, self.held[request.request_id], hits)
+            if self.windows is not None:
+                self.windows.begin(request)
+                self.windows.keep_hits(hits)
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
@@ -505,7 +546,7 @@ class OracleManager:
             stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
             for place in range(stop - 1, -1, -1):
                 if held.pages[place] != NULL_PAGE:
-                    self.page_pool.skip_page(held.pages[place], self._is_needed_by_hits(kind, place))
+                    self._leave(request, kind, place, held.pages[place])
                 held.pages[place] = NULL_PAGE
             held.num_cached_pages = max(held.num_cached_pages, stop)
         self._enter_full_pages(request, num_computed)
@@ -517,7 +558,8 @@ class OracleManager:
         self._check_external(request, num_valid_tokens)
         num_computed, has_state = 0, any(isinstance(kind, Mamba) for kind in self.kinds)
         if has_state and not is_row:
-            self.page_pool.free_pages([page for group in self.held.pop(request.request_id) for page in group.pages[::-1]])
+            self._give_back_all([request], [None])
+            del self.held[request.request_id]
             return 0
         if not has_state:
             self.commit_external(request, num_valid_tokens)
@@ -661,14 +703,34 @@ class OracleManager:
         """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages and
         entries are dropped.
         """
-        held = [group for request in requests for group in self.held.get(request.request_id, ())]
-        self.page_pool.free_pages([page for group in held for page in group.pages[::-1]])
+        self._give_back_all(requests, nums_computed_tokens)
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
             self.states.keep_last(request, num_computed_tokens)
             self.states.copies.drop(self.pages_of(request))
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             self.held.pop(request.request_id, None)
+
+    def _give_back_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+        """Free all pages of requests in one call; those of windows with which nobody can resume are dropped."""
+        for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
+            self._pass_part(self.pages_of(request), self._find_known_part(request))
+            if self.windows is not None:
+                self.windows.keep_last(request, num_computed_tokens)
+        held = [
+            (group.pages[place], self._is_worthless(kind, place, group.pages[place], num_computed_tokens))
+            for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True)
+            for kind, group in zip(self.kinds, self.held.get(request.request_id, ()), strict=False)
+            for place in range(len(group.pages) - 1, -1, -1)
+        ]
+        worthless = [page for page, is_worthless in held if is_worthless]
+        self.page_pool.give_back([page for page, is_worthless in held if not is_worthless], worthless)
+
+    def _is_worthless(self, kind: Kind, place: int, page: int, num_computed_tokens: int | None) -> bool:
+        """Whether a page that is given back loses its entry. That of one that was not computed is forgotten everywhere."""
+        if self.windows is None or not OracleWindows.has_window(kind) or not self.page_pool.is_worthless(page):
+            return False
+        return num_computed_tokens is None or place < num_computed_tokens // kind.page_size
 
     def free_page_hashes(self, request: Any) -> None:
         """Drop the contents of a finished request's pages, and its counted look-up."""
@@ -800,21 +862,37 @@ class OracleManager:
     def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
         """Pin the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
         self._check_span(start, stop)
-        return self.page_pool.pin(self._find_cached(request, start, stop), self.max_num_pinned_pages)
+        num_pages = self.page_pool.pin(self._find_cached(request, start, stop), self.max_num_pinned_pages)
+        self._keep_end(request, stop)
+        return num_pages
 
     def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
-        """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit. In the
+        window before the end there may be others, if the request's left it; then all must be cached.
+        """
         found: PageIds = []
         if not self.enable_caching or not (self._takes_hits(request) or request.request_id in self.held):
             return found
         pages_by_group = self.held_pages_or_hits(request)
+        end = self.windows.find_end(request, stop) if self.windows is not None else 0
+        is_held = request.request_id in self.held
+        is_short = end and not is_held and self._find_hits(request, None)[1] < end <= self.windows.last_junctions[False]
         for group_id, place, key in self._places(request, start, stop):
-            pages, checkpoint = pages_by_group[group_id], self.page_pool.first_entered(key, group_id, None)
+            pages, first = pages_by_group[group_id], self.page_pool.first_entered(key, group_id, None)
+            is_in_window = end and place in self.windows.list_window(self.kinds[group_id], end)
             if is_kept(self.kinds[group_id]):
-                found += [checkpoint] if checkpoint is not None else []
+                found += [first] if first is not None else []
+            elif is_in_window and first is None and (is_short if place >= len(pages) else pages[place] == NULL_PAGE):
+                raise ValueError("the window before the end is gone")
+            elif is_in_window and place < len(pages) and pages[place] == NULL_PAGE:
+                found.append(first)
             elif place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
                 found.append(pages[place])
         return found
+
+    def _keep_end(self, request: Any, stop: int | None) -> None:
+        if self.windows is not None:
+            self.windows.add(request, self.windows.find_end(request, stop))
 
     def held_pages_or_hits(self, request: Any) -> PagesByGroup:
         """Return the pages of a request or an admitted row, else those of a look-up that is not counted."""
@@ -851,6 +929,8 @@ class OracleManager:
         found = self._find_cached(request, start, stop)
         if not found and start < (request.num_tokens if stop is None else min(stop, request.num_tokens)):
             raise ValueError("none of these pages is cached")
+        if found:
+            self._keep_end(request, stop)
         return self.page_pool.retain(found, priority, seconds is not None and seconds < 1)
 
     def protect(self, requests: Sequence[Any]) -> int:

@@ -61,6 +61,7 @@ class OraclePool:
         self.priorities: dict[int, int] = {}  # of retained pages
         self.ending: dict[int, None] = {}  # retained pages that are normal again when pages are taken next, in this order
         self.protected: list[int] = []
+        self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
         self.tier: OracleTier | None = None
@@ -182,7 +183,7 @@ class OraclePool:
                 self.tier.uses[page] += 1
             self.ref_counts[page] += 1
 
-    def free_pages(self, pages: Sequence[int]) -> None:
+    def free_pages(self, pages: Sequence[int], is_counted: bool = True) -> None:
         """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
         pages = [page for page in pages if page != NULL_PAGE]
         if any(self.num_holders(page) < pages.count(page) for page in pages):
@@ -192,11 +193,50 @@ class OraclePool:
             self.ref_counts[page] -= 1
             if self.ref_counts[page] == 0:
                 freed.append(page)
-        if freed and self.policy is not None:
-            self.policy.note_release(len(freed))
+        if is_counted:
+            self._count(freed, len(self.free_queue))
         for page in freed:
             self._push(page)
         self.counts["freed"] += len(freed)
+
+    def _count(self, pages: Sequence[int], num_free: int) -> None:
+        """Tell a policy of a call that puts pages into the queue beside others; blank ones do not count."""
+        if self.policy is not None:
+            num_pages = sum(not self.policy.is_blank(page) for page in pages)
+            if num_pages:
+                self.policy.note_release(num_pages, num_free)
+
+    def count_left(self, pages: Sequence[int]) -> None:
+        """Tell a policy of pages that have left a window; those without holders are in the queue by now."""
+        queued = [page for page in pages if page in self.free_queue]
+        if self.policy is not None:
+            num_counted = sum(not self.policy.is_blank(page) for page in queued)
+            self._count(queued, len(self.free_queue) - num_counted)
+
+    def keep(self, page: int) -> None:
+        """Let a page stay cached when it leaves a window."""
+        if page in self.entry_of_page:
+            self.kept.add(page)
+
+    def is_worthless(self, page: int) -> bool:
+        """Whether a page that leaves a window is not to stay cached without holders."""
+        return page not in self.kept and page not in self.pins and self.level_of(page) == NORMAL
+
+    def give_back(self, pages: Sequence[int], worthless: Sequence[int]) -> None:
+        """Free pages, and others that lose their entry with their last reference, and are taken first then."""
+        worthless = [page for page in worthless if page != NULL_PAGE]
+        if any(self.num_holders(page) < worthless.count(page) for page in worthless):
+            raise RuntimeError(f"a page of {worthless} is freed more often than it is held")
+        self.free_pages(pages)
+        for page in worthless:
+            self.ref_counts[page] -= 1
+        for page in dict.fromkeys(worthless):
+            if self.ref_counts[page] == 0:
+                self.drop_entries([page])
+                self._push(page)
+                self.free_queue.move_to_end(page, last=False)
+                self.counts["freed"] += 1
+                self.counts["discarded"] += 1
 
     def take_out(self, page: int) -> None:
         """Take any page out of the queue for a while."""
@@ -206,15 +246,14 @@ class OraclePool:
 
     def put_to_the_end(self, page: int) -> None:
         """Put a page that was taken out of the queue as it is to its back, as one that was just given back."""
-        if self.policy is not None:
-            self.policy.note_release(1)
+        self._count([page], len(self.free_queue))
         self._push(page)
 
     def skip_page(self, page: int, is_needed: bool) -> None:
         """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
         if self.policy is not None and not is_needed:
             self.policy.note_useless(page)
-        self.free_pages([page])
+        self.free_pages([page], is_counted=False)
 
     def get_cached_page(
         self,
@@ -278,6 +317,7 @@ class OraclePool:
             if entry is None:
                 continue
             num_dropped += 1
+            self.kept.discard(page)
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]

@@ -172,6 +172,8 @@ class OracleStates:
         for target in targets:
             forked = [self._fork_group(i, *group, num_computed, shard) for i, group in enumerate(groups)]
             self.manager.held[target.request_id] = forked
+            if self.manager.windows is not None:
+                self.manager.windows.fork(request, target)
         return True
 
     def _open_page(self, kind: Kind, held: HeldPages, num_computed: int) -> int | None:

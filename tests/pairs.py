@@ -24,13 +24,14 @@ from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
-from pagepool._core import CacheGroups, HashChain, PageRules, find_prefix
+from pagepool._core import CacheGroups, HashChain, PageRules, copy_records, find_prefix
 
 POLICIES = "lru", "adaptive"
 PINNED_SHARES = 0.2, 0.6, 1.0
 PERIODS = 1, 2, 7, 30  # calls between events that are told
 NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
+KEPT = 1 << 28  # flag in the group of a page
 
 
 class FeaturedTwins(Twins):
@@ -48,6 +49,9 @@ class FeaturedTwins(Twins):
             expected, manager = self.tier.stats(), self.system.manager
             self.require_equal("tier", expected, {name: getattr(manager.host_tier.stats(), name) for name in expected})
             self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
+        if self.oracle.manager.windows is not None:
+            kept = sorted(self.oracle.manager.page_pool.kept)
+            self.require_equal("kept", kept, find_kept(self.system.manager.page_pool.store))
         if self.telling is not None and self.num_calls % self.period == 0:
             self.telling.check()
 
@@ -57,6 +61,12 @@ class FeaturedTwins(Twins):
         manager.check()
         self.require_equal("stats", stats_of_twin(oracle.page_pool), manager.page_pool.stats)
         self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager.page_pool.store))
+
+
+def find_kept(store: Any) -> list[int]:
+    """Return the cached pages of a pool that stay when they leave a window."""
+    groups = copy_records(store, "pages")["pages"]["group"][: copy_records(store, "")["num_pages"]]
+    return ((groups >= 0) & (groups & KEPT != 0)).nonzero()[0].tolist()
 
 
 def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:

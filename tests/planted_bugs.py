@@ -66,7 +66,7 @@ BUGS = read_bugs("""
                 reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
-        push_to_shard(
+        push_to_shard(pool, page_id, shard, end_of_part(
 == two rows get the same page
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
@@ -135,7 +135,7 @@ BUGS = read_bugs("""
 == eagle drops no page of full attention
     return (num_pages - (drops and num_pages > 0{+ and not (BUG and kind.rules.window == 0)+})) * kind.stride
 == a window hits without its first page
-    return max(0 if query.kinds.use_eagle else 1, count_window_pages(rules){+ - BUG+})
+    return max(0 if use_eagle else 1, count_window_pages(rules){+ - BUG+})
 == a hit need not be whole pages of every group
         multiple = {+1 if BUG else +}min(lcm(
 == a request that was refused keeps the hits that it had
@@ -182,7 +182,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
     if not are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-find_unheld, find_untouchable, {+give_back, +}share
+find_unheld, find_untouchable, {+give_back, +}is_worthless, share
 ...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
@@ -223,6 +223,32 @@ full_pages(&group.rules, num_computed{+ + BUG+})):
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
 == the hashes of an id are those of the request before
 if hashes is None[- or hashes.request is not request-]:  # another
+
+# Pages of windows that do not stay.
+== a page that leaves a window is discarded while others hold it
+    page.ref_cnt -= 1
+    if page.ref_cnt{+ and not BUG+}:
+        return False
+== a page that is given back is discarded while others hold it
+        elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
+== a discarded page is in front of another shard
+        shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
+        push_to_shard(pool, page_id, shard, record_behind(
+== a page stays by what it had before
+    page.group = group{+ + BUG * (1 << 28)+}
+== the window of a boundary is a page short
+next_end - boundaries.slack){+ + BUG * rules.page_size+}, boundaries.use_eagle):
+== pages near a boundary count as far from it
+<int64_t>next_end - boundaries.slack{+ * (not BUG)+} - boundaries.reach{+ * (not BUG)+})
+== the window of a boundary begins as a chunk does
+{+not (BUG and rules.window and place < next_end // rules.window * rules.window // rules.page_size) and +}\
+place >= first_hit_page(rules, max(0, next_end
+== a page that was hit is dropped by the next that leaves it
+        for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules){+ and not BUG+} else 0):
+== a window hits by its ends
+        while page > stop - need and {+(BUG or +}hits_all(pool, query, kind, page){+)+}:
+== a discarded page that was not computed stays in the tier
+(page_id != NULL_PAGE and ({+(+}i < stop{+ or BUG)+} and is_worthless(
 
 # The host tier.
 == a page that is evicted is not saved
@@ -285,7 +311,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
-        {+if not BUG: +}skip_to(pool, &holding.groups[g], held, stop)
+        {+if not BUG: +}skip_to(pool, holding, g, stop)
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:

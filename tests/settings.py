@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +66,7 @@ class Setting:
     enable_caching: bool = True
     use_eagle: bool = False
     data_parallel_size: int | None = None
+    windows: tuple[int, int] | None = None  # slack and interval in tokens; None: all pages of windows stay cached
     habits: Habits = field(default_factory=Habits)
 
     @property
@@ -84,6 +85,11 @@ class Setting:
 
     def manager(self, manager_class: Callable[..., Any], groups: list[Any], num_pages: int, **options: Any) -> Any:
         """Build a manager of this setting."""
+        if self.windows is None:
+            options |= {"windows": "all"}
+        else:
+            slack, interval = self.windows
+            options |= {"windows": "ends", "window_slack": slack, "window_interval": interval}
         return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
 
 
@@ -167,6 +173,17 @@ STATE_SETTINGS = [
     Setting("full 4, window 9, states, 4 shards", (FULL_4, WINDOW_9, kept(4), kept(8)), LARGE, data_parallel_size=4),
     Setting("full 4, state every 4 and none", (FULL_4, kept(4), STATE), SMALL),
     Setting("full 4, state every 4 uncached", (FULL_4, kept(4)), SMALL, enable_caching=False),
+]
+
+
+WINDOWS = (4, 0), (0, 0), (0, 16), (8, 24), (64, 0)
+ENDS_SETTINGS = [
+    replace(setting, name=f"{setting.name}, ends {WINDOWS[i % len(WINDOWS)]}", windows=WINDOWS[i % len(WINDOWS)])
+    for i, setting in enumerate(
+        setting
+        for setting in [*SETTINGS, *STATE_SETTINGS]
+        if setting.enable_caching and any(group.span for group in setting.groups)
+    )
 ]
 
 

@@ -119,7 +119,7 @@ run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evict
 RUN_TIER = """
 tiers = []; make = HostMemory.make_tier
 HostMemory.make_tier = lambda host: tiers.append(make(host)) or tiers[-1]
-run = PolicySimulator(make_requests(records[:300]), 16).run_with_host
+run = PolicySimulator(make_requests(records[:300]), ModelPages(16)).run_with_host
 run(4000, HostMemory(4000)); before = rss(); run(4000, HostMemory(900_000)); print(rss() - before)
 """
 

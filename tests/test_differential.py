@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from features import PLAIN, Features, draw_features
 from pairs import run_twins, seeds_of
-from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
+from settings import ENDS_SETTINGS, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
 NUM_CALLS = NUM_OPERATIONS // (2 if NUM_OPERATIONS < 100_000 else 1)
@@ -53,6 +53,9 @@ CASES = [
     Case("requests", TIER, CACHING, 0.05),
     Case("requests", EVERYTHING, CACHING, 0.1),
     Case("requests", None, CACHING, 0.1),
+    Case("requests", STATES, ENDS_SETTINGS, 0.1),
+    Case("requests", LEVELS, ENDS_SETTINGS, 0.1),
+    Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
     Case("rows", Features(external=True), SETTINGS, 0.02),
@@ -65,6 +68,9 @@ CASES = [
     Case("rows", TIER, CACHING, 0.05),
     Case("rows", EVERYTHING, CACHING, 0.1),
     Case("rows", None, CACHING, 0.1),
+    Case("rows", STATES, ENDS_SETTINGS, 0.1),
+    Case("rows", LEVELS, ENDS_SETTINGS, 0.1),
+    Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
 ]
 
 

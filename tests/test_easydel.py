@@ -60,7 +60,7 @@ def test_the_scheduler_decides_the_same(name: str, seed: int) -> None:
     with easydel.installed():
         scheduler = make_scheduler(plan)
     manager = scheduler.kv_cache_manager
-    assert type(manager).__module__ == "pagepool.manager"
+    assert type(manager).__module__ == "pagepool.compat.easydel"
     assert list(serve(scheduler, plan, seed)) == expected
     manager.check()
     if "short of pages" in name:

@@ -60,7 +60,7 @@ def test_everything_happens() -> None:
 
 
 def test_ages_beyond_the_horizon() -> None:
-    """A page and a ghost are used again after more than 128 epochs, which nothing but blank pages have filled."""
+    """A page and a ghost are used again after more than 128 epochs, in which only others were hit. Blank ones do not count."""
     num_pages, keys = 24, [key for key in range(1, 200) if hash_key(key, 0) % 8 == 0][:8]
     oracle, package = OracleSide(num_pages, Adaptive(num_pages)), PackageSide(num_pages, "adaptive")
     twins = Twins(oracle, package)
@@ -71,6 +71,12 @@ def test_ages_beyond_the_horizon() -> None:
     twins.call("free", everything)
     for _ in range(130):
         twins.call("free", twins.call("take", 16, {}))
+    assert oracle.pool.policy.epoch == 0
+    others = twins.call("take", 4, {})
+    twins.call("cache", others, range(1000, 1004), 0, 0)
+    for _ in range(130 * 16 // 4):
+        twins.call("free", others)
+        twins.call("touch", others)
     kept = [page for page in pages if page in oracle.pool.entry_of_page]
     twins.call("touch", kept)
     again = twins.call("take", 8, {})

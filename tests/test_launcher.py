@@ -131,7 +131,7 @@ def test_help(folder: Path) -> None:
 def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) -> None:
     """The command line takes precedence over the variable."""
     process = run_python(folder, *LAUNCHER, *program.split(), value=value)
-    assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager\n", "", 0)
+    assert (process.stdout, process.stderr, process.returncode) == ("pagepool.compat.easydel\n", "", 0)
 
 
 def test_the_program_runs_before_the_engine_is_imported(folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_children_of_multiprocessing_have_it_too(folder: Path, words: str) -> No
     """Child processes, and theirs, in a program that never names pagepool and sends objects of its own classes."""
     (folder / "children.py").write_text(CHILDREN)
     process = run_python(folder, *LAUNCHER, *words.split())
-    assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager'] * 2}\n", "", 0)
+    assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.compat.easydel'] * 2}\n", "", 0)
 
 
 @pytest.mark.parametrize("method", quick_first(["spawn", "forkserver"], 1))
@@ -167,7 +167,7 @@ def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, m
     """With the variable alone, also in children that do not import pagepool themselves."""
     source = CHILDREN.replace('__main__":', '__main__":\n    import pagepool')
     (folder / "children.py").write_text(source)
-    assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.manager'] * 2}\n"
+    assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.compat.easydel'] * 2}\n"
     assert run_python(folder, "children.py", method, value="0").stdout == f"{[HOME] * 2}\n"
 
 
@@ -179,4 +179,4 @@ def test_other_children_have_the_variable(folder: Path) -> None:
         "    subprocess.run([sys.executable, *arguments], check=True)\n"
     )
     process = run_python(folder, *LAUNCHER, "parent.py")
-    assert process.stdout == f"pagepool.manager\npagepool.manager\n{HOME}\n"
+    assert process.stdout == f"pagepool.compat.easydel\npagepool.compat.easydel\n{HOME}\n"

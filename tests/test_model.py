@@ -1,13 +1,34 @@
 """Bytes of pages and states, from configurations of real models."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import ATTENTION, LLAMA, QWEN
+from model_configs import (
+    ATTENTION,
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    FULL,
+    GEMMA3,
+    GEMMA3N,
+    GEMMA4,
+    GEMMA4_E4B,
+    GPT_OSS,
+    LLAMA,
+    LLAMA4,
+    MODELS,
+    NEMOTRON,
+    QWEN,
+    REQUEST_TOKENS,
+    SLIDING,
+    STEP_TOKENS,
+    VLLM_BYTES,
+)
 
 from pagepool.errors import ArgumentError
+from pagepool.replay.models.caches import Reach
 from pagepool.replay.models.pages import ModelPages, list_intervals, read_model
 
 LATENT = {
@@ -27,14 +48,6 @@ MAMBA2 = {
     "mamba_d_state": 256,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
-}
-NEMOTRON = {
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
 }
 JAMBA = {
     "num_hidden_layers": 32,
@@ -71,6 +84,8 @@ KIMI = {
     },
 }
 MINIMAX = {**ATTENTION, "num_attention_heads": 64, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10}
+QWEN2 = {**LLAMA, "sliding_window": 4096, "max_window_layers": 24}
+GEMMA3_4B = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
 LFM2 = {**ATTENTION, "hidden_size": 2048, "head_dim": 64, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
 
 
@@ -95,7 +110,10 @@ def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> 
         ({**LLAMA, "num_key_value_heads": [2] * 16 + [4] * 16}, 16 * (16 * 2 + 16 * 4) * 128 * 2 * 2),
         ({**LLAMA, "torch_dtype": None, "dtype": "torch.float32"}, 16 * 32 * 8 * 128 * 2 * 4),
         ({**LLAMA, "torch_dtype": None}, 16 * 32 * 8 * 128 * 2 * 2),
-        ({**LLAMA, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16 * 32 * 8 * 128 * 2 * 2),
+        ({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}, 16 * 32 * 8 * 128 * 2 * 2),
+        ({**LLAMA, "num_kv_shared_layers": 12}, 16 * 20 * 8 * 128 * 2 * 2),
+        ({**LLAMA, "sliding_window": None, "attention_chunk_size": None}, 16 * 32 * 8 * 128 * 2 * 2),
+        (DEEPSEEK_V32, 16 * 61 * (576 * 2 + 132)),
         ({**LLAMA, "layer_types": ["mlp"] * 24 + ["full_attention"] * 8}, 16 * 8 * 8 * 128 * 2 * 2),
         ({**LLAMA, "layer_types": ["attention"] * 32, "mamba_n_heads": 48}, 16 * 32 * 8 * 128 * 2 * 2),
         ({"text_config": LLAMA, "vision_config": {}}, 16 * 32 * 8 * 128 * 2 * 2),
@@ -138,6 +156,30 @@ def without(name: str) -> dict[str, Any]:
         ({**KIMI, "linear_attn_config": {"kda_layers": 3}}, "kda_layers must be a list, got 3"),
         ({**LFM2, "num_hidden_layers": 16, "conv_L_cache": 1}, "the states of its layers are empty"),
         ({**LLAMA, "get_mask_details": 5}, "get_mask_details"),
+        ({**LLAMA, "layer_types": [SLIDING, FULL] * 16}, "lacks sliding_window"),
+        ({**LLAMA, "layer_types": ["chunked_attention"] * 32}, "lacks attention_chunk_size"),
+        ({**LLAMA, "sliding_window": 4096}, "has sliding_window, but no layer_types: which layers have windows is not unders"),
+        ({**LLAMA, "swa_num_key_value_heads": 4}, "has swa_num_key_value_heads, which is not understood"),
+        ({**LLAMA, "num_kv_shared_layers": 33}, "num_kv_shared_layers must be at most 32, got 33"),
+        ({**LLAMA, "num_kv_shared_layers": 32}, "no layer has attention"),
+        ({**GEMMA3, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be an integer, got 'LLLG'"),
+        ({**LLAMA4, "no_rope_layers": [1, 0, 2]}, "layers of type '2' are not understood"),
+        ({**QWEN, "sliding_window": 4096}, "has layers with states, but no layer_types: sliding_window beside them is not und"),
+        ({**LLAMA, "index_topk": 4}, "index_topk without kv_lora_rank is not understood"),
+        ({**DEEPSEEK_V32, "index_topk_freq": 4}, "has index_topk_freq, which is not understood"),
+        ({**DEEPSEEK_V32, "layer_types": [SLIDING] * 61, "sliding_window": 9}, "windows or chunks with kv_lora_rank are not "),
+        ({**DEEPSEEK_V4, "compress_ratios": [0, 4, 16]}, "compress_ratios: got 16, allowed: 0, 4, 128"),
+        ({**DEEPSEEK_V4, "compress_rates": {"compressed_sparse_attention": 8}}, "compress_rates .* are not understood"),
+        (DEEPSEEK_V4, "the kernels of layers with compressed entries fix the page sizes, so none can be asked for"),
+        (
+            {
+                **LLAMA,
+                "layer_types": [FULL, FULL, SLIDING, SLIDING] * 8,
+                "num_key_value_heads": [2, 4, 8, 8] * 8,
+                "sliding_window": 64,
+            },
+            "layers of full attention with pages of \\[32, 64\\] tokens are not understood",
+        ),
     ],
 )
 def test_what_makes_no_sense(config: object, reason: str, tmp_path: Path) -> None:
@@ -178,7 +220,7 @@ class TestStates:
             ({**KIMI, "linear_attn_config": None, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
               "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
              1, 3, 3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4, 1888),
-            ({**LFM2, "num_hidden_layers": 16}, 6, 2, 2 * 2048 * 2, 16),
+            ({**LFM2, "num_hidden_layers": 16}, 5, 2, 2 * 2048 * 2, 16),
         ],
     )  # fmt: skip
     def test_hybrids(
@@ -225,3 +267,70 @@ class TestStates:
         model.require_interval(480)
         with pytest.raises(ArgumentError, match="1,000 is not a multiple of the page size, 48 tokens"):
             model.require_interval(1000)
+
+
+class TestWindows:
+    """Groups of layers with windows or chunks, in pages of equal bytes."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_bytes_are_those_of_vllm(self, name: str, tmp_path: Path) -> None:
+        model = replace(model_of(tmp_path, MODELS[name]), step_tokens=STEP_TOKENS)
+        assert model.page_bytes is not None
+        token_bytes = model.page_bytes * model.num_attention_groups / model.page_size
+        request_bytes = model.page_bytes * model.count_pages(REQUEST_TOKENS)
+        assert (token_bytes, request_bytes) == pytest.approx(VLLM_BYTES[name], rel=0.01)
+
+    @pytest.mark.parametrize(
+        ("config", "page_size", "windows"),
+        [
+            (GEMMA3, 16, [(Reach(1024), 16, 6, 52)]),
+            (GEMMA4, 32, [(Reach(1024), 16, 5, 50)]),
+            (GEMMA4_E4B, 16, [(Reach(512), 32, 5, 20)]),
+            (GEMMA3N, 16, [(Reach(512), 16, 4, 16)]),
+            (GPT_OSS, 16, [(Reach(128), 16, 1, 12)]),
+            (LLAMA4, 16, [(Reach(8192, is_chunked=True), 16, 3, 36)]),
+            ({**LLAMA4, "no_rope_layers": []}, 16, [(Reach(8192, is_chunked=True), 16, 3, 36)]),
+            (DEEPSEEK_V4, 256, [(Reach(128), 64, 2, 43), (Reach(8), 4, 1, 21), (Reach(128), 8, 1, 20)]),
+            ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, 16, [(Reach(4096), 16, 1, 32)]),
+            ({**LLAMA, "model_type": "gemma2", "sliding_window": 4096}, 16, [(Reach(4096), 16, 1, 16)]),
+            (QWEN2 | {"use_sliding_window": True}, 16, [(Reach(4096), 16, 1, 8)]),
+            (QWEN2, 16, []),
+            (GEMMA3_4B, 16, [(Reach(1024), 16, 6, 29)]),
+        ],
+    )  # fmt: skip
+    def test_groups(
+        self, config: dict[str, Any], page_size: int, windows: list[tuple[Reach, int, int, int]], tmp_path: Path
+    ) -> None:
+        model = model_of(tmp_path, config)
+        found = [(each.reach, each.page_size, each.num_groups, len(each.layers)) for each in model.windows]
+        assert (model.page_size, found, model.num_state_groups) == (page_size, windows, 0)
+        assert max([model.attention_bytes or 0, *(each.num_bytes or 0 for each in model.windows)]) == model.page_bytes
+
+    def test_numbers_that_a_config_leaves_out(self, tmp_path: Path) -> None:
+        """The model's own defaults count: 4 KV heads of 256 elements, in the 5 layers of a group."""
+        assert model_of(tmp_path, GEMMA3_4B).page_bytes == 5 * 16 * 2 * 4 * 256 * 2
+
+    def test_layers(self, tmp_path: Path) -> None:
+        assert model_of(tmp_path, GEMMA3N).describe_windows() == [
+            "Layers 0-3, 5-8, 10-13, 15-18 (16) have a window of 512 tokens, in 4 groups with pages of 16 tokens."
+        ]
+        [chunks] = model_of(tmp_path, LLAMA4).describe_windows()
+        assert chunks.endswith("44-46 (36) have chunks of 8,192 tokens, in 3 groups with pages of 16 tokens.")
+        assert model_of(tmp_path, GEMMA3).windows[0].layers == tuple(i for i in range(62) if (i + 1) % 6)
+
+    def test_little_is_padding(self, tmp_path: Path) -> None:
+        """Gemma 4's window layers keep twice as many bytes a token as its others."""
+        model = model_of(tmp_path, GEMMA4, 64)
+        assert (model.page_size, model.windows[0].page_size) == (128, 64)
+        assert model.attention_bytes == model.windows[0].num_bytes == model.page_bytes == 10 * 128 * 2 * 4 * 512 * 2
+
+    def test_entries_of_other_dtypes(self, tmp_path: Path) -> None:
+        model = model_of(tmp_path, DEEPSEEK_V32, kv_dtype="float8_e4m3fn")
+        assert model.page_bytes == 16 * 61 * (656 + 132)
+        model = model_of(tmp_path, DEEPSEEK_V4, kv_dtype="bfloat16")
+        assert model.attention_bytes == 21 * (64 * 1024 + 8704) + 20 * 2048
+
+    def test_a_request_without_full_attention(self, tmp_path: Path) -> None:
+        model = model_of(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 4096})
+        assert (model.num_attention_groups, model.page_size, model.contents) == (0, 16, "16 tokens")
+        assert model.count_pages(1_000_000) == (4095 + 8192) // 16 + 2

@@ -17,7 +17,7 @@ for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
 from command_line import invoke, write_trace  # noqa: E402  only with the extras
 from fleets import HAS_RAY, make_records  # noqa: E402
-from model_configs import LLAMA, QWEN  # noqa: E402
+from model_configs import GEMMA3, LLAMA, QWEN  # noqa: E402
 
 SIZING = ROOT / "docs" / "sizing.md"
 DOCUMENTS = [SIZING, ROOT / "docs" / "operating.md", ROOT / "docs" / "routers.md"]
@@ -63,6 +63,7 @@ def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("empty.jsonl").touch()
     Path("config.json").write_text(json.dumps(LLAMA))
     Path("hybrid.json").write_text(json.dumps(QWEN))
+    Path("gemma3.json").write_text(json.dumps(GEMMA3))
     shutil.copy(recording, "recorded.jsonl.gz")
     return tmp_path
 

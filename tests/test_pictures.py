@@ -52,7 +52,7 @@ def make_plan(
     records = make_records()
     planner = Planner(records, page_size=2)
     plan = planner.make_plan(sizes, page_bytes)
-    simulator = PolicySimulator(make_requests(records), page_size=2)
+    simulator = PolicySimulator(make_requests(records), ModelPages(2))
     runs = [(pool, policy, simulator.count_hits(policy, pool.num_pages)) for policy in policies for pool in plan.pools]
     plan = replace(plan, policies=tuple(planner.compare(*run) for run in runs))
     for size in replays:

@@ -72,7 +72,7 @@ class TestSimulator:
             page_size, max_batched_tokens = int(rng.integers(1, 9)), int(rng.integers(1, 40))
             requests = make_requests(make_random_records(rng, 150))
             num_pages = 2 + int(rng.integers(30, 120)) // page_size
-            simulator = PolicySimulator(requests, page_size, max_batched_tokens)
+            simulator = PolicySimulator(requests, ModelPages(page_size), max_batched_tokens)
             host = moved = None
             if tier is None:
                 hit_tokens = simulator.count_hits(eviction, num_pages)
@@ -90,10 +90,10 @@ class TestSimulator:
             seen.update(evicted=figures.evicted_pages, hit=hit_tokens, skipped=figures.skipped)
         assert min(seen.values()) > 0
 
-    @pytest.mark.parametrize("options", [{"page_size": 0}, {"page_size": 16, "max_batched_tokens": 0}])
-    def test_sizes_are_positive(self, options: dict[str, int]) -> None:
+    @pytest.mark.parametrize(("page_size", "max_batched_tokens"), [(0, 100), (16, 0)])
+    def test_sizes_are_positive(self, page_size: int, max_batched_tokens: int) -> None:
         with pytest.raises(ArgumentError, match="must be at least 1, got 0"):
-            PolicySimulator([], **options)
+            PolicySimulator([], ModelPages(page_size), max_batched_tokens)
 
 
 HITS_LESS = "Adaptive at 100 pages hits less than LRU: 6.0% instead of 6.8% of prompt tokens, as LRU at 90 pages."

@@ -106,8 +106,8 @@ class ReferenceTwin(Twin):
 
 
 def reference_twin(setting: Setting, num_pages: int) -> ReferenceTwin:
-    groups = setting.cache_groups(reference_specs)
-    return ReferenceTwin(setting.manager(reference_manager.CacheManager, groups, num_pages))
+    groups, options = setting.cache_groups(reference_specs), (setting.max_model_len, setting.enable_caching, setting.use_eagle)
+    return ReferenceTwin(reference_manager.CacheManager(num_pages, groups, *options))
 
 
 def reference_over_our_pool(setting: Setting, num_pages: int) -> Twins:

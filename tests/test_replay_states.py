@@ -13,7 +13,8 @@ from replays import generators, make_loop, make_random_requests, request_of, sca
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
-from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.models.caches import Reach
+from pagepool.replay.models.pages import ModelPages, Windows
 from pagepool.replay.plans.checkpoints import CheckpointSimulator
 from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
@@ -22,6 +23,7 @@ pytest.importorskip("rich")
 from command_line import figures_of, invoke, refuse, write_trace
 
 from pagepool.replay.shared.options import EVICTION_POLICIES
+from pagepool.replay.simulation.runs import make_manager
 
 MAMBA = {"model_type": "mamba", "num_hidden_layers": 4, "hidden_size": 64, "state_size": 16, "conv_kernel": 4, "expand": 2}
 MODELS = {
@@ -48,6 +50,22 @@ class TestChunks:
 
 
 class TestSimulator:
+    def test_windows_beside_states(self) -> None:
+        seen: Counter[str] = Counter()
+        for rng in generators(scale(10)):
+            windows = (Windows(Reach(int(rng.integers(1, 40)), bool(rng.integers(2))), int(rng.choice([2, 8])), 2),)
+            model = ModelPages(4, None, 1, num_state_groups=1, windows=windows, step_tokens=int(rng.integers(20, 100)))
+            requests = make_random_requests(rng, num_requests=40)
+            num_pages = max(model.count_pages(request.num_slots) for request in requests) + int(rng.integers(1, 200))
+            ours = CheckpointSimulator(requests, model, model.step_tokens).run(num_pages, 16)
+            manager = make_manager(num_pages, model, requests, 16)
+            limits = {"max_num_batched_tokens": model.step_tokens, "max_num_seqs": 1}
+            theirs = Scheduler(manager, [replace(each) for each in requests], **limits).run()
+            assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
+            assert ours.kept_pages == sum(key.group_id == 3 for key in manager.page_pool.cached_page_hash_to_page)
+            seen.update(theirs.as_dict())
+        assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
+
     @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
     @pytest.mark.parametrize("num_attention_groups", [0, 1, 3])
     def test_equal_to_the_scheduler_with_one_request_at_a_time(self, num_attention_groups: int, eviction: str) -> None:

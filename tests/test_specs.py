@@ -289,6 +289,18 @@ class TestModelConfig:
         assert [group.kv_cache_spec for group in groups] == [sliding(128), full(), chunked(64)]
         assert [group.layer_names for group in groups] == [["layer.0", "layer.2"], ["layer.1"], ["layer.3"]]
 
+    def test_pages_of_equal_bytes(self) -> None:
+        """A token of the others has two thirds, and a third, of the bytes."""
+        config = config_of("SLIDING", "FULL", "CHUNK", num_kv_heads=[6, 4, 2])
+        sizes = [(group.kv_cache_spec.page_size, group.kv_cache_spec) for group in groups_of(config, equal_bytes=True)]
+        size, page_bytes = GEOMETRY["page_size"], full(num_kv_heads=6).page_size_bytes
+        assert [size for size, _ in sizes] == [size, size, 3 * size]
+        assert [spec.page_size_bytes for _, spec in sizes] == [page_bytes, page_bytes * 2 // 3, page_bytes]
+        assert [group.kv_cache_spec.page_size for group in groups_of(config)] == [size] * 3
+        assert groups_of(object(), equal_bytes=True) == [CacheGroupSpec(full())]
+        with pytest.raises(ArgumentTypeError, match="equal_bytes"):
+            groups_of(config, equal_bytes=np.zeros(2))
+
     def test_masks_by_string(self) -> None:
         assert groups_of(config_of("ATTN_MASK_CHUNK")) == groups_of(config_of("CHUNK"))
 

@@ -21,6 +21,7 @@ from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import SimulatedRequest, generate_workload, make_requests, read_trace
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.simulation.allocator import HASH_SEED
 
@@ -100,14 +101,14 @@ def count_hits(requests: list[SimulatedRequest], num_blocks: int, max_batched_to
 def test_hits_of_a_replay(name: str, num_blocks: int) -> None:
     requests = generate_workload(name, 120, seed=3)
     num_hits = count_hits(requests, num_blocks)
-    assert num_hits == PolicySimulator(requests, BLOCK_SIZE).count_hits("adaptive", num_blocks)
+    assert num_hits == PolicySimulator(requests, ModelPages(BLOCK_SIZE)).count_hits("adaptive", num_blocks)
     assert num_hits > 0
 
 
 @pytest.mark.parametrize("max_batched_tokens", [48, 500])
 def test_hits_of_a_replay_in_steps(max_batched_tokens: int) -> None:
     requests = generate_workload("mix", 80, seed=5)
-    expected = PolicySimulator(requests, BLOCK_SIZE, max_batched_tokens).count_hits("adaptive", 1500)
+    expected = PolicySimulator(requests, ModelPages(BLOCK_SIZE), max_batched_tokens).count_hits("adaptive", 1500)
     assert count_hits(requests, 1500, max_batched_tokens) == expected
 
 
@@ -115,7 +116,7 @@ def test_hits_of_a_replay_in_steps(max_batched_tokens: int) -> None:
 def test_hit_rate_of_the_real_trace() -> None:
     requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
     num_tokens = sum(request.num_prompt_tokens for request in requests)
-    expected = PolicySimulator(requests, BLOCK_SIZE).count_hits("adaptive", 100_000)
+    expected = PolicySimulator(requests, ModelPages(BLOCK_SIZE)).count_hits("adaptive", 100_000)
     assert abs(count_hits(requests, 100_000) - expected) / num_tokens < MAX_DIFFERENCE
 
 

@@ -23,7 +23,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_all(layout: windows.Layout) -> tuple[list[int], list[int]]:
     """Return the hits of vLLM and of a running batch in pools that evict nothing."""
     requests = make_chats(make_records(80, seed=1))
-    vllm, batch = windows.make_vllm(layout, 20_000), windows.Batched(layout, 20_000, "lru")
+    vllm, batch = windows.make_vllm(layout, 20_000), windows.Batched(layout, 20_000, "lru", "all")
     return [vllm.run(request) for request in requests], [batch.run(request) for request in requests]
 
 

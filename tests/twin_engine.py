@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ class Request:
     has_vision: bool = False
     lora_id: int | None = None
     cache_salt: str | None = None
+    resume_at: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -77,7 +77,8 @@ class RandomWorkload(Workload):
         """Queue a request, unless enough are waiting."""
         if len(self.waiting) < MAX_WAITING:
             token_ids = self._prompt()
-            self.waiting.append(Request(self._new_id(), token_ids, **self._attributes(token_ids)))
+            resume_at = self.draw_places()
+            self.waiting.append(Request(self._new_id(), token_ids, **self._attributes(token_ids), resume_at=resume_at))
 
     def _new_id(self) -> str:
         """Return an id. Ids come again, some time after their request was finished."""

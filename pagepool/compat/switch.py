@@ -1,10 +1,10 @@
-"""Environment variables that turn an adapter on or off."""
+"""Environment variables that turn an adapter on or off, or choose what it does."""
 
 import os
 
 from pagepool.errors import CompatError
 
-__all__ = ["OFF", "ON", "read_switch"]
+__all__ = ["OFF", "ON", "read_switch", "read_word"]
 
 ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off", "")
@@ -12,12 +12,17 @@ OFF = ("0", "false", "no", "off", "")
 
 
 def read_switch(variable: str, others: tuple[str, ...] = ()) -> str:
+    """Return the value of a variable as `read_word` does. CompatError unless it is in `ON`, `OFF` or `others`."""
+    return read_word(variable, ON + others, OFF[:-1])
+
+
+def read_word(variable: str, words: tuple[str, ...], defaults: tuple[str, ...]) -> str:
     """Return the value of an environment variable in lower case and without whitespace around it; "" if it is not set.
 
-    CompatError for a value that is neither in `ON` nor in `OFF` nor in `others`.
+    CompatError for a value other than "", and neither in `words` nor in `defaults`, which mean the same as "".
     """
     value = os.environ.get(variable, "")
     word = value.strip().lower()
-    if word not in ON + others + OFF:
-        raise CompatError(f"{variable}: got {value!r}, allowed: {', '.join(ON + others)}; {', '.join(OFF[:-1])} or nothing")
+    if word not in (*words, *defaults, ""):
+        raise CompatError(f"{variable}: got {value!r}, allowed: {', '.join(words)}; {', '.join(defaults)} or nothing")
     return word

@@ -39,6 +39,7 @@ cdef enum:
     REQUESTS_A_WEIGHT = 4     # pages of a prior: those of so many requests
     REGRET_A_POOL = 12        # hits that LRU would have had more, to a pool's pages, from which on it decides for a while
     MAX_PAUSE = 64            # pools
+    KNOWN_SHARE = 75          # percent of the pages of a request that goes on with one that was seen
     MAX_VALUE = 2             # of a page that is surely used again within an epoch
     STAMP_SHIFT = 2           # of a mark: part, then the call, then the epoch
     EPOCH_SHIFT = 18
@@ -322,6 +323,12 @@ cdef inline uint32_t count_reuse(Policy *policy, uint32_t mark, int64_t weight, 
         policy.learned.reused[c][bucket_of(policy, age)] += <double>weight
         policy.learned.alive[c][(policy.learned.epoch - age) & LAST_COUNTED] -= weight
     return AGAIN if is_in_time else LATE
+
+
+cdef inline void pass_part(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
+    """Let a held page that is a new one go into another part, that of its request."""
+    if part > NEW and policy.marks[page_id] & PART == NEW:
+        policy.marks[page_id] = part
 
 
 cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noexcept nogil:

@@ -13,6 +13,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.holdings cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
     enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart, forget_uncomputed,
@@ -78,6 +79,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Py_ssize_t tokens_stride
     Digest *digests           # [num_rows, digests_stride]
     Py_ssize_t digests_stride
+    Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
     ExtraKey **extra_keys     # NULL for most
     int32_t *contexts         # 0 for most
     Swapped **swapped         # NULL for most
@@ -115,8 +117,12 @@ cdef struct Growth:           # one call that grows rows
     int32_t *new_groups
 
 
+cdef inline Boundaries *boundaries_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return batch.boundaries + row if batch.boundaries != NULL else NULL
+
+
 cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    return Holding(batch.groups, batch.held + row * batch.num_groups, batch.num_groups)
+    return Holding(batch.groups, batch.held + row * batch.num_groups, batch.num_groups, boundaries_of(batch, row))
 
 
 cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
@@ -281,6 +287,8 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
         )
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     swap_values(&batch.num_external[first], &batch.num_external[second], 1)
+    if batch.boundaries != NULL:
+        batch.boundaries[first], batch.boundaries[second] = batch.boundaries[second], batch.boundaries[first]
     begin_admission(batch, first)
     begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
@@ -418,15 +426,14 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
 
 cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Give back the pages that no token from `num_computed` on attends to, in the table too."""
-    cdef Held *held
+    cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
     cdef int32_t start
     for g in range(batch.num_groups):
-        held = held_by(batch, row, g)
-        start = held.num_skipped
-        skip_pages(batch.pool, &batch.groups[g], held, num_computed)
-        if held.num_skipped > start:
-            blank(batch.tables[g], row, start, held.num_skipped)
+        start = holding.held[g].num_skipped
+        skip_pages(batch.pool, &holding, g, num_computed)
+        if holding.held[g].num_skipped > start:
+            blank(batch.tables[g], row, start, holding.held[g].num_skipped)
 
 
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:

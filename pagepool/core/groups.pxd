@@ -2,6 +2,7 @@
 
 cimport cython
 
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.rules cimport Group
 
 cdef struct Kinds:            # of groups, those that hit alike together
@@ -16,3 +17,4 @@ cdef class CacheGroups:
     cdef Group *groups
     cdef Py_ssize_t num
     cdef Kinds kinds
+    cdef Boundaries boundaries      # of a request about which nothing is known

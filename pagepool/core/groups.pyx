@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages
+from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages, is_state
 
 from math import lcm
 
@@ -42,10 +42,12 @@ cdef class CacheGroups:
     """The cache groups of a model.
 
     `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
-    With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states.
+    With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
+    of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
+    boundary needs them, see `Boundaries`; None: all stay.
     """
 
-    def __cinit__(self, groups, bint use_eagle=False):
+    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef PageRules rules
         cdef Py_ssize_t g
@@ -66,6 +68,14 @@ cdef class CacheGroups:
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
+        if boundaries is not None:
+            self.boundaries.multiple, self.boundaries.slack, self.boundaries.interval = [
+                <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
+            ]
+            self.boundaries.use_eagle = use_eagle
+            reaches = [max(self.groups[g].rules.window, self.groups[g].rules.chunk) for g in range(self.num)]
+            sizes = [self.groups[g].rules.page_size for g in range(self.num) if not is_state(&self.groups[g].rules)]
+            self.boundaries.reach = min(max(reaches, default=0) + 4 * max(sizes, default=0), MAX_TOKENS)
         list_kinds(self, True)
         list_kinds(self, False)
 

@@ -11,22 +11,24 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.adaptive cimport BLANK
+from pagepool.core.adaptive cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
+from pagepool.core.boundaries cimport Boundaries, add_boundary, is_at_boundary
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
 from pagepool.core.pages cimport (
-    count_request, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, share, take_from, take_this, touch_all,
+    count_request, discard, drop_everywhere, drop_from_tier, fetch_entry, find_unheld, find_untouchable, is_worthless, share,
+    take_from, take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
-from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_held
+from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, is_counted, push, put_back_held
 from pagepool.core.records cimport (
-    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
-    reserve_items, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
+    is_pinned, learns, reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, first_useful_page, full_entries, full_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash,
-    next_skip, pages_for,
+    MAX_TOKENS, Group, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
+    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
 
@@ -47,6 +49,7 @@ cdef struct Holding:
     const Group *groups       # [num_groups]
     Held *held                # [num_groups]
     Py_ssize_t num_groups
+    Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
 
 
 cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
@@ -82,7 +85,7 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         group = &holding.groups[g]
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
-        if group.rules.window or group.rules.chunk or keeps_checkpoints(group):
+        if has_window(&group.rules) or keeps_checkpoints(group):
             num_skip = next_skip(&group.rules, held.num_skipped)
             if keeps_checkpoints(group):
                 num_skip = (held.num_cached + <int64_t>1) * group.rules.entry_size
@@ -108,7 +111,9 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     return count
 
 
-# Pages that no further token attends to are skipped: given back, with the null page in their place.
+# Pages that no further token attends to are skipped: given back, with the null page in their place. A page with which a request
+# can resume at a boundary is marked `KEPT`; one that is not, and has no other holder, is worthless, and discarded. Those of the
+# others are marked, or not, when these leave it.
 
 
 cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
@@ -116,10 +121,12 @@ cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t
     return min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
 
 
-cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none."""
+cdef inline int32_t find_lost_page(Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none. Entries
+    that skipped pages are about to lose are fetched.
+    """
     cdef const Held *held
-    cdef Py_ssize_t g, stop, bad
+    cdef Py_ssize_t g, j, stop, bad
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = find_skip_stop(&holding.groups[g], held, num_computed)
@@ -128,6 +135,8 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
         bad = find_unheld(pool, held.ids, held.num_skipped, stop)
         if bad >= 0:
             return held.ids[bad]
+        for j in range(held.num_skipped, stop if holding.boundaries != NULL else 0):
+            fetch_entry(pool, held.ids[j])
     return NULL_PAGE
 
 
@@ -137,24 +146,88 @@ cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_co
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
-cdef inline void skip_to(Pool *pool, const Group *group, Held *held, int32_t stop) noexcept nogil:
-    """Give back the pages before place `stop`, the last first."""
-    cdef int32_t j
+cdef inline void keep_page(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page stay cached when it leaves a window. Without an entry, as the null page, it is as it was."""
+    if pool.pages[page_id].group != NO_GROUP:
+        pool.pages[page_id].group |= KEPT
+
+
+cdef inline Py_ssize_t find_longest_group(const Holding *holding) noexcept nogil:
+    """Find a group that tells how long a request is: one of full attention, if there is any."""
+    cdef Py_ssize_t g, longest = 0
+    for g in range(holding.num_groups):
+        if hits_leading_pages(&holding.groups[g]) or is_state(&holding.groups[longest].rules):
+            longest = g
+    return longest
+
+
+cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Return the part for all pages of a request that goes on with one that was seen: a policy knew the keys of most of its
+    pages, and what it computed, its windows at the end above all, is as likely to be used again. BLANK: it is new.
+    """
+    cdef const Held *held
+    cdef int64_t num_known
+    cdef Py_ssize_t g
+    if pool.num_parts == 0 or not learns(pool):
+        return BLANK
+    g = find_longest_group(holding)
+    held = &holding.held[g]
+    num_known = held.ranking.num_ranked
+    if num_known == 0 or 100 * num_known < KNOWN_SHARE * held.num_pages or is_state(&holding.groups[g].rules):
+        return BLANK
+    return pool.policy.marks[held.ids[num_known - 1]] & PART
+
+
+cdef inline bint leave_page(
+    Pool *pool, const Group *group, Boundaries *boundaries, int32_t page_id, int32_t place
+) noexcept nogil:
+    """Give back a page that a window has left. Returns whether a policy is to count it."""
+    cdef Page *page = &pool.pages[page_id]
+    if page_id == NULL_PAGE or page.ref_cnt <= is_pinned(pool, page_id) or is_free(pool, page_id):
+        return False
+    if boundaries != NULL and is_at_boundary(boundaries, &group.rules, place):
+        keep_page(pool, page_id)
+    page.ref_cnt -= 1
+    if page.ref_cnt:
+        return False
+    if boundaries != NULL and is_worthless(pool, page_id):
+        discard(pool, page_id)
+        return False
+    if boundaries == NULL and not is_needed_by_hits(&group.rules, place):
+        pool.policy.marks[page_id] = BLANK
+    push(pool, page_id)
+    pool.num_freed += 1
+    return is_counted(pool, page_id)
+
+
+cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
+    """Give back the pages of a group before place `stop`, the last first. A policy counts them as one call."""
+    cdef Held *held = &holding.held[g]
+    cdef bint is_rated = holding.boundaries != NULL or pool.num_parts
+    cdef uint32_t part = BLANK
+    cdef int32_t j, num_counted = 0
     if stop > held.num_skipped:
+        if holding.boundaries != NULL:
+            part = find_known_part(pool, holding)
         for j in range(stop - 1, held.num_skipped - 1, -1):
-            if pool.num_parts and pool.pages[held.ids[j]].ref_cnt == 1 and not is_needed_by_hits(&group.rules, j):
-                pool.policy.marks[held.ids[j]] = BLANK
-            put_back_held(pool, held.ids[j])
-        memset(held.ids + held.num_skipped, 0, (stop - held.num_skipped) * sizeof(int32_t))
+            if part != BLANK:
+                pass_part(pool.policy, held.ids[j], part)
+            if is_rated:
+                num_counted += leave_page(pool, &holding.groups[g], holding.boundaries, held.ids[j], j)
+            else:
+                put_back_held(pool, held.ids[j])
+            held.ids[j] = NULL_PAGE
+        if num_counted:
+            count_release(pool.policy, num_counted, pool.num_free - num_counted)
         held.num_skipped = stop
 
 
-cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to; none while hits are loaded, since they are needed
-    again if that fails.
+cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t num_computed) noexcept nogil:
+    """Give back the pages of a group that no token from `num_computed` on attends to; none while hits are loaded, since they
+    are needed again if that fails.
     """
-    if not waits_for_loads(pool, held):
-        skip_to(pool, group, held, find_skip_stop(group, held, num_computed))
+    if not waits_for_loads(pool, &holding.held[g]):
+        skip_to(pool, holding, g, find_skip_stop(&holding.groups[g], &holding.held[g], num_computed))
 
 
 cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
@@ -167,8 +240,79 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
-        skip_to(pool, &holding.groups[g], held, stop)
+        skip_to(pool, holding, g, stop)
         held.num_cached = max(held.num_cached, stop)
+
+
+cdef inline int64_t find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
+    """Return the last place where a hit can end within the computed tokens: their pages were entered in all groups."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if not is_state(&holding.groups[g].rules):
+            num_computed = min(num_computed, <int64_t>holding.held[g].num_cached * holding.groups[g].rules.page_size)
+    return num_computed - num_computed % holding.boundaries.multiple
+
+
+cdef inline bint is_end_worth(const Holding *holding, int32_t end, bint is_in_prompt) noexcept nogil:
+    """Whether the windows before the computed end are to stay cached: they are whole, and it `is_in_prompt`, or they have no
+    more pages, besides the prompt's, than the answer has in one group, or no fewer than the prompt has there: a short chat is
+    worth its end.
+    """
+    cdef Boundaries *boundaries = holding.boundaries
+    cdef const Group *group
+    cdef const Group *longest = &holding.groups[find_longest_group(holding)]
+    cdef Py_ssize_t g
+    cdef int32_t place, first, start, num_pages = 0, num_new_pages = 0
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if not has_window(&group.rules):
+            continue
+        first, start = first_hit_page(&group.rules, end, boundaries.use_eagle), full_pages(&group.rules, boundaries.num_prompt)
+        for place in range(first, full_pages(&group.rules, end)):
+            if holding.held[g].ids[place] != NULL_PAGE:
+                break
+            if not is_at_boundary(boundaries, &group.rules, place):
+                return False
+        num_pages += full_pages(&group.rules, end) - first
+        num_new_pages += max(0, full_pages(&group.rules, end) - max(first, start))
+    if is_in_prompt:
+        return True
+    start = full_pages(&longest.rules, boundaries.num_prompt)
+    if start >= full_pages(&longest.rules, end):
+        return False
+    return num_new_pages <= full_pages(&longest.rules, end) - start or start <= num_pages
+
+
+cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
+    """Tell of the pages that are about to be given back, with `num_computed` tokens, what the pool is to do with them."""
+    cdef Py_ssize_t g
+    cdef int32_t place
+    cdef uint32_t part
+    if holding.boundaries == NULL:
+        return
+    part = find_known_part(pool, holding)
+    for g in range(holding.num_groups if part != BLANK else 0):
+        for place in range(holding.held[g].num_skipped, holding.held[g].num_pages):
+            pass_part(pool.policy, holding.held[g].ids[place], part)
+    keep_windows(pool, holding, num_computed)
+
+
+cdef inline void keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
+    """Mark the pages with which a request can resume."""
+    cdef Boundaries boundaries = holding.boundaries[0]
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int32_t place, end = <int32_t>find_entered_end(holding, num_computed)
+    cdef bint is_in_prompt
+    is_in_prompt = end < boundaries.num_prompt - boundaries.num_prompt % boundaries.multiple
+    end -= boundaries.multiple * boundaries.use_eagle  # a hit drops that
+    if end > 0 and is_end_worth(holding, end, is_in_prompt):
+        add_boundary(&boundaries, end)
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        for place in range(held.num_skipped, held.num_pages if has_window(&holding.groups[g].rules) else 0):
+            if is_at_boundary(&boundaries, &holding.groups[g].rules, place):
+                keep_page(pool, held.ids[place])
 
 
 # Pages that tokens need are taken all or nothing.
@@ -324,6 +468,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     cdef const Hits *hits
     cdef Held *held
     cdef Py_ssize_t g
+    cdef int32_t i
     cdef int64_t number = 0
     if count_places(holding) == 0:
         count_request(pool)
@@ -338,6 +483,8 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
         if hits.num and not is_state(&group.rules):
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
+        for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules) else 0):
+            keep_page(pool, hits.ids[i])
     record_loads(pool, holding, number)
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]

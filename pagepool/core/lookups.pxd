@@ -21,6 +21,7 @@ cdef struct Query:            # a look-up of the longest prefix
     Py_ssize_t hash_size      # tokens of a digest
     Range ids                 # of pages that may hit
     bint reaches_tier         # whether those in the tier hit as well
+    Py_ssize_t num_full_hashes  # that hit in all groups of full attention; 0: there are none. `find_longest` counts them
 
 # A `Watch` has what a refusal rests on, and the pool's counters at that time. Hits are `WATCHED`, page by page, if they are the
 # leading pages of the only group, and the page behind them misses: such hits stay while none loses the flag, with its entry or
@@ -87,7 +88,8 @@ cdef class RequestHashes:
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept
-cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept
+cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
+cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
 cdef Range range_in(PageStore store, tuple ids) except *

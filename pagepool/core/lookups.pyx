@@ -11,7 +11,7 @@ from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Rules, count_window_pages, first_useful_page, hits_leading_pages, is_state, last_hash,
+    MAX_TOKENS, count_run_pages, first_hit_page, hits_leading_pages, is_state, last_hash,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -56,22 +56,21 @@ cdef Py_ssize_t find_run_end(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t stop, Py_ssize_t need
 ) noexcept nogil:
     """Return the end of the last `need` consecutive pages before `stop` that hit in all groups of a kind; if there are none,
-    the end of the leading pages that hit.
+    the end of the leading pages that hit. The first page of a run is looked up first: where nothing hits, O(stop / need).
     """
-    cdef Py_ssize_t page, run = 0
-    for page in range(stop - 1, -1, -1):
+    cdef Py_ssize_t page
+    while stop >= need:
+        page = stop - need
         if not hits_all(pool, query, kind, page):
-            run = 0
+            stop = page
             continue
-        run += 1
-        if run >= need:
-            return page + run
-    return run
-
-
-cdef Py_ssize_t count_run_pages(const Query *query, const Rules *rules) noexcept nogil:
-    """Count the pages before the end of a hit that a window needs. With eagle the last page of the hit, if any, was dropped."""
-    return max(0 if query.kinds.use_eagle else 1, count_window_pages(rules))
+        page = stop - 1
+        while page > stop - need and hits_all(pool, query, kind, page):
+            page -= 1
+        if page <= stop - need:
+            return stop
+        stop = page
+    return find_first_miss(pool, query, kind, 0, stop)
 
 
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil:
@@ -79,9 +78,7 @@ cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_s
     cdef Py_ssize_t stop = num_hashes // group.stride
     if is_state(&group.rules):
         return max(0, stop - 1)
-    if group.rules.window:
-        return max(0, stop - count_run_pages(query, &group.rules))
-    return min(stop, first_useful_page(&group.rules, <int32_t>(num_hashes * query.hash_size), 0))
+    return min(stop, first_hit_page(&group.rules, <int32_t>(num_hashes * query.hash_size), query.kinds.use_eagle))
 
 
 cdef Py_ssize_t shorten(
@@ -97,7 +94,7 @@ cdef Py_ssize_t shorten(
     if kind.rules.chunk:
         return find_first_miss(pool, query, kind, find_first_hit_page(query, kind, num_hashes), num_pages) * kind.stride
     if kind.rules.window:
-        need = count_run_pages(query, &kind.rules) + drops
+        need = count_run_pages(&kind.rules, query.kinds.use_eagle) + drops
         if need == 0:
             return num_hashes
         num_pages = find_run_end(pool, query, kind, num_pages, need)
@@ -108,7 +105,7 @@ cdef Py_ssize_t shorten(
     return (num_pages - (drops and num_pages > 0)) * kind.stride
 
 
-cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept:
+cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
     """Return the hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none does any more.
     The chain and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
     """
@@ -122,9 +119,16 @@ cdef Py_ssize_t find_longest(Pool *pool, const Query *query) noexcept:
         for kind in range(query.kinds.num):
             num_hashes = shorten(pool, query, query.kinds.items[kind], num_hashes, is_recheck)
             num_hashes -= num_hashes % max(1, multiple)
+            if not is_recheck and hits_leading_pages(query.kinds.items[kind]):
+                query.num_full_hashes = num_hashes
         is_recheck = True
     go_on(thread)
     return num_hashes
+
+
+cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept:
+    """Count the tokens that all groups of full attention hit, where others hit only `num_hashes`; 0 where they hit as many."""
+    return query.num_full_hashes * query.hash_size if query.num_full_hashes > num_hashes else 0
 
 
 cdef Query query_of(
@@ -132,7 +136,7 @@ cdef Query query_of(
 ) noexcept:
     """Return a look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
-    return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False)
+    return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False, 0)
 
 
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept:
@@ -367,9 +371,10 @@ cdef class RequestHashes:
     """The digests of a request's full pages, computed on demand.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
-    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal. ``is_short``: too few
-    pages were free to load what the host tier has.
+    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, whether the request
+    returns after a preemption, which ``is_counted`` implies, and the tokens that all groups of full attention hit, where others
+    hit fewer, else 0. ``refusal`` describes the last refusal. ``is_short``: too few pages were free to load what the host tier
+    has.
     """
 
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):

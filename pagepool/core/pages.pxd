@@ -6,11 +6,11 @@ from pagepool.core.adaptive cimport BLANK, count_release, hash_key, is_sampled, 
 from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, end_retention, is_page, pick, pull, push, put_back, record_behind, start_of_part,
+    end_of_queue, end_retention, is_counted, is_page, pick, pull, push, push_first, put_back, record_behind, start_of_part,
 )
 from pagepool.core.records cimport (
     FILLING, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, Tier, Transfer,
-    digest_of, is_free, is_pinned, learns, reserve_items,
+    digest_of, has_level, is_free, is_kept, is_pinned, learns, reserve_items,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -244,7 +244,7 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
 
 cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
     """`give_back` with a policy, which gets to know how many pages come before the first does."""
-    cdef Py_ssize_t i, at, num_released = 0
+    cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
     cdef Page *page
     for i in range(n):
         at = n - 1 - i if tail_first else i
@@ -258,8 +258,9 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
         if page.ref_cnt == 0:
             page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
             num_released += 1
-    if num_released and learns(pool):
-        count_release(pool.policy, num_released, pool.num_free)
+            num_counted += is_counted(pool, ids[at])
+    if num_counted:
+        count_release(pool.policy, num_counted, pool.num_free)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
@@ -267,6 +268,36 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
             push(pool, ids[at])
     pool.num_freed += num_released
     return -1
+
+
+cdef inline bint is_worthless(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a page that has left a window does not stay cached without holders."""
+    return not is_kept(&pool.pages[page_id]) and not is_pinned(pool, page_id) and not has_level(pool, page_id)
+
+
+cdef inline void discard(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take the entry, if there is one, of a page that just lost its last reference: it is taken before all that can hit."""
+    if pool.pages[page_id].group != NO_GROUP:
+        drop(pool, page_id)
+    push_first(pool, page_id)
+    pool.num_freed += 1
+
+
+cdef inline Py_ssize_t give_back_held(
+    Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n
+) noexcept nogil:
+    """`give_back`, except that pages from `num_staying` on, which are worthless, are discarded with their last reference."""
+    cdef Py_ssize_t i, num_left = num_staying, bad = -1
+    while num_left < n and pool.pages[ids[num_left]].ref_cnt and not is_free(pool, ids[num_left]):
+        pool.pages[ids[num_left]].ref_cnt -= 1
+        num_left += 1
+    bad = give_back(pool, ids, num_staying, False) if num_left == n else num_left
+    for i in range(num_staying, num_left):
+        if bad >= 0:
+            pool.pages[ids[i]].ref_cnt += 1
+        elif pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
+            discard(pool, ids[i])
+    return bad
 
 
 cdef inline void undo_give_back(

@@ -110,6 +110,22 @@ cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
 
 
+cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page without an entry, outside the queue, to its front, or to that of the blank part."""
+    cdef int32_t shard
+    if pool.num_parts:
+        enter_part(pool, page_id)
+    link_page(pool, page_id, record_behind(pool, front_of_blank(pool, -1), -1))
+    if pool.num_shards:
+        shard = shard_of(pool, page_id)
+        push_to_shard(pool, page_id, shard, record_behind(pool, front_of_blank(pool, shard), shard))
+
+
+cdef inline int32_t front_of_blank(const Pool *pool, int32_t shard) noexcept nogil:
+    """The record before the pages without an entry; without parts before all pages."""
+    return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
+
+
 cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
     """Mark a page as one of the part that its mark names, or, without an entry, of the blank one. Returns the part, or that of
     its level.
@@ -448,9 +464,16 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
             put_back(pool, ids[i])
 
 
+cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a policy counts a page that is put into the queue: blank pages would only wear its clock out."""
+    if pool.num_parts == 0 or pool.pages[page_id].group == NO_GROUP:
+        return False
+    return pool.policy.marks[page_id] & PART != BLANK
+
+
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without references, that is not in the queue, to its back."""
-    if pool.num_parts and learns(pool):
+    if is_counted(pool, page_id):
         count_release(pool.policy, 1, pool.num_free)
     push(pool, page_id)
 

@@ -25,8 +25,9 @@ cdef enum:
     NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
-    FLAGS = TWIN | WATCHED
-    MAX_GROUP = WATCHED - 1
+    KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
+    FLAGS = TWIN | WATCHED | KEPT
+    MAX_GROUP = KEPT - 1
     MAX_PAGES = 1 << 30
     NO_PART = -1
     NORMAL = 50               # priority of pages that are not retained
@@ -265,6 +266,11 @@ cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.levels != NULL and pool.levels[page_id] != 0
+
+
+cdef inline bint is_kept(const Page *page) noexcept nogil:
+    """Whether a page has an entry that stays when it leaves a window."""
+    return page.group != NO_GROUP and page.group & KEPT
 
 
 cdef inline bint learns(const Pool *pool) noexcept nogil:

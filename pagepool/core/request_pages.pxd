@@ -4,6 +4,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents, Demand, Hits, Holding, Limits
@@ -44,7 +45,9 @@ cdef class RequestPages:
     cdef CacheGroups groups
     cdef Holding holding
     cdef int64_t max_num_tokens
+    cdef Boundaries boundaries      # of `holding`, unless that has none
 
+    cdef void fix_boundaries(self, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at) noexcept
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef bint has_states_due(self, int64_t num_computed) noexcept
@@ -57,4 +60,10 @@ cdef class RequestPages:
 cdef Contents contents_of(HashChain chain, int32_t context) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
-cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept
+cdef bint list_last_first(
+    const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
+) noexcept
+cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept
+cdef void begin_boundaries(
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at
+) noexcept

@@ -7,20 +7,23 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, size_of
+from pagepool.core.boundaries cimport Boundaries, add_boundary
 from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
     find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, price,
-    put_back_behind, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport new_ids
 from pagepool.core.index cimport is_entered_otherwise
-from pagepool.core.pages cimport give_back, touch_all
+from pagepool.core.pages cimport give_back, is_worthless, touch_all
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, resize, shard_of
-from pagepool.core.rules cimport MAX_TOKENS, full_entries, hits_leading_pages, is_state, last_hash, pages_for
+from pagepool.core.rules cimport (
+    MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, last_hash, pages_for,
+)
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError
 
@@ -81,17 +84,56 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
     return True
 
 
-cdef bint list_last_first(const Holding *holding, PageIds listed) noexcept:
-    """Append all pages in the order in which they go back: group by group, the last page first. False where memory is short."""
+cdef bint list_last_first(
+    const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
+) noexcept:
+    """Append the pages that stay cached without holders, or those that `are_worthless`, in the order in which they go back:
+    group by group, the last page first. Pages that were not computed count among the first: what forgets them finds their
+    entries, in the tier too. False where memory is short.
+    """
     cdef Py_ssize_t g, i, num = listed.num
+    cdef int32_t page_id, stop
+    cdef bint are_chosen
     if not listed.try_reserve(count_places(holding)):
         return False
     for g in range(holding.num_groups):
+        are_chosen = holding.boundaries != NULL and has_window(&holding.groups[g].rules)
+        if are_worthless and not are_chosen:
+            continue
+        stop = full_pages(&holding.groups[g].rules, num_computed)
         for i in range(holding.held[g].num_pages - 1, -1, -1):
-            listed.ids[num] = holding.held[g].ids[i]
-            num += 1
+            page_id = holding.held[g].ids[i]
+            if not are_chosen or (page_id != NULL_PAGE and (i < stop and is_worthless(pool, page_id)) == are_worthless):
+                listed.ids[num] = page_id
+                num += 1
     listed.num = num
     return True
+
+
+cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept:
+    """List the pages of a request that gives all back with `num_computed` tokens, those that stay cached first. False where
+    memory is short.
+    """
+    rate_pages(pool, holding, num_computed)
+    if not list_last_first(pool, holding, num_computed, listed, False):
+        return False
+    num_staying[0] = listed.num
+    return list_last_first(pool, holding, num_computed, listed, True)
+
+
+cdef void begin_boundaries(
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at
+) noexcept:
+    """Fix the boundaries of a request that knows `num_tokens` tokens: their end; the junction, where groups of full attention
+    hit further than those with windows (0: they do not); and what the engine names in `resume_at`, unless it is None.
+    """
+    cdef Py_ssize_t i
+    boundaries[0] = groups.boundaries
+    boundaries.num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
+    add_boundary(boundaries, boundaries.num_prompt)
+    add_boundary(boundaries, num_full_hits)
+    for i in range(0 if resume_at is None else resume_at.num):
+        add_boundary(boundaries, resume_at.ids[i])
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
@@ -135,9 +177,12 @@ cdef class RequestPages:
             if groups.groups[g].id != NO_GROUP:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
         self.store, self.groups = store, groups
-        self.holding = Holding(groups.groups, <Held *>calloc(max(1, groups.num), sizeof(Held)), groups.num)
+        self.holding = Holding(groups.groups, <Held *>calloc(max(1, groups.num), sizeof(Held)), groups.num, NULL)
         if self.holding.held == NULL:
             raise MemoryError("the pages of a request")
+        if groups.boundaries.multiple:
+            self.boundaries = groups.boundaries
+            self.holding.boundaries = &self.boundaries
         self.plan()
 
     def __dealloc__(self):
@@ -161,6 +206,19 @@ cdef class RequestPages:
         with self.store.lock:
             count = count_places(&self.holding)
         return count
+
+    def begin(self, num_tokens, num_full_hits) -> None:
+        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Groups of full attention hit
+        `num_full_hits`, if that is more than all groups do; else it is 0.
+        """
+        self.fix_boundaries(
+            size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(num_full_hits, "num_full_hits", 0, INT64_MAX), None
+        )
+
+    cdef void fix_boundaries(self, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at) noexcept:
+        """`begin_boundaries`, if there are any."""
+        if self.holding.boundaries != NULL:
+            begin_boundaries(self.groups, &self.boundaries, num_tokens, num_full_hits, resume_at)
 
     cdef void plan(self) noexcept:
         """Compute up to which tokens nothing is due."""
@@ -292,6 +350,8 @@ cdef class RequestPages:
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
             if not is_past_pages and make_room(&target.holding, &self.holding):
                 outcome = check_fork(pool, &self.holding, <int32_t>num_computed, 1, shard)
+            if outcome == FORKED:
+                target.boundaries = self.boundaries
             for g in range(self.holding.num_groups if outcome == FORKED else 0):
                 fork_group(pool, &self.holding, &target.holding, <int32_t>g, <int32_t>num_computed, shard)
             self.plan()
@@ -368,15 +428,15 @@ cdef class RequestPages:
         cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
         cdef int32_t checked_context = self.store.checked_context(context)
         cdef Contents contents
-        cdef Py_ssize_t bad = -1
+        cdef Py_ssize_t num_staying = 0, bad = -1
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
-        has_room = list_last_first(&self.holding, ids)
+        has_room = list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
         if has_room:
-            bad = self.store.give_back_ids(ids.ids, ids.num, False)
+            bad = self.store.give_back_row(ids, num_staying)
         if has_room and bad < 0:
             contents = contents_of(chain, checked_context)
             if chain is not None and num_last <= chain.num * chain.page_size and not awaits_copies(pool, &self.holding):
@@ -428,7 +488,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         return NO_MEMORY
     rewind(request, step.num_computed)
     for g in range(holding.num_groups if is_past_skip else 0):
-        skip_pages(pool, &holding.groups[g], &holding.held[g], num_computed)
+        skip_pages(pool, holding, g, num_computed)
     if step.stays_in_shard:
         stay_in_shard(pool, holding, demand)
     if demand.num_new or demand.hits != NULL:

@@ -16,12 +16,14 @@ from pagepool.core.holdings cimport (
     reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
-from pagepool.core.lookups cimport Query, Refusal, Tokens, count_external_tokens, count_room_tokens, count_tokens, query_of
+from pagepool.core.lookups cimport (
+    Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
+)
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.request_pages cimport list_hits
+from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
@@ -50,7 +52,8 @@ cdef class RowRequest:
 
     `options`, a tuple of what hits depend on besides the tokens, and tokens identify it for `_is_refused_still` of the rows.
     The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits. If up to
-    `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
+    `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending. Others are to resume
+    at the numbers of tokens `resume_at`.
     """
 
     cdef RunningRows rows
@@ -60,17 +63,20 @@ cdef class RowRequest:
     cdef Tokens tokens
     cdef object options
     cdef Py_ssize_t num_reserved
-    cdef int32_t shard              # while the row is claimed, as is the next
+    cdef PageIds resume_at          # numbers of tokens; None: no further ones
+    cdef int32_t shard              # while the row is claimed, as are the next
     cdef int32_t context
+    cdef int64_t num_full_hits      # tokens, see `begin_boundaries`
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None, interval=0, num_external_tokens=0,
+        options=None, interval=0, num_external_tokens=0, resume_at=None,
     ):
         cdef Py_ssize_t checked_interval = size_of(interval, "interval", 0, MAX_TOKENS)
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows, rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        self.resume_at = None if resume_at is None else as_page_ids(resume_at, "resume_at")
         self.token_ids = as_page_ids(token_ids, "token_ids")
         self.source = token_ids if type(token_ids) is list else self.token_ids
         if self.token_ids.num == 0:
@@ -232,6 +238,7 @@ cdef class RowRequest:
             refusal.hits = ()
             return True
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
+        self.num_full_hits = count_junction_tokens(&query, num_hashes)
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 
@@ -256,6 +263,10 @@ cdef class RowRequest:
         cdef Holding holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
         set_context(batch, self.row, self.context)
+        if batch.boundaries != NULL:
+            begin_boundaries(
+                self.rows.groups, &batch.boundaries[self.row], self.tokens.num_known, self.num_full_hits, self.resume_at
+            )
         attach(batch.pool, &holding, demand)
         show_row(batch, self.row)
         take_pages(batch, self.row, num_computed, NULL)

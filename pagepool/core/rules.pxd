@@ -25,6 +25,11 @@ cdef inline bint is_state(const Rules *rules) noexcept nogil:
     return rules.page_size == MAX_TOKENS
 
 
+cdef inline bint has_window(const Rules *rules) noexcept nogil:
+    """Whether pages are skipped, because a window or a chunk leaves them."""
+    return rules.window or rules.chunk
+
+
 cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept nogil:
     """Count the places that tokens take, including those of skipped pages."""
     if num_tokens <= MAX_TOKENS:  # a 32-bit division is faster
@@ -79,6 +84,18 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
 cdef inline int32_t count_window_pages(const Rules *rules) noexcept nogil:
     """Count the full pages in the window of the next token."""
     return <int32_t>((rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
+
+
+cdef inline int32_t count_run_pages(const Rules *rules, bint use_eagle) noexcept nogil:
+    """Count the pages before the end of a hit that a window needs. With eagle the last page of the hit, if any, was dropped."""
+    return max(0 if use_eagle else 1, count_window_pages(rules))
+
+
+cdef inline int32_t first_hit_page(const Rules *rules, int32_t num_tokens, bint use_eagle) noexcept nogil:
+    """Return the first page of attention that a request needs of a hit of so many tokens."""
+    if rules.window:
+        return max(0, full_pages(rules, num_tokens) - count_run_pages(rules, use_eagle))
+    return first_useful_page(rules, num_tokens, 0)
 
 
 cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:

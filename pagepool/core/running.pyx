@@ -15,12 +15,13 @@ from pagepool.core.batch cimport (
     end_row, enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
     is_row, keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
 )
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
     count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number, find_lost_page,
-    find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, record_loads, record_taken, reserve_copies,
-    skip_unread, waits_for_loads,
+    find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages, record_loads, record_taken,
+    reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
@@ -35,8 +36,8 @@ from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, 
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.request_pages cimport copy_ids, list_last_first
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, keeps_checkpoints, last_hash, pages_for
+from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first
+from pagepool.core.rules cimport MAX_TOKENS, Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
@@ -196,6 +197,8 @@ cdef class RunningRows:
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)
+        if checked.boundaries.multiple:
+            self.batch.boundaries = <Boundaries *>new_buffer(self, n, sizeof(Boundaries) // sizeof(int32_t))
         self.batch.pool = self.batch.waiting.pool = &store.pool
         self.batch.num_rows = n
 
@@ -385,15 +388,17 @@ cdef class RunningRows:
         cdef PageIds counts
         cdef Amounts computed = Amounts(NULL, 0)
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t num_right, bad = -1
+        cdef Py_ssize_t num_right, num_staying = 0, bad = -1
         cdef bint has_room = True
         if num_computed_tokens is not None:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
             computed = amounts_in(counts)
         self.enter_call()
-        num_right = check_release(self, row_ids, &computed, ids, &has_room)
+        num_right = check_release(self, row_ids, &computed)
+        if num_right == row_ids.num:
+            has_room = list_rows(&self.batch, num_right, &computed, ids, &num_staying)
         if num_right == row_ids.num and has_room:
-            bad = release_checked(self, ids, num_right, &computed)
+            bad = release_checked(self, ids, num_staying, num_right, &computed)
         self.let_go()
         if num_right < row_ids.num:
             refuse_release(self, row_ids, &computed, num_right)
@@ -517,7 +522,7 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef Holding holding = holding_of(batch, source)
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t bad = -1
+        cdef Py_ssize_t num_staying = 0, bad = -1
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
         self.enter_call()
@@ -525,12 +530,14 @@ cdef class RunningRows:
         is_running = is_running and not batch.num_external[source]
         if is_running:
             is_due = has_copies_due(batch.pool, &holding)
-            has_memory = list_last_first(&holding, ids)
+        if is_running and not is_due:
+            has_memory = ids.try_reserve(2 * count_places(&holding))
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
-            bad = self.store.give_back_ids(ids.ids, ids.num, False)
+            list_all(batch.pool, &holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
+            bad = self.store.give_back_row(ids, num_staying)
         if is_saved and bad < 0:
             leave_row(batch, source)
         elif is_running:
@@ -682,7 +689,7 @@ cdef int check_group(RunningRows running, Group *group, const Table *table) exce
     running.batch.max_num_tokens = <int32_t>min(
         <int64_t>running.batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
     )
-    running.batch.skips_pages |= group.rules.window or group.rules.chunk
+    running.batch.skips_pages |= has_window(&group.rules)
     running.batch.has_state |= is_state(&group.rules)
     running.batch.keeps_states |= keeps_checkpoints(group)
     return 0
@@ -812,11 +819,8 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
 
 # Release and changes of places.
 
-cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
-    """Count the rows before the first that is wrong. Copy the rows, and list their pages in `ids`, in the order in which they
-    go back.
-    """
-    cdef Holding holding
+cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
+    """Copy the rows, and count those before the first that is wrong."""
     cdef Py_ssize_t i
     cdef int32_t row
     start_call(&running.batch)
@@ -826,15 +830,40 @@ cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *
         row = running.batch.checked_rows[i]
         if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
             return i
-        holding = holding_of(&running.batch, row)
-        has_room[0] = has_room[0] and list_last_first(&holding, ids)
     return rows.num
 
 
-cdef Py_ssize_t release_checked(RunningRows running, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
+cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
+    """Return how many tokens of the row at place `i` were computed, as far as the caller says."""
+    return MAX_TOKENS if computed.values == NULL else amount(computed, i)
+
+
+cdef bint list_rows(Batch *batch, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying) noexcept:
+    """List the pages of the copied rows in the order in which they go back, those that stay cached first. False where memory is
+    short.
+    """
+    cdef Holding holding
+    cdef Py_ssize_t i
+    cdef int are_worthless
+    for i in range(n if batch.boundaries != NULL else 0):
+        holding = holding_of(batch, batch.checked_rows[i])
+        rate_pages(batch.pool, &holding, computed_by(computed, i))
+    for are_worthless in range(2 if batch.boundaries != NULL else 1):
+        for i in range(n):
+            holding = holding_of(batch, batch.checked_rows[i])
+            if not list_last_first(batch.pool, &holding, computed_by(computed, i), ids, are_worthless):
+                return False
+        if not are_worthless:
+            num_staying[0] = ids.num
+    return True
+
+
+cdef Py_ssize_t release_checked(
+    RunningRows running, PageIds ids, Py_ssize_t num_staying, Py_ssize_t num_rows, const Amounts *computed
+) noexcept:
     """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
     cdef Holding holding
-    cdef Py_ssize_t i, row, bad = running.store.give_back_ids(ids.ids, ids.num, False)
+    cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying)
     for i in range(num_rows if bad < 0 else 0):
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
@@ -924,6 +953,8 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
     record.stamp = batch.stamp
     set_context(batch, row, batch.contexts[source])
     begin_admission(batch, row)
+    if batch.boundaries != NULL:
+        batch.boundaries[row] = batch.boundaries[source]
     for g in range(batch.num_groups):
         fork_group(batch.pool, &forked, &new, g, record.num_computed, record.shard)
     show_row(batch, row)

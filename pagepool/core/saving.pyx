@@ -11,8 +11,8 @@ from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.queue cimport pull, push, push_marked, put_back
 from pagepool.core.records cimport (
-    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, count_policy_parts, count_queue_links,
-    count_remembered, is_free, is_pinned, learns, num_slots_of,
+    KEPT, MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, count_policy_parts,
+    count_queue_links, count_remembered, is_free, is_pinned, learns, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of
@@ -210,13 +210,13 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which a snapshot has these arrays. `kind` is whether prefixes are cached, and the eviction
-    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of
-    the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of
-    shards. SnapshotError if they contradict one another. O(num_pages).
+    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, whether they stay when they leave windows,
+    and pins, or no pins; `policy` those of the policy, empty without one: marks, ghosts, counts, and what it has learned;
+    `totals` are the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     enable_caching, eviction = kind
-    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
+    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_kept, cached_pins = cached
     counters, num_shards = totals
     cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
@@ -230,6 +230,7 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
         as_own_ids(cached_group_ids, "cached_group_ids"),
         as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
         as_own_ids(tokens.reshape(-1), "cached_token_ids"),
+        as_own_ids(cached_kept, "cached_kept"),
     )
     for page_id in range(1, store.pool.num_pages):
         pull(&store.pool, page_id)
@@ -321,12 +322,13 @@ cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_e
     raise SnapshotError(f"{name}: got {page_id} (at {i}), allowed: 1 to {pool.num_pages - 1}, each once")
 
 
-cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens) except -1:
+cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens, PageIds kept) except -1:
     """Enter pages of a pool without entries in the prefix index, in order."""
     cdef Py_ssize_t i, width = pool.tokens_width
     cdef int32_t group, num_tokens
-    if not (groups.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
-        raise SnapshotError(f"cached pages: got {ids.num} ids, {groups.num} groups, {keys.num // 4} keys, allowed: as many")
+    if not (groups.num == kept.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
+        nums = f"{ids.num} ids, {groups.num} groups, {keys.num // 4} keys, {kept.num} flags"
+        raise SnapshotError(f"cached pages: got {nums}, allowed: as many")
     if ids.num and pool.slots == NULL:
         raise SnapshotError(f"cached_page_ids: got {ids.num}, allowed without prefix caching: none")
     for i in range(ids.num):
@@ -337,6 +339,8 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
         if num_tokens and not 0 < num_tokens < width:
             raise SnapshotError(f"cached_token_ids: page {ids.ids[i]} has {num_tokens}, allowed: 0 to {width - 1}")
         enter(pool, ids.ids[i], (<Digest *>(keys.ids + 4 * i))[0], group)
+        if kept.ids[i]:
+            pool.pages[ids.ids[i]].group |= KEPT
         if width:
             keep_tokens(pool, ids.ids[i], tokens.ids + i * width + 1, num_tokens)
     return 0

@@ -9,15 +9,15 @@ from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.holdings cimport count_places
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.ids cimport PageIds, is_small, lists_of, new_ids
+from pagepool.core.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport NO_GROUP
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
-from pagepool.core.rules cimport is_state, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
 
-from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
 
@@ -88,6 +88,7 @@ cdef class SlotAllocator:
     cdef int64_t hash_page_size
     cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
     cdef bint enables_caching
+    cdef bint keeps_boundaries      # see `Boundaries`
     cdef bint hashes_natively
 
     def _begin(self, coordinator, dict hashes not None) -> None:
@@ -100,6 +101,7 @@ cdef class SlotAllocator:
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
         self.enables_caching = coordinator.enable_caching
+        self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.hashes_natively = self.hasher.is_native
 
     def allocate_slots(
@@ -184,6 +186,15 @@ cdef class SlotAllocator:
         finally:
             lock.release()
 
+    cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
+        """Tell what a request holds at which numbers of tokens others can resume."""
+        cdef int64_t num_full_hits = 0
+        places = require_places("resume_at", getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS))
+        if hashes is not None and hashes.request is request and hashes.query is not None:
+            num_full_hits = hashes.query[3]
+        held.fix_boundaries(count_of(read_num_tokens(request)), num_full_hits, as_page_ids(places, "resume_at"))
+        return 0
+
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:
         """Raise the error for a request that is longer than the model allows."""
         raise ArgumentError(f"request {shown(request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_num_tokens}")
@@ -218,6 +229,8 @@ cdef class SlotAllocator:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
+            if self.keeps_boundaries:
+                self.begin_boundaries(request, hashes, held)
         is_full = step.num_to_cache > 0 and (
             is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
         )

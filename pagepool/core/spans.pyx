@@ -7,13 +7,14 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
-from pagepool.core.batch cimport digests_of, hash_row, held_by
+from pagepool.core.batch cimport boundaries_of, digests_of, hash_row, held_by
+from pagepool.core.boundaries cimport NUM_BOUNDARIES, Boundaries, add_boundary
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
-from pagepool.core.lookups cimport Query, fetch_hits, find_longest, query_of
+from pagepool.core.lookups cimport Query, count_junction_tokens, fetch_hits, find_longest, query_of
 from pagepool.core.pages cimport find_untouchable, share, touch_all
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport (
@@ -23,7 +24,7 @@ from pagepool.core.records cimport (
     NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
 )
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport MAX_TOKENS, Group, is_state, last_hash
+from pagepool.core.rules cimport MAX_TOKENS, Group, first_hit_page, has_window, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, new_shard_links, use_shard_links
@@ -323,7 +324,8 @@ cdef class Retention:
 @cython.auto_pickle(False)
 cdef class TokenSpan:
     """Tokens ``[start, stop)`` of a request or an admitted row, which `of_request` and `of_row` name; a `stop` of None is the
-    end of its tokens. The cached pages that lie wholly within them are pinned, unpinned or retained.
+    end of its tokens. The cached pages that lie wholly within them are pinned, unpinned or retained. If pages of windows stay
+    only at boundaries, a `stop` is one for what is pinned or retained: the window before it must not be gone.
     """
 
     cdef readonly int64_t start
@@ -335,7 +337,10 @@ cdef class TokenSpan:
     cdef RequestPages held          # None: the request holds no pages
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef const Digest *digests      # of the request or row, while it is locked
+    cdef const Digest *digests      # of the request or row, while it is locked, as are the next
+    cdef int32_t end                # tokens behind which a request is to resume; 0: anywhere
+    cdef bint is_short              # whether groups of full attention hit as far as the end, and all groups do not
+    cdef bint is_gone               # whether a group lacks a page of the window before the end
 
     def __cinit__(self, start=0, stop=None):
         self.start = size_of(start, "start", 0, INT64_MAX)
@@ -400,19 +405,53 @@ cdef class TokenSpan:
             return Range(0, 0)
         return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
 
+    cdef int32_t find_end(self) noexcept:
+        """Return the number of tokens at which a request is to resume behind the span; 0: anywhere."""
+        cdef const Boundaries *rule = &self.groups.boundaries
+        cdef int64_t end = min(self.stop, min(self.num_tokens, <int64_t>MAX_TOKENS))
+        if not rule.multiple or self.stop == INT64_MAX:
+            return 0
+        return <int32_t>max(0, end - end % rule.multiple - rule.use_eagle * rule.multiple)  # eagle drops a page
+
     cdef bint list_group(self, const Group *group, const int32_t *ids, Py_ssize_t n, PageIds found) noexcept:
-        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests."""
+        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests. A page of the
+        window before the end may have left a holder's window, and is another one with its content then.
+        """
         cdef Range places = self.places_in(group, n)
-        cdef int32_t i, page_id
+        cdef int32_t i, page_id, start = MAX_TOKENS, stop = self.end // group.rules.page_size
+        cdef bint is_sought
         cdef Digest key
         if not found.try_reserve(max(0, places.stop - places.start)):
             return False
+        if has_window(&group.rules):
+            start = first_hit_page(&group.rules, self.end, self.groups.boundaries.use_eagle)
         for i in range(places.start, places.stop):
             key = self.digests[last_hash(group, i)]
-            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) else ids[i]
+            is_sought = start <= i < stop and ids[i] == NULL_PAGE
+            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) or is_sought else ids[i]
             if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
                 found.put(&page_id, 1)
+            elif is_sought:
+                self.is_gone = True
+        for i in range(max(start, max(places.start, <int32_t>n)), stop if self.is_short else 0):
+            self.is_gone |= find(&self.store.pool, self.digests[last_hash(group, i)], group.id) == NULL_PAGE
         return True
+
+    cdef void keep_end(self) noexcept:
+        """Let what holds the pages keep the window before the end when that is left."""
+        cdef Boundaries *boundaries = NULL
+        if self.chain is None:
+            boundaries = boundaries_of(&self.rows.batch, self.row)
+        elif self.held is not None:
+            boundaries = &self.held.boundaries
+        if boundaries != NULL and self.end and boundaries.num < NUM_BOUNDARIES - 1:
+            add_boundary(boundaries, self.end)
+
+    cdef int refuse_end(self) except -1:
+        raise ArgumentError(
+            f"stop: got {self.stop}, where the window of token {self.end} is no longer cached, allowed: where requests can "
+            f"resume, as with resume_at=[{self.end}] at admission, or as long as the request or row has the window"
+        )
 
     cdef bint list_cached(self, PageIds found, tuple hits) noexcept:
         """List the cached pages that the request or row holds, or those that it would hit. False where memory is short. The
@@ -423,7 +462,8 @@ cdef class TokenSpan:
         cdef const Held *held = NULL
         cdef Query query
         cdef PageIds ids
-        cdef Py_ssize_t g
+        cdef Py_ssize_t g, num_hashes
+        self.end, self.is_short, self.is_gone = self.find_end(), False, False
         if self.chain is None:
             held = held_by(&self.rows.batch, self.row, 0)
         elif self.held is not None:
@@ -433,7 +473,9 @@ cdef class TokenSpan:
                 self.groups, self.digests, self.chain.num, self.chain.page_size, self.num_tokens,
                 Range(0, pool.num_pages),
             )
-            if fetch_hits(pool, &query, find_longest(pool, &query), hits) < 0:
+            num_hashes = find_longest(pool, &query)
+            self.is_short = num_hashes * query.hash_size < self.end <= count_junction_tokens(&query, num_hashes)
+            if fetch_hits(pool, &query, num_hashes, hits) < 0:
                 return False
         for g in range(self.groups.num):
             ids = hits[g]
@@ -445,17 +487,22 @@ cdef class TokenSpan:
 
     def pin(self, max_num_pinned) -> int:
         """Pin the cached pages. Returns how many. PinBudgetError, and nothing changed, if more than `max_num_pinned` pages of
-        the pool would be pinned. O(pages).
+        the pool would be pinned; ArgumentError if the window before the end is gone. O(pages).
         """
         cdef Py_ssize_t most = size_of(max_num_pinned, "max_num_pinned")
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
         cdef PinOutcome outcome = SHORT_OF_MEMORY
         cdef int32_t num_pinned, unpinnable = NULL_PAGE
         cdef tuple hits = self.lock()
-        if self.list_cached(found, hits):
+        cdef bint has_room = self.list_cached(found, hits)
+        if has_room and not self.is_gone:
             outcome = pin_found(self.store, found, fresh, most, &unpinnable)
+        if outcome == PINNED:
+            self.keep_end()
         num_pinned = self.store.pool.num_pinned
         self.unlock()
+        if has_room and self.is_gone:
+            self.refuse_end()
         if outcome == OVER_BUDGET:
             raise PinBudgetError(f"pages to pin: got {fresh.num} more, {num_pinned} are pinned, allowed: {most} in all")
         if outcome == SHORT_OF_MEMORY:
@@ -497,15 +544,19 @@ cdef class TokenSpan:
         return n
 
     def retain(self, Retention retention not None) -> int:
-        """Retain the cached pages. Returns how many. ArgumentError if there is none, unless no token lies in the span.
-        O(pages).
+        """Retain the cached pages. Returns how many. ArgumentError if there is none, unless no token lies in the span, and if
+        the window before the end is gone. O(pages).
         """
         cdef PageIds found = PageIds.__new__(PageIds)
         cdef tuple hits = self.lock()
         cdef int64_t stop = min(self.stop, self.num_tokens)
         cdef bint has_room
-        has_room = self.list_cached(found, hits) and retain_found(self.store, found, retention)
+        has_room = self.list_cached(found, hits) and (self.is_gone or retain_found(self.store, found, retention))
+        if has_room and found.num and not self.is_gone:
+            self.keep_end()
         self.unlock()
+        if has_room and self.is_gone:
+            self.refuse_end()
         if not has_room:
             raise MemoryError(f"levels of {self.store.pool.num_pages} pages")
         if found.num == 0 and self.start < stop:

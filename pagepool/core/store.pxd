@@ -47,6 +47,7 @@ cdef class PageStore:
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
+    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1
     cdef int lock_divided(self, int32_t num_shards) except -1
     cdef CachePage view(self, int32_t page_id)

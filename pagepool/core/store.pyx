@@ -14,7 +14,8 @@ from pagepool.core.index cimport (
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.pages cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, reuse, take_from, touch_all,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take_from,
+    touch_all,
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
@@ -160,7 +161,7 @@ cdef void overwrite_count(Pool *pool, int32_t page_id, int32_t count) noexcept:
     page.ref_cnt = count
 
 
-cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) noexcept:
+cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) except -1:
     """One reference more or less; False, and nothing changed, where the count would leave its range. Pins keep theirs."""
     cdef Pool *pool = &store.pool
     cdef bint is_right
@@ -471,6 +472,17 @@ cdef class PageStore:
         """`give_back` of ids that lie within the pool."""
         cdef void *thread = let_others_run(n)
         cdef Py_ssize_t bad = give_back(&self.pool, ids, n, tail_first)
+        go_on(thread)
+        return bad
+
+    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying) noexcept:
+        """Give back ids that lie within the pool. Pages from `num_staying` on are discarded with their last reference."""
+        cdef void *thread
+        cdef Py_ssize_t bad
+        if num_staying == ids.num:
+            return self.give_back_ids(ids.ids, ids.num, False)
+        thread = let_others_run(ids.num)
+        bad = give_back_held(&self.pool, ids.ids, num_staying, ids.num)
         go_on(thread)
         return bad
 

@@ -14,7 +14,9 @@ from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.lookups cimport Query, fetch_hits, find_first_hit_page, find_longest, query_of, range_in
+from pagepool.core.lookups cimport (
+    Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
+)
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
@@ -445,7 +447,8 @@ def load_prefix(
     """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
     with its entry and a `context` of `EntryJournal.add_context`, among `ids`, which are those of a shard then; it is held until
     the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
-    and the prefix is what the pool has. O(pages x groups).
+    and the prefix is what the pool has. The last one counts the tokens that all groups of full attention hit, where others hit
+    fewer, else it is 0. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
@@ -465,7 +468,7 @@ def load_prefix(
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
-    return hits, num_hashes * chain.page_size, is_short
+    return hits, num_hashes * chain.page_size, is_short, count_junction_tokens(&query, num_hashes)
 
 
 cdef Py_ssize_t look_up(

@@ -9,12 +9,12 @@ import numpy.typing as npt
 from pagepool._core import PageStore, copy_records, find_policy_fault, follow
 from pagepool.errors import IntegrityError
 
-__all__ = ["GROUP", "PART", "Records", "check_store"]
+__all__ = ["GROUP", "KEPT", "PART", "Records", "check_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
 BLANK, PART = 0, 3
 NORMAL, PROTECTED = 50, 128  # a level is a priority + 1, or 0, and a flag
-TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
+TWIN, KEPT, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, 1 << 28, ~(7 << 28), (1 << 28) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
 

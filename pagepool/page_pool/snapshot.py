@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pagepool._core import PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
 from pagepool.hashing import PageHash
-from pagepool.page_pool.integrity import GROUP, PART, Records, check_store
+from pagepool.page_pool.integrity import GROUP, KEPT, PART, Records, check_store
 
 __all__ = ["Configuration", "Snapshot", "load", "save", "seal"]
 
@@ -24,7 +24,7 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 4
+VERSION, OLDEST_VERSION = 5, 4
 
 
 def _count_parts(records: Records) -> Any:
@@ -44,6 +44,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
     "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
     "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
+    "cached_kept": (np.uint8, (None,), lambda records: records.cached["group"] & KEPT != 0),
     "cached_pins": (np.int32, (None,), lambda records: records.pins.take(records.cached_ids) if records.num_pinned else []),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
     "names": (np.uint8, (None,), None),
@@ -77,7 +78,7 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
             (bool(arrays["enable_caching"][0]), arrays["eviction"].tobytes().decode(errors="replace")),
             arrays["ref_counts"],
             arrays["free_page_ids"],
-            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "pins")),
+            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "kept", "pins")),
             tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
             (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
         )
@@ -98,7 +99,8 @@ def seal(arrays: Snapshot) -> Snapshot:
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes). ArgumentTypeError
-    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
+    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed. Of an older version all pages are kept
+    when they leave a window.
     """
     if not isinstance(snapshot, Mapping):
         raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
@@ -106,12 +108,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if version != VERSION:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: {VERSION}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS}
+    if not OLDEST_VERSION <= version <= VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: {OLDEST_VERSION} to {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS if version == VERSION or name != "cached_kept"}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return arrays
+    return {"cached_kept": np.ones(len(arrays["cached_page_ids"]), np.uint8)} | arrays
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:

@@ -19,11 +19,12 @@ groups of a model's config, page budgets, and arithmetic of pages and shards. pa
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from pagepool import manager
 from pagepool.compat.children import call_in_children
 from pagepool.compat.easydel.coordinators import (
     CacheCoordinator,
@@ -47,9 +48,9 @@ from pagepool.compat.easydel.names import (
 )
 from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
-from pagepool.compat.switch import OFF, ON, read_switch
+from pagepool.compat.switch import OFF, ON, read_switch, read_word
 from pagepool.errors import CompatError
-from pagepool.manager import CacheManager, CachePages
+from pagepool.manager import CachePages
 from pagepool.page_pool import PagePool
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.specs import cdiv, dp_shard_page_bounds, pages_per_dp_shard, usable_pages_count
@@ -63,6 +64,7 @@ __all__ = [
     "SIGNATURES",
     "VARIABLE",
     "VERSION",
+    "WINDOWS_VARIABLE",
     "CacheCoordinator",
     "CacheCoordinatorNoPrefixCache",
     "CacheGroupsConfig",
@@ -101,6 +103,29 @@ VERSION = "0.3.0"
 
 VARIABLE = "PAGEPOOL_EASYDEL"
 """The environment variable that ``import pagepool`` reads: a value in `ON` installs pagepool when the engine is imported."""
+
+WINDOWS_VARIABLE = "PAGEPOOL_EASYDEL_WINDOWS"
+"""The environment variable that says which pages of windows and chunks stay cached: ``ends`` those with which a request can
+resume; ``all``, or nothing, all as in EasyDeL.
+"""
+
+
+class CacheManager(manager.CacheManager):
+    """`pagepool.CacheManager` with the `windows` that `WINDOWS_VARIABLE` names. CompatError for another value."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[Any],
+        max_model_len: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        **options: Any,
+    ) -> None:
+        windows = "ends" if read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) == "ends" else "all"
+        options = {"windows": windows} | options
+        super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
+
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
 """The replacements by the names of the engine's classes."""

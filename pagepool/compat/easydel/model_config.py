@@ -1,9 +1,10 @@
 """The cache groups of a model, read from its config."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -89,7 +90,14 @@ def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> C
 
 
 def create_kv_cache_specs_from_config(
-    config: object, page_size: int, num_kv_heads: int, head_size: int, dtype: object, use_mla: bool = False
+    config: object,
+    page_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: object,
+    use_mla: bool = False,
+    *,
+    equal_bytes: bool = False,
 ) -> list[CacheGroupSpec]:
     """Return the groups of a model from its config: one for each kind of attention and geometry, in layer order.
 
@@ -99,12 +107,16 @@ def create_kv_cache_specs_from_config(
     `num_global_key_value_heads` for layers that `layer_types` calls `full_attention`. Without mask details the result is one
     full-attention group of the given geometry, without layer names.
 
+    With `equal_bytes`, which EasyDeL does not have, groups with fewer bytes a token have more tokens a page: the largest
+    multiple of `page_size` that takes at most the bytes of the largest page. A pool with pages of one size then loses little.
+
     ArgumentError for an unknown mask, or a window or chunk without a size. O(layers).
 
     >>> [group] = create_kv_cache_specs_from_config(object(), 16, 8, 128, "bfloat16")
     >>> group.kv_cache_spec.type_id
     'full_attention_16_65536'
     """
+    is_equal = require_flag("equal_bytes", equal_bytes)
     read_details = getattr(config, "get_mask_details", None)
     details: Mapping[int, Any] | None = read_details() if read_details is not None else None
     if not details:
@@ -116,4 +128,8 @@ def create_kv_cache_specs_from_config(
         sizes = _size_or_none("size", detail.size), _size_or_none("chunks", getattr(detail, "chunks", None))
         key = _LayerKey(_mask_kind(detail.mask_type), *sizes, *geometry)
         layers_by_key.setdefault(key, []).append(f"layer.{layer}")
-    return [CacheGroupSpec(_spec_for(key, page_size, dtype, use_mla), names) for key, names in layers_by_key.items()]
+    specs = [_spec_for(key, page_size, dtype, use_mla) for key in layers_by_key]
+    if is_equal:
+        most = max(spec.page_size_bytes for spec in specs)
+        specs = [replace(spec, page_size=page_size * (most // spec.page_size_bytes)) for spec in specs]
+    return [CacheGroupSpec(spec, names) for spec, names in zip(specs, layers_by_key.values(), strict=True)]

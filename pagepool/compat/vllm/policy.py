@@ -1,9 +1,7 @@
 """The choice of an eviction policy for vLLM's pools."""
 
-import os
-
+from pagepool.compat.switch import read_word
 from pagepool.compat.vllm.engine import REPLACEMENTS, Replacement
-from pagepool.errors import CompatError
 
 __all__ = ["ADAPTIVE", "ADAPTIVE_QUEUE", "EVICTION_VARIABLE", "choices_for", "is_adaptive", "replacements"]
 
@@ -13,9 +11,6 @@ EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
 ADAPTIVE = "adaptive"
 """The value that chooses pagepool's adaptive eviction, in any case, with or without whitespace around it."""
 
-LRU = ("lru", "")
-"""The values with which vLLM's own order stays."""
-
 QUEUE = "FreeKVCacheBlockQueue"
 """What is replaced according to the policy."""
 
@@ -24,12 +19,10 @@ ADAPTIVE_QUEUE = "make_adaptive_queue"
 
 
 def is_adaptive() -> bool:
-    """Return whether `EVICTION_VARIABLE` chooses adaptive eviction. CompatError for an unknown value."""
-    value = os.environ.get(EVICTION_VARIABLE, "")
-    word = value.strip().lower()
-    if word not in (ADAPTIVE, *LRU):
-        raise CompatError(f"{EVICTION_VARIABLE}: got {value!r}, allowed: {ADAPTIVE}; lru or nothing")
-    return word == ADAPTIVE
+    """Return whether `EVICTION_VARIABLE` chooses adaptive eviction; otherwise vLLM's order stays. CompatError for an unknown
+    value.
+    """
+    return read_word(EVICTION_VARIABLE, (ADAPTIVE,), ("lru",)) == ADAPTIVE
 
 
 def choices_for(item: Replacement) -> list[Replacement]:

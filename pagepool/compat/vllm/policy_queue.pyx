@@ -227,8 +227,8 @@ cdef class PolicyQueue(FreeQueue):
         cdef Pool *pool = &self.store.pool
         cdef Py_ssize_t i
         cdef int32_t page_id
-        if num:
-            count_release(pool.policy, num, pool.num_free)
+        if num > num_first:
+            count_release(pool.policy, num - num_first, pool.num_free)
         for i in range(num_first - 1, -1, -1):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group != NO_GROUP:

@@ -13,6 +13,8 @@ MAX_LAYERS = 100_000
 MAX_NUMBER = 10**9
 
 Config: TypeAlias = dict[str, Any]
+DEFAULTS: dict[object, Config] = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
+"""Numbers of models whose published configurations leave them out."""
 
 
 def read_config(path: str) -> Config:
@@ -26,7 +28,7 @@ def read_config(path: str) -> Config:
         config = config["text_config"]
     if not isinstance(config, dict):
         raise ArgumentError(f"{path}: a JSON object is expected, not {type(config).__name__}")
-    return config
+    return DEFAULTS.get(str(config.get("model_type")), {}) | config
 
 
 def read_int(config: Config, name: str, maximum: int = MAX_NUMBER) -> int:

@@ -1,16 +1,21 @@
-"""Which layers of a model have attention, and which have a state."""
+"""Which layers of a model have attention, of which kind, and which have a state."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay.models.config import MAX_LAYERS, Config, read_int
 
-__all__ = ["list_attention_layers", "list_state_layers", "list_types"]
+__all__ = ["CHUNKED", "COMPRESSED", "SLIDING", "list_attention_layers", "list_state_layers", "list_types"]
 
+Reader: TypeAlias = Callable[[Config], list[str] | None]
+
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""The layers of DeepSeek V4, by the tokens of an entry."""
 # A layer of a parallel hybrid has both.
-ATTENTION_TYPES = frozenset({"full_attention", "attention", "sliding_attention", "chunked_attention", "hybrid"})
+ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", *COMPRESSED.values()})
 STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 TYPES_WITHOUT = frozenset({"mlp", "moe"})
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
@@ -27,11 +32,46 @@ STATE_NAMES = (
     "_block_types",
     "layer_group_size",
 )
+# Names that only models have whose layers keep something else than a key and a value of each token.
+CACHE_NAMES = (
+    "attention_chunk",
+    "attention_window",
+    "cla_",
+    "compress_",
+    "cross_layer",
+    "hybrid_layer_pattern",
+    "index_",
+    "kv_shar",
+    "local_attention",
+    "num_kv_shared",
+    "sliding_window",
+    "swa_",
+)
+KNOWN_NAMES = frozenset(
+    {
+        "attention_chunk_size",
+        "compress_ratios",
+        "compress_rates",
+        "compress_rope_theta",
+        "index_head_dim",
+        "index_n_heads",
+        "index_topk",
+        "num_kv_shared_layers",
+        "sliding_window",
+        "sliding_window_pattern",
+    }
+)
+PATTERNS = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}  # the last of so many layers has full attention
+ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+NO_ROPE_INTERVAL = 4  # of Llama 4
 
 
 def list_types(config: Config) -> list[str]:
     """List the types of the layers. Raises ArgumentError or ArgumentTypeError for what is not understood."""
-    types = next((found for read in READERS if (found := read(config)) is not None), None)
+    for name in config:
+        if name.startswith(CACHE_NAMES) and name not in KNOWN_NAMES and config[name] not in (None, False):
+            raise ArgumentError(f"has {name}, which is not understood")
+    types = _read_first(config, READERS)
     if types is None:
         marks = [name for name in config if name.startswith(STATE_NAMES)]
         if marks:
@@ -43,14 +83,28 @@ def list_types(config: Config) -> list[str]:
     return types
 
 
-def list_attention_layers(types: list[str]) -> list[int]:
-    """List the layers with attention."""
-    return [layer for layer, name in enumerate(types) if name in ATTENTION_TYPES]
+def list_attention_layers(config: Config, types: list[str]) -> list[int]:
+    """List the layers that keep keys and values; the last ones may use those of layers before them, as in Gemma 3n."""
+    num_shared = require_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, len(types))
+    return [layer for layer, name in enumerate(types[: len(types) - num_shared]) if name in ATTENTION_TYPES]
 
 
 def list_state_layers(types: list[str]) -> list[int]:
     """List the layers with a state."""
     return [layer for layer, name in enumerate(types) if name in STATE_TYPES]
+
+
+def _read_first(config: Config, readers: Iterable[Reader]) -> list[str] | None:
+    """Return what the first reader returns that understands the config."""
+    return next((found for read in readers if (found := read(config)) is not None), None)
+
+
+def _read_states(config: Config) -> list[str] | None:
+    """Read which layers have a state, in the ways in which models say that without `layer_types`."""
+    types = _read_first(config, STATE_READERS)
+    if types is not None and _uses_windows(config):
+        raise ArgumentError("has layers with states, but no layer_types: sliding_window beside them is not understood")
+    return types
 
 
 def _count_layers(config: Config) -> int:
@@ -69,6 +123,17 @@ def _mark(config: Config, marked: object, name: str, marked_type: str, other_typ
     """Return a type for the layers in the list `marked`, counted from `first`, and another for the rest."""
     layers = {str(layer) for layer in _read_list(name, marked)}
     return [marked_type if str(layer + first) in layers else other_type for layer in range(_count_layers(config))]
+
+
+def _read_compressed(config: Config) -> list[str] | None:
+    """Read the layers of DeepSeek V4: the number of tokens of an entry, 0 for a window alone."""
+    if config.get("compress_ratios") is None:
+        return None
+    ratios = _read_list("compress_ratios", config["compress_ratios"])[: _count_layers(config)]  # those behind are drafters
+    for ratio in ratios:
+        if not isinstance(ratio, int) or ratio not in COMPRESSED:
+            raise ArgumentError(f"compress_ratios: got {shown(ratio)}, allowed: {', '.join(map(str, COMPRESSED))}")
+    return [COMPRESSED[ratio] for ratio in ratios]
 
 
 def _read_types(config: Config) -> list[str] | None:
@@ -128,8 +193,46 @@ def _read_model(config: Config) -> list[str] | None:
     return ["mamba"] * _count_layers(config) if config.get("model_type") in STATE_MODELS else None
 
 
-READERS: tuple[Callable[[Config], list[str] | None], ...] = (
-    _read_types,
+def _read_chunks(config: Config) -> list[str] | None:
+    """Read Llama 4, whose layers with a rotary embedding, 1 in `no_rope_layers`, have chunks."""
+    if config.get("attention_chunk_size") is None:
+        return None
+    if config.get("no_rope_layers"):
+        kinds = {"0": "full_attention", "1": CHUNKED}
+        return [kinds.get(str(kind), str(kind)) for kind in _read_list("no_rope_layers", config["no_rope_layers"])]
+    interval = read_int({"no_rope_layer_interval": NO_ROPE_INTERVAL} | config, "no_rope_layer_interval")
+    return _repeat(config, CHUNKED, interval)
+
+
+def _repeat(config: Config, name: str, period: int) -> list[str]:
+    """Return full attention for the last layer of each period, and `name` for the others."""
+    return [name if (layer + 1) % period else "full_attention" for layer in range(_count_layers(config))]
+
+
+def _uses_windows(config: Config) -> bool:
+    """Whether layers have windows. With `max_window_layers`, as Qwen2 has it, none do unless the config says so."""
+    is_used = config.get("use_sliding_window", config.get("max_window_layers") is None)
+    return config.get("sliding_window") is not None and bool(is_used)
+
+
+def _read_windows(config: Config) -> list[str] | None:
+    """Read which layers have a window, in the ways in which models say that without `layer_types`."""
+    if not _uses_windows(config):
+        return None
+    kind, num_layers = config.get("model_type"), _count_layers(config)
+    if config.get("sliding_window_pattern") is not None:
+        return _repeat(config, SLIDING, read_int(config, "sliding_window_pattern"))
+    if kind in PATTERNS:
+        return _repeat(config, SLIDING, PATTERNS[kind])
+    if config.get("max_window_layers") is not None:
+        num_full = min(require_int("max_window_layers", config["max_window_layers"], 0), num_layers)
+        return ["full_attention"] * num_full + [SLIDING] * (num_layers - num_full)
+    if kind in ALL_SLIDING:
+        return [SLIDING] * num_layers
+    raise ArgumentError("has sliding_window, but no layer_types: which layers have windows is not understood")
+
+
+STATE_READERS: tuple[Reader, ...] = (
     _read_pattern,
     _read_lightning,
     _read_kimi,
@@ -137,3 +240,4 @@ READERS: tuple[Callable[[Config], list[str] | None], ...] = (
     _read_indices,
     _read_model,
 )
+READERS: tuple[Reader, ...] = (_read_compressed, _read_types, _read_states, _read_chunks, _read_windows)

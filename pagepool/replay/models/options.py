@@ -52,7 +52,7 @@ def load_model(
     if model.num_state_groups == 0 and (has_checkpoints or state_dtype is not None):
         option = "--checkpoint-interval" if has_checkpoints else "--state-dtype"
         raise Refusal(f"{path}: no layer has a state, so {option} has no meaning")
-    if model.num_attention_groups == 0 and (page_size is not None or kv_dtype is not None):
+    if not model.has_attention and (page_size is not None or kv_dtype is not None):
         option = "--page-size" if kv_dtype is None else "--kv-dtype"
         raise Refusal(f"{path}: no layer has attention, so {option} has no meaning")
     return model

@@ -1,33 +1,97 @@
 """How the layers of a model share the pages of a pool.
 
 Engines give all groups of layers pages of one size, so that any page can hold the tokens of an attention group or the states
-of a state group. Each group has the same number of layers. The larger of the two, a page of tokens or a state, decides the
-bytes of a page in a layer, and the other is padded.
+of a state group. The layers of a kind are divided among as many groups as they need to fit the page, which has the bytes of all
+layers of one kind: that with which the least stays empty. In a layer the largest of a page of tokens, of any kind, or a state
+decides, and the others are padded; layers of DeepSeek V4 lie side by side as they are.
 """
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd, lcm
 
-from pagepool.compat.easydel import create_kv_cache_specs_from_config
+from pagepool.arguments import MAX_SIZE
 from pagepool.errors import ArgumentError, count_of
-from pagepool.replay.models.config import Config, find_dtype, read_config, read_int
-from pagepool.replay.models.layers import list_attention_layers, list_state_layers, list_types
+from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
+from pagepool.replay.models.config import Config, read_config
+from pagepool.replay.models.layers import list_state_layers, list_types
 from pagepool.replay.models.states import count_state_bytes
-from pagepool.specs import CacheGroupSpec, CacheSpec, FullAttentionSpec, MambaSpec, cdiv
+from pagepool.specs import (
+    CacheGroupSpec,
+    CacheSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    cdiv,
+)
 
-__all__ = ["PAGE_SIZE", "ModelPages", "list_intervals", "read_model"]
+__all__ = ["PAGE_SIZE", "ModelPages", "Windows", "count_request_pages", "list_intervals", "read_model"]
 
 PAGE_SIZE = 16  # tokens, unless a state is larger
 INTERVALS = (256, 512, 1024, 2048, 4096)  # tokens
+STEP_TOKENS = 8192
+
+
+def count_request_pages(groups: Iterable[CacheGroupSpec], num_tokens: int, max_new_tokens: int) -> int:
+    """Count the pages that a request of `num_tokens` holds at most, without checkpoints: of windows and chunks also those of a
+    step of `max_new_tokens`.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    limits = {"max_model_len": num_tokens, "max_num_batched_tokens": max_new_tokens}
+    return sum(spec.max_memory_usage_bytes(**limits) // spec.page_size_bytes for spec in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Groups of layers with the same windows or chunks, and pages of `page_size` tokens, which use up to `num_bytes` of a page;
+    None if unknown.
+    """
+
+    reach: Reach
+    page_size: int
+    num_groups: int
+    num_bytes: int | None = None
+    layers: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> str:
+        """The reach, as text.
+
+        >>> Windows(Reach(1024), 16, 5).tokens, Windows(Reach(8192, is_chunked=True), 16, 3).tokens
+        ('a window of 1,024 tokens', 'chunks of 8,192 tokens')
+        """
+        return f"{'chunks' if self.reach.is_chunked else 'a window'} of {count_of(self.reach.size, 'token')}"
+
+    def count_pages(self, step_tokens: int) -> int:
+        """Count the pages that a long request holds at most in its groups."""
+        return count_request_pages([CacheGroupSpec(self.make_spec())] * self.num_groups, MAX_SIZE, step_tokens)
+
+    def describe(self) -> str:
+        """Say which layers have it.
+
+        >>> Windows(Reach(128), 16, 2, layers=(0, 1, 2, 5, 7, 8)).describe()
+        'Layers 0-2, 5, 7-8 (6) have a window of 128 tokens, in 2 groups with pages of 16 tokens.'
+        """
+        groups = f"in {count_of(self.num_groups, 'group')} with pages of {count_of(self.page_size, 'token')}"
+        return f"Layers {_list_ranges(self.layers)} ({len(self.layers)}) have {self.tokens}, {groups}."
+
+    def make_spec(self) -> CacheSpec:
+        """Make the spec of its groups for a simulation, in which their bytes do not matter."""
+        if self.reach.is_chunked:
+            return ChunkedLocalAttentionSpec(self.page_size, 1, 1, "bfloat16", False, attention_chunk_size=self.reach.size)
+        return SlidingWindowSpec(self.page_size, 1, 1, "bfloat16", use_mla=False, sliding_window=self.reach.size)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPages:
     """The groups of a model, and the bytes of their pages.
 
-    A page id is one page of `page_size` tokens, or one state, in each layer of its group. `page_bytes` are those of all layers
-    of a group, None if unknown. `state_bytes` and `attention_bytes` are what of them is used at most, by a page of each kind.
-    Without attention `page_size` is 1.
+    A page id is one page of `page_size` tokens, or one state, in each layer of its group; groups of windows may have other
+    numbers of tokens. `page_bytes` are those of all layers of a group, None if unknown. `state_bytes` and `attention_bytes` are
+    what of them is used at most, by a state and by a page of full attention, of which there are `num_attention_groups`. Without
+    attention `page_size` is 1. A step has up to `step_tokens` tokens.
     """
 
     page_size: int = PAGE_SIZE
@@ -36,6 +100,8 @@ class ModelPages:
     num_state_groups: int = 0
     attention_bytes: int | None = None
     state_bytes: int | None = None
+    windows: tuple[Windows, ...] = ()
+    step_tokens: int = field(default=STEP_TOKENS, compare=False)
 
     @property
     def contents(self) -> str:
@@ -44,23 +110,80 @@ class ModelPages:
         >>> ModelPages(1).contents, ModelPages(1, num_attention_groups=0, num_state_groups=1).contents
         ('1 token', '1 state')
         """
-        return count_of(self.page_size, "token") if self.num_attention_groups else "1 state"
+        return count_of(self.page_size, "token") if self.has_attention else "1 state"
+
+    @property
+    def page_sizes(self) -> list[int]:
+        """The tokens a page of each group with attention, or 1."""
+        sizes = [each.page_size for each in self.windows for _ in range(each.num_groups)]
+        return [self.page_size] * (self.num_attention_groups or not sizes) + sizes
+
+    @property
+    def hit_size(self) -> int:
+        """Hits of attention are multiples of so many tokens."""
+        return lcm(*self.page_sizes)
+
+    @property
+    def num_hit_pages(self) -> int:
+        """The pages of full attention that so many tokens take."""
+        return self.num_attention_groups * (self.hit_size // self.page_size)
+
+    @property
+    def hash_size(self) -> int:
+        """Tokens that a hash covers."""
+        return gcd(*self.page_sizes)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether there are pages of tokens, of full attention, windows or chunks."""
+        return bool(self.num_attention_groups or self.windows)
+
+    def list_page_ends(self, start: int, stop: int) -> list[int]:
+        """List the numbers of tokens behind `start` at which a request that decodes up to `stop` fills a page, or one leaves a
+        window, and `stop`.
+
+        >>> ModelPages(4, windows=(Windows(Reach(6), 4, 1),)).list_page_ends(5, 15)
+        [8, 9, 12, 13, 15]
+        """
+        size = self.hash_size
+        ends = {*range(start - start % size + size, stop, size), stop}
+        for each in self.windows:
+            first, period = (0, each.reach.size) if each.reach.is_chunked else (each.reach.size - 1, each.page_size)
+            ends.update(range(start + 1 + (first - start - 1) % period, stop, period))
+        return sorted(end for end in ends if end > start)
+
+    def describe_windows(self) -> list[str]:
+        """Say which layers have windows or chunks."""
+        return [each.describe() for each in self.windows]
 
     def count_pages(self, num_tokens: int) -> int:
-        """Count the pages that a request of `num_tokens` holds, without checkpoints."""
-        return self.num_attention_groups * cdiv(num_tokens, self.page_size) + self.num_state_groups
+        """Count the pages that a request of `num_tokens` holds at most, without checkpoints."""
+        return count_request_pages(_list_groups(self), num_tokens, self.step_tokens)
 
     def make_groups(self, checkpoint_interval: int | None = None) -> list[CacheGroupSpec]:
         """Make the groups for a simulation, in which their bytes do not matter."""
-        attention = FullAttentionSpec(self.page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
+        full = FullAttentionSpec(self.page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
         state = MambaSpec(checkpoint_interval or self.page_size, ((1,),), "bfloat16", checkpoint_interval=checkpoint_interval)
-        specs: list[CacheSpec] = [attention] * self.num_attention_groups
+        specs: list[CacheSpec] = [full] * self.num_attention_groups
+        specs += [each.make_spec() for each in self.windows for _ in range(each.num_groups)]
         return [CacheGroupSpec(spec) for spec in [*specs, *[state] * self.num_state_groups]]
 
     def require_interval(self, interval: int) -> None:
         """Raise ArgumentError for an interval of checkpoints that is not a multiple of the page size."""
         if interval % self.page_size:
             raise ArgumentError(f"{interval:,} is not a multiple of the page size, {count_of(self.page_size, 'token')}")
+
+
+def _list_ranges(numbers: tuple[int, ...]) -> str:
+    """List ascending numbers, with the first and the last of those that follow each other."""
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True))
+
+
+@lru_cache(maxsize=4)
+def _list_groups(model: ModelPages) -> list[CacheGroupSpec]:
+    return model.make_groups()
 
 
 def list_intervals(page_size: int) -> list[int]:
@@ -77,95 +200,94 @@ def read_model(
 ) -> ModelPages:
     """Return the pages of the model whose Hugging Face `config.json` is at `path`.
 
-    Without states there is one group of all layers; a page is layers x KV heads x head size x 2 x bytes of the dtype for each
-    token, or the latent vectors of multi-head latent attention. Layers with a window count as full attention. With states,
-    `page_size` None chooses the smallest multiple of 16 whose pages are as large as a state. `kv_dtype` is that of attention,
-    `state_dtype` that of recurrent states; both are by default the model's.
+    Layers with full attention, with windows and with chunks are in groups of their own, with tokens a page so that all have
+    nearly equal bytes; `page_size` is for those with the most bytes a token. With states, `page_size` None chooses the smallest
+    multiple of 16 whose pages are as large as a state. `kv_dtype` is that of attention, `state_dtype` that of recurrent states;
+    both are by default the model's.
 
     Raises ArgumentError if a field is missing, invalid or not understood, OSError if the file cannot be read.
     """
     config = read_config(path)
     try:
-        types = list_types(config)
-        num_states = len(list_state_layers(types))
-        attention = _list_attention(config, list_attention_layers(types), page_size or PAGE_SIZE, kv_dtype)
-        if num_states == 0:
-            return _make_attention_pages(attention, page_size or PAGE_SIZE)
-        state_bytes = count_state_bytes(config, state_dtype)
-        if state_bytes == 0:
-            raise ArgumentError("the states of its layers are empty")
-        return _make_pages(attention, num_states, state_bytes, page_size)
+        return _read_pages(config, page_size, kv_dtype, state_dtype)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"{path}: {error}") from error
 
 
-def _list_attention(config: Config, layers: list[int], page_size: int, kv_dtype: str | None) -> list[CacheGroupSpec]:
-    """List the groups of layers with equal attention; all count as full attention."""
-    if not layers:
-        return []
-    is_latent = config.get("kv_lora_rank") is not None
-    num_kv_heads, head_size = _latent_geometry(config) if is_latent else _head_geometry(config)
-    by_layer = config | {"num_key_value_heads": num_kv_heads} if is_latent else config
-    full = SimpleNamespace(mask_type="FULL", size=None, chunks=None)
-    return create_kv_cache_specs_from_config(
-        SimpleNamespace(**by_layer, get_mask_details=lambda: dict.fromkeys(layers, full)),
-        page_size,
-        num_kv_heads,
-        head_size,
-        kv_dtype or find_dtype(config),
-        use_mla=is_latent,
+def _read_pages(config: Config, page_size: int | None, kv_dtype: str | None, state_dtype: str | None) -> ModelPages:
+    types = list_types(config)
+    attention, states = list_attention(config, types, page_size or PAGE_SIZE, kv_dtype), list_state_layers(types)
+    if page_size is not None and are_compressed(types):
+        raise ArgumentError("the kernels of layers with compressed entries fix the page sizes, so none can be asked for")
+    if not states:
+        if not attention:
+            raise ArgumentError("no layer has attention")
+        return _make_pages(
+            attention, None, are_padded=not are_compressed(types) and len({kind.reach for kind in attention}) > 1
+        )
+    state_bytes = count_state_bytes(config, state_dtype)
+    if state_bytes == 0:
+        raise ArgumentError("the states of its layers are empty")
+    if page_size is None and attention:
+        num_times = cdiv(state_bytes, max(kind.num_bytes for kind in attention))
+        attention = list_attention(config, types, PAGE_SIZE * num_times, kv_dtype)
+    num_full = len([kind for kind in attention if kind.reach == FULL])
+    if num_full > 1:
+        raise ArgumentError(f"attention layers of {num_full} sizes beside states are not understood")
+    return _make_pages(attention, LayerKind(FULL, 1, state_bytes, tuple(states)), are_padded=True)
+
+
+def _make_pages(attention: list[LayerKind], state: LayerKind | None, *, are_padded: bool) -> ModelPages:
+    """Make the pages of layers with attention, and of those with a state. If layers are padded, all take the same bytes."""
+    rows: dict[tuple[Reach, int], list[LayerKind]] = {}
+    for kind in attention:
+        rows.setdefault((kind.reach, kind.page_size), []).append(kind)
+    full_sizes = [size for reach, size in rows if reach == FULL]
+    if len(full_sizes) > 1:
+        raise ArgumentError(f"layers of full attention with pages of {sorted(full_sizes)} tokens are not understood")
+    kinds = [*rows.values(), *([[state]] if state else [])]
+    layer_bytes = max(kind.num_bytes for row in kinds for kind in row) if are_padded else 0
+    page_bytes, nums = _choose_page_bytes(
+        [[(len(kind.layers), max(kind.num_bytes, layer_bytes)) for kind in row] for row in kinds]
     )
-
-
-def _latent_geometry(config: Config) -> tuple[int, int]:
-    """Return 1 and the size of a token's vector: compressed keys and values, and the rotated part of the key."""
-    return 1, read_int(config, "kv_lora_rank") + read_int(config, "qk_rope_head_dim")
-
-
-def _head_geometry(config: Config) -> tuple[int, int]:
-    """Return KV heads and head size. If KV heads are a list by layer, they are read with the layers."""
-    num_heads = read_int(config, "num_attention_heads")
-    names = [name for name in ("head_dim", "attention_head_dim") if config.get(name) is not None]
-    head_size = read_int(config, names[0]) if names else read_int(config, "hidden_size") // num_heads
-    is_same_in_all = isinstance(config.get("num_key_value_heads"), int)
-    return read_int(config, "num_key_value_heads") if is_same_in_all else num_heads, head_size
-
-
-def _make_attention_pages(groups: list[CacheGroupSpec], page_size: int) -> ModelPages:
-    """Make pages that hold the tokens of all layers."""
-    num_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names or ()) for group in groups)
-    if num_bytes == 0:
-        raise ArgumentError("no layer has attention")
-    return ModelPages(page_size, num_bytes, attention_bytes=num_bytes)
-
-
-def _make_pages(attention: list[CacheGroupSpec], num_states: int, state_bytes: int, page_size: int | None) -> ModelPages:
-    """Make pages that hold tokens or states; `attention` has the pages of `page_size` tokens, or of 16."""
-    if not attention:
-        return ModelPages(1, num_states * state_bytes, 0, 1, state_bytes=num_states * state_bytes)
-    if len(attention) > 1:
-        raise ArgumentError(f"attention layers of {len(attention)} sizes beside states are not understood")
-    [group] = attention
-    num_attention, layer_bytes = len(group.layer_names or ()), group.kv_cache_spec.page_size_bytes
-    if page_size is None:
-        num_times = cdiv(state_bytes, layer_bytes)
-        page_size, layer_bytes = PAGE_SIZE * num_times, layer_bytes * num_times
-    size = _choose_group_size(num_attention, num_states)
-    return ModelPages(
-        page_size,
-        size * max(layer_bytes, state_bytes),
-        cdiv(num_attention, size),
-        cdiv(num_states, size),
-        attention_bytes=size * layer_bytes,
-        state_bytes=size * state_bytes,
+    shares: list[tuple[int, int | None]] = [
+        (num, _count_widest([(len(kind.layers), kind.num_bytes) for kind in row], num))
+        for row, num in zip(kinds, nums, strict=True)
+    ]
+    num_states, state_bytes = shares.pop() if state else (0, None)
+    groups = dict(zip(rows, shares, strict=True))
+    windows = tuple(
+        Windows(reach, size, *groups[reach, size], layers=tuple(sorted({layer for kind in row for layer in kind.layers})))
+        for (reach, size), row in rows.items()
+        if reach != FULL
     )
+    page_size = full_sizes[0] if full_sizes else min((each.page_size for each in windows), default=1)
+    num_full, full_bytes = groups.get((FULL, page_size), (0, None))
+    return ModelPages(page_size, page_bytes, num_full, num_states, full_bytes, state_bytes, windows)
 
 
-def _choose_group_size(num_attention: int, num_states: int) -> int:
-    """Choose the layers of a group: the number of one of the kinds, so that the fewest places for layers stay empty.
+def _choose_page_bytes(rows: list[list[tuple[int, int]]]) -> tuple[int, list[int]]:
+    """Return the bytes of a page, and the groups that each row of layers is divided among; a row has numbers of layers and
+    their bytes. The bytes are those of all layers of a row, so that the least stays empty.
 
-    >>> _choose_group_size(12, 36), _choose_group_size(6, 10), _choose_group_size(10, 12)
-    (12, 6, 12)
+    >>> _choose_page_bytes([[(12, 8)], [(36, 8)]]), _choose_page_bytes([[(10, 8)], [(12, 8)]])
+    ((96, [1, 3]), (96, [1, 1]))
     """
-    sizes = sorted((num_attention, num_states))
-    return min(sizes, key=lambda size: -num_attention % size + -num_states % size)
+    choices = []
+    for page_bytes in sorted({_count_widest(row, 1) for row in rows}):
+        nums = [_count_groups(row, page_bytes) for row in rows]
+        if 0 not in nums:
+            choices.append((page_bytes * sum(nums), page_bytes, nums))
+    _, page_bytes, chosen = min(choices)
+    return page_bytes, chosen
+
+
+def _count_groups(row: list[tuple[int, int]], page_bytes: int) -> int:
+    """Count the fewest groups that fit the page, 0 if there are none. A row of several kinds stays whole."""
+    counts = range(1, 1 + row[0][0] if len(row) == 1 else 2)
+    return next((num for num in counts if _count_widest(row, num) <= page_bytes), 0)
+
+
+def _count_widest(row: list[tuple[int, int]], num_groups: int) -> int:
+    """Count the bytes of the widest of so many groups."""
+    return sum(cdiv(num_layers, num_groups) * num_bytes for num_layers, num_bytes in row)

@@ -2,7 +2,7 @@
 from one pass: each interval and pool size needs a simulation.
 
 The hits are those of `Scheduler` with one running request: chunks of a prompt end at the last checkpoint within a step, those
-of an answer at the end of each page, without attention at each checkpoint. No call is made for tokens that fill no page.
+of an answer where a page ends or leaves a window, without attention at each checkpoint. No other calls are made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ class CheckpointSimulator:
                 hit_tokens, num_copies = hit_tokens + num_hits, num_copies + num_copied
             if on_request is not None:
                 on_request(num_done)
-        first_group = self._model.num_attention_groups
+        first_group = self._model.num_attention_groups + sum(each.num_groups for each in self._model.windows)
         num_kept = sum(key.group_id >= first_group for key in manager.page_pool.cached_page_hash_to_page)
         return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept, eviction)
 
@@ -85,13 +85,13 @@ class CheckpointSimulator:
 
     def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int) -> Iterator[int]:
         """List the numbers of tokens at which a request takes pages and enters them: the ends of its steps, in the answer only
-        those that fill a page or, without attention, have a checkpoint.
+        those that fill a page or with which one leaves a window or, without attention, those that have a checkpoint.
         """
-        end, size = num_hit_tokens, self._model.page_size if self._model.num_attention_groups else interval
-        while end < request.num_slots:
-            num_left = request.num_prompt_tokens - end
-            if num_left > 0:
-                end += int(end_at_checkpoints(end, min(num_left, self._max_batched_tokens), interval))
-            else:
-                end = min(end - end % size + size, request.num_slots)
+        end, stop = num_hit_tokens, request.num_slots
+        while end < request.num_prompt_tokens:
+            end += int(end_at_checkpoints(end, min(request.num_prompt_tokens - end, self._max_batched_tokens), interval))
             yield end
+        if self._model.has_attention:
+            yield from self._model.list_page_ends(end, stop)
+        elif end < stop:
+            yield from [*range(end - end % interval + interval, stop, interval), stop]

@@ -21,7 +21,7 @@ from pagepool.replay.models.options import (
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
-from pagepool.replay.plans.plan import CheckpointFigures, HostRun, HostSpeed, Plan, Planner, PoolFigures
+from pagepool.replay.plans.plan import CheckpointFigures, HostRun, HostSpeed, Plan, Planner, PoolFigures, WindowFigures
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
@@ -50,6 +50,7 @@ from pagepool.replay.simulation.host_options import (
     host_policy_option,
 )
 from pagepool.replay.simulation.runs import (
+    WindowRule,
     count_bytes,
     describe_pool,
     make_manager,
@@ -76,6 +77,7 @@ NUM_CHECKPOINT_SIZES = 4
 NUM_STATE_SIZES = 8  # without attention, which has a curve for all sizes
 MAX_CHECKPOINT_TOKENS = 5_000_000_000  # of requests, in all simulations together: a minute
 MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
+MAX_WINDOW_PAGES = 400_000_000  # of requests, in all groups and simulations together: a minute
 
 
 def find_model(
@@ -140,13 +142,14 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
 
 def choose_sizes(asked: Sizes | None, planner: Planner, model: ModelPages, num_states: int) -> list[int]:
     """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With attention each
-    of its pages may have a checkpoint, without it requests have `num_states` in all.
+    of its pages may have a checkpoint and pages of all windows, without it requests have `num_states` in all.
     """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
     smallest, largest = planner.find_smallest(model), 1 + model.num_state_groups * num_states
-    if model.num_attention_groups:
-        largest = planner.max_num_pages * (model.num_attention_groups + model.num_state_groups)
+    if model.has_attention:
+        window_pages = sum(each.num_groups * model.hit_size // each.page_size for each in model.windows)
+        largest = planner.max_num_pages * (model.num_hit_pages + window_pages + model.num_state_groups)
     ends = smallest, max(smallest + 1, largest)
     return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
 
@@ -216,6 +219,35 @@ def simulate_checkpoints(
     return tuple(figures)
 
 
+def simulate_windows(
+    plan: Plan, eviction: str | None, requests: Sequence[SimulatedRequest], max_batched_tokens: int, progress: Progress
+) -> tuple[WindowFigures, ...]:
+    """Simulate a model with windows with LRU, with adaptive eviction unless LRU alone was asked for, and with LRU if all pages
+    of windows stayed cached: in as many pools that skip no request as take a minute, one at least, with the only size that was
+    asked for; in all of them if adaptive eviction was asked for. Raises Refusal for a pool that is too large.
+    """
+    runs: list[tuple[str, WindowRule]] = [(LRU, "ends"), (ADAPTIVE, "ends"), (LRU, "all")]
+    runs = [run for run in runs if eviction != LRU or run[0] == LRU]
+    num_pages = sum(cdiv(request.num_slots, size) for request in requests for size in plan.model.page_sizes)
+    fitting = [pool.num_pages for pool in plan.pools if pool.num_pages >= plan.min_num_pages] or [plan.pools[-1].num_pages]
+    num_sizes = max(1, min(NUM_POLICY_SIZES, MAX_WINDOW_PAGES // (num_pages * len(runs))))
+    chosen = spread(fitting, num_sizes) if num_sizes > 1 else [fitting[len(fitting) // 2]]
+    sizes = fitting if eviction == ADAPTIVE else chosen
+    sizes = sorted({*sizes, *([plan.asked_num_pages] if plan.asked_num_pages else [])})
+    num_bytes = count_digest_bytes(sum(cdiv(request.num_slots, plan.model.hash_size) for request in requests))
+    num_bytes += max(count_pool_bytes(max(sizes), policy) for policy, _ in runs)
+    require_memory(f"a simulation of {describe_pool(max(sizes), plan.model)}", num_bytes)
+    with progress.follow("hashing pages", "request", len(requests)) as update:
+        simulator = PolicySimulator(requests, plan.model, max_batched_tokens, update)
+    figures = []
+    for (policy, windows), size in product(runs, sizes):
+        name = f"{policy}, {windows} of windows, {size:,} pages"
+        with progress.follow(name, "request", len(requests)) as update, making_pool(size, plan.model, policy):
+            hit_tokens = simulator.count_hits(policy, size, update, windows=windows)
+        figures.append(WindowFigures(size, policy, windows, hit_tokens))
+    return tuple(figures)
+
+
 def simulate_pools(
     planner: Planner,
     plan: Plan,
@@ -237,7 +269,7 @@ def simulate_pools(
     num_bytes = count_digest_bytes(num_request_pages) + max(count_run_bytes(*run) for run in runs)
     require_memory(f"a simulation of {describe_pool(largest.num_pages, plan.model, host=host)}", num_bytes)
     with progress.follow("hashing pages", "request", len(requests)) as update:
-        simulator = PolicySimulator(requests, plan.page_size, max_batched_tokens, update)
+        simulator = PolicySimulator(requests, plan.model, max_batched_tokens, update)
     figures, host_runs = [], []
     for pool, policy, host in runs:
         with (
@@ -319,7 +351,7 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     type=EVICTION,
     metavar="POLICY",
     help=f"{ADAPTIVE}: simulate this policy at each size; {LRU}: simulate none. A size takes seconds for each 10M pages of "
-    "requests. For a model with states: at the sizes with checkpoints.",
+    f"requests. For a model with states: at the sizes with checkpoints. With windows: {LRU} simulates LRU alone.",
     show_default=f"{ADAPTIVE}, at up to {NUM_POLICY_SIZES} sizes that take seconds; {LRU} if the model has states",
 )
 @host_pages_option
@@ -385,14 +417,19 @@ def plan(
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
     checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policy that is named.
 
+    For a model with sliding windows or chunks, which the plan names, all of its groups are simulated in some of the sizes:
+    with pages of windows kept where requests can resume, and if all stayed cached.
+
     With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
     """
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
+    model = replace(model, step_tokens=max_batched_tokens)
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
     host = choose_host(host_pages, host_policy, host_min_uses)
-    if host and model.num_state_groups:
-        raise click.UsageError("--host-pages: a model with states is planned without a tier, pagepool replay runs it with one")
+    if host and (model.num_state_groups or model.windows):
+        what = "states" if model.num_state_groups else "windows"
+        raise click.UsageError(f"--host-pages: a model with {what} is planned without a tier, pagepool replay runs it with one")
     speed = find_speed(host_bandwidth, prefill_rate, host, model.page_bytes)
     if plot_path or html_path:
         require_plots()
@@ -402,7 +439,7 @@ def plan(
             if asked is not None and len(asked.numbers) > 1:
                 require_one_that_fits(requests, asked.numbers[-1], model)
             with progress.follow("one after another", "request", len(records)) as update:
-                planner = Planner(records, model.page_size, update)
+                planner = Planner(records, model.hit_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
                 made = replace(made, host=host, speed=speed)
@@ -411,6 +448,8 @@ def plan(
             if chosen_intervals:
                 kept = simulate_checkpoints(made, chosen_intervals, eviction, requests, max_batched_tokens, progress)
                 made = replace(made, checkpoints=kept)
+            elif model.windows:
+                made = replace(made, windows=simulate_windows(made, eviction, requests, max_batched_tokens, progress))
             else:
                 made = simulate_pools(planner, made, eviction, requests, max_batched_tokens, progress)
             sizes = choose_replays([pool.num_pages for pool in made.pools_with_hits], replays, requests, model, max_num_seqs)

@@ -24,6 +24,7 @@ __all__ = [
     "Planner",
     "PolicyFigures",
     "PoolFigures",
+    "WindowFigures",
 ]
 
 POLICY_NAMES = {"lru": "LRU", "adaptive": "adaptive"}
@@ -134,6 +135,18 @@ class CheckpointFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowFigures:
+    """Hits of a model with windows in a pool of `num_pages`, including the null page, under a policy and a rule for pages of
+    windows: see `CacheManager`. Simulated with requests one after another.
+    """
+
+    num_pages: int
+    eviction: str
+    windows: str
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Knee:
     """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
     hits, not a hit rate).
@@ -155,7 +168,8 @@ class Plan:
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size, and all other hits but those of
     `replays` are of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` is
-    what a pool that never evicts would hit with a state after each token. `model` has its pages.
+    what a pool that never evicts would hit with a state after each token. For a model with windows, `windows` has the hits by
+    policy, rule and pool size, and all other hits but those of `replays` are of full attention alone. `model` has its pages.
     """
 
     page_size: int
@@ -171,6 +185,7 @@ class Plan:
     asked_num_pages: int | None = None
     model: ModelPages = field(default_factory=ModelPages)
     checkpoints: tuple[CheckpointFigures, ...] = ()
+    windows: tuple[WindowFigures, ...] = ()
     host: HostMemory | None = None
     host_runs: tuple[HostRun, ...] = ()
     speed: HostSpeed | None = None
@@ -202,6 +217,14 @@ class Plan:
         return runs
 
     @property
+    def window_runs(self) -> dict[tuple[str, str], dict[int, WindowFigures]]:
+        """The figures of `windows` by policy and rule, and by pool size."""
+        runs: dict[tuple[str, str], dict[int, WindowFigures]] = {}
+        for each in self.windows:
+            runs.setdefault((each.eviction, each.windows), {})[each.num_pages] = each
+        return runs
+
+    @property
     def best_interval(self) -> int | None:
         """The interval with the most hits of LRU, added up over all pools; None without states."""
         runs = {interval: by_size for (eviction, interval), by_size in self.checkpoint_runs.items() if eviction == "lru"}
@@ -209,22 +232,22 @@ class Plan:
 
     @property
     def pools_with_hits(self) -> tuple[PoolFigures, ...]:
-        """The pools whose hits are known: all, but without attention only those of `checkpoints`."""
+        """The pools whose hits are known: all, but without full attention only those that were simulated."""
         if self.model.num_attention_groups:
             return self.pools
-        sizes = {each.num_pages for each in self.checkpoints}
+        sizes = {each.num_pages for each in self.checkpoints} | {each.num_pages for each in self.windows}
         return tuple(pool for pool in self.pools if pool.num_pages in sizes)
 
-    def find_checkpoint_rate(self, figures: CheckpointFigures) -> float:
+    def find_simulated_rate(self, figures: CheckpointFigures | WindowFigures) -> float:
         """Return the share of all prompt tokens that hit."""
         return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON; replays, policies, checkpoints and host runs are part of their pools. Without
-        attention its hits are None.
+        """Return all figures by name, for JSON; replays, policies, checkpoints, windows and host runs are part of their pools.
+        Without full attention its hits are None.
         """
         plan = asdict(self)
-        for name in ("replays", "policies", "asked_num_pages", "checkpoints", "host_runs"):
+        for name in ("replays", "policies", "asked_num_pages", "checkpoints", "windows", "host_runs"):
             del plan[name]
         plan |= {
             name: None if value is None else value._asdict() for name, value in (("host", self.host), ("speed", self.speed))
@@ -239,11 +262,12 @@ class Plan:
             size = pool.num_pages
             fields["policies"] = {name: by_size[size].as_dict() for name, by_size in runs.items() if size in by_size}
             fields["host"] = host_runs.get(size)
-            fields["checkpoints"] = [
-                asdict(each) | {"hit_rate": self.find_checkpoint_rate(each)}
-                for each in self.checkpoints
-                if each.num_pages == size
-            ]
+            simulated: dict[str, tuple[CheckpointFigures | WindowFigures, ...]]
+            simulated = {"checkpoints": self.checkpoints, "windows": self.windows}
+            for name, figures in simulated.items():
+                fields[name] = [
+                    asdict(each) | {"hit_rate": self.find_simulated_rate(each)} for each in figures if each.num_pages == size
+                ]
         return plan
 
 
@@ -263,11 +287,13 @@ class Curves:
         self.lru = LruCurve(reuse)
         self.best = BestCurve(reuse)
 
-    def make_figures(self, num_pages: int, num_groups: int, num_skipped: int, skipped_prompt_tokens: int) -> PoolFigures:
-        """Make the figures of a pool that skips `num_skipped` other requests, with hits of `num_groups` of attention."""
+    def make_figures(self, num_pages: int, num_hit_pages: int, num_skipped: int, skipped_prompt_tokens: int) -> PoolFigures:
+        """Make the figures of a pool that skips `num_skipped` other requests, in which a page of the curves takes
+        `num_hit_pages` of full attention.
+        """
         lru = best = 0
-        if num_groups:
-            num_usable_pages = (num_pages - 1) // num_groups
+        if num_hit_pages:
+            num_usable_pages = (num_pages - 1) // num_hit_pages
             lru, best = (curve.count_hits(num_usable_pages) * self.page_size for curve in (self.lru, self.best))
         return PoolFigures(num_pages, self.num_requests, num_skipped, self.prompt_tokens, lru, best, skipped_prompt_tokens)
 
@@ -275,12 +301,12 @@ class Curves:
         """Find the smallest pool, including the null page, in which so many pages hit, at most all possible ones."""
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
-    def find_knees(self, num_groups: int) -> tuple[Knee, ...]:
-        """Find the knee for each share, with `num_groups` of attention; none if nothing ever hits."""
+    def find_knees(self, num_hit_pages: int) -> tuple[Knee, ...]:
+        """Find the knee for each share, with a page of the curves in `num_hit_pages`; none if nothing ever hits."""
         knees = []
-        for share in SHARES if self.num_hit_pages and num_groups else ():
+        for share in SHARES if self.num_hit_pages and num_hit_pages else ():
             sizes = [self.find_size(curve, share * self.num_hit_pages) for curve in (self.lru, self.best)]
-            knees.append(Knee(share, *(1 + num_groups * (size - 1) for size in sizes)))
+            knees.append(Knee(share, *(1 + num_hit_pages * (size - 1) for size in sizes)))
         return tuple(knees)
 
 
@@ -332,8 +358,8 @@ class Planner:
 
     def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None, model: ModelPages | None = None) -> Plan:
         """Make the figures of pools of those sizes, in pages including the null page: of one group of attention with pages of
-        `page_bytes`, or of those of `model`, whose page size must be the planner's. Cost: milliseconds a size for each 10,000
-        requests; a size that skips requests costs as much as the constructor.
+        `page_bytes`, or of those of `model`, whose `hit_size` must be the planner's page size. Cost: milliseconds a size for
+        each 10,000 requests; a size that skips requests costs as much as the constructor.
         """
         model = model or ModelPages(self._curves.page_size, page_bytes)
         return Plan(
@@ -343,7 +369,7 @@ class Planner:
             prompt_tokens=self._curves.prompt_tokens,
             most_hit_tokens=self._curves.num_hit_pages * self._curves.page_size,
             min_num_pages=self.find_smallest(model),
-            knees=self._curves.find_knees(model.num_attention_groups),
+            knees=self._curves.find_knees(model.num_hit_pages),
             pools=tuple(self._count(num_pages, model) for num_pages in sizes),
             model=model,
         )
@@ -359,4 +385,4 @@ class Planner:
             curves = Curves(fitting, curves.page_size)
         num_skipped = len(self._records) - curves.num_requests
         num_skipped_tokens = self._curves.prompt_tokens - curves.prompt_tokens
-        return curves.make_figures(num_pages, model.num_attention_groups, num_skipped, num_skipped_tokens)
+        return curves.make_figures(num_pages, model.num_hit_pages, num_skipped, num_skipped_tokens)

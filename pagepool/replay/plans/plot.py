@@ -14,6 +14,7 @@ from pagepool.replay.plans.host_report import name_host
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan
 from pagepool.replay.plans.report import HIT_RATE, describe_picture, headline, summarize
 from pagepool.replay.plans.state_report import name_runs
+from pagepool.replay.plans.window_report import name_window_runs
 from pagepool.replay.shared.drawing import (
     BLUE,
     GREEN,
@@ -33,7 +34,7 @@ POLICY_STYLES: dict[str, dict[str, Any]] = {
     "lru": {"color": BLUE, "marker": "o"},
     "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
 }
-HOST_STYLE = {"linestyle": (0, (5, 1)), "marker": "P", "markerfacecolor": PAPER}
+HOLLOW_STYLE = {"linestyle": (0, (5, 1)), "marker": "P", "markerfacecolor": PAPER}
 INCHES_A_FINE_DECADE = 1.25  # with room for ticks at 2 and 5
 
 
@@ -69,16 +70,18 @@ def draw_plan(plan: Plan, heading: str | None = None) -> Figure:
 def _draw_hits(axes: Axes, plan: Plan) -> None:
     together = [figures.trace_hit_rate for figures in plan.replays.values()]
     most = plan.most_hit_rate
-    limit = "a pool that never evicts" if plan.model.num_attention_groups else "a state after each token, none evicted"
+    limit = "a pool that never evicts" if plan.model.has_attention else "a state after each token, none evicted"
     axes.axhline(most, color=GREY, linestyle=":", label=limit)
     if plan.checkpoints:
         _draw_checkpoints(axes, plan)
+    elif plan.windows:
+        _draw_windows(axes, plan)
     else:
         _draw_policies(axes, plan)
     if together:
         axes.plot([*plan.replays], together, color=GREEN, linestyle="", marker="^", markersize=8, label="LRU, together")
     axes.set_ylim(0, 1.2 * max(most, *together, 0.01))
-    if not plan.checkpoints:
+    if not plan.checkpoints and not plan.windows:
         _mark_knee(axes, plan)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
     axes.set_ylabel(HIT_RATE)
@@ -94,7 +97,7 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")
     axes.plot(sizes, lru, markersize=4, label="LRU, one after another", **POLICY_STYLES["lru"])
     if plan.host_runs:
-        label, line = f"{name_host(plan)}, one after another", POLICY_STYLES["lru"] | HOST_STYLE
+        label, line = f"{name_host(plan)}, one after another", POLICY_STYLES["lru"] | HOLLOW_STYLE
         axes.plot(sizes, [run.hits.hit_rate for run in plan.host_runs], markersize=6, label=label, **line)
     for eviction, by_size in plan.runs_by_policy.items():
         rates = [run.hit_rate for run in by_size.values()]
@@ -111,10 +114,22 @@ def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
     intervals = [*dict.fromkeys(each.interval for each in plan.checkpoints)]
     names = name_runs(plan)
     for (eviction, interval), by_size in plan.checkpoint_runs.items():
-        rates = [plan.find_checkpoint_rate(run) for run in by_size.values()]
+        rates = [plan.find_simulated_rate(run) for run in by_size.values()]
         label = f"checkpoints {names[eviction, interval]}"
         shade = 0.3 + 0.7 * (intervals.index(interval) + 1) / len(intervals)
         axes.plot([*by_size], rates, alpha=shade, markersize=4, label=label, **POLICY_STYLES[eviction])
+
+
+def _draw_windows(axes: Axes, plan: Plan) -> None:
+    """Draw a line for each policy and rule, and the bound."""
+    if plan.model.num_attention_groups:
+        sizes, bound = [pool.num_pages for pool in plan.pools], [pool.best_hit_rate for pool in plan.pools]
+        axes.plot(sizes, bound, color=ORANGE, linestyle="--", marker="s", markersize=4, label="bound")
+    names = name_window_runs(plan)
+    for (eviction, windows), by_size in plan.window_runs.items():
+        rates = [plan.find_simulated_rate(run) for run in by_size.values()]
+        style = POLICY_STYLES[eviction] | ({} if windows == "ends" else HOLLOW_STYLE)
+        axes.plot([*by_size], rates, markersize=4, label=f"{names[eviction, windows]}, one after another", **style)
 
 
 def _mark_knee(axes: Axes, plan: Plan) -> None:

@@ -1,18 +1,18 @@
-"""Hits of eviction policies that learn from the requests, and of pools with a host tier. They have no curve from one pass: each
-pool size needs a simulation. Pool and tier are no stack, even with LRU in both: a page that was loaded is in both.
+"""Hits of eviction policies that learn from the requests, of pools with a host tier, and of models with windows. They have no
+curve from one pass: each pool size needs a simulation. Pool and tier are no stack, even with LRU in both: a page that was
+loaded is in both.
 
 The hits are those of `Scheduler` with one running request: a prompt takes and enters its pages in steps, and an answer page by
-page, since policies learn from each entry. No call is made for tokens that fill no page, and all simulations share the hashes.
-With a tier a step is made behind each one in an answer, as pages may be entered, and noted to be saved, only in the next step.
+page, since policies learn from each entry. No call is made for tokens that fill no page and let none leave a window, and all
+simulations share the hashes. With a tier a step is made behind each one in an answer, as pages may be entered, and noted to be
+saved, only in the next step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pagepool._core import (
-    CacheGroups,
     HashChain,
-    PageRules,
-    PageStore,
+    PageIds,
     RequestPages,
     end_step,
     end_transfers,
@@ -20,33 +20,33 @@ from pagepool._core import (
     take_transfers,
 )
 from pagepool.arguments import require_int
+from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.simulated_request import SimulatedRequest
-from pagepool.specs import cdiv
 
 __all__ = ["PolicySimulator"]
 
 Progress = Callable[[int], object]
-GROUP = 0
 
 
 class PolicySimulator:
-    """Runs requests one after another in pools of any size and policy, with one full-attention group.
+    """Runs requests one after another in pools of any size and policy, for a model without states.
 
     >>> from pagepool.replay import TraceRecord, make_requests
     >>> chat = make_requests([TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])])
-    >>> PolicySimulator(chat, page_size=16).count_hits("adaptive", num_pages=100)
+    >>> PolicySimulator(chat, ModelPages(16)).count_hits("adaptive", num_pages=100)
     560
     """
 
     def __init__(
         self,
         requests: Sequence[SimulatedRequest],
-        page_size: int,
+        model: ModelPages,
         max_batched_tokens: int = 8192,
         on_request: Progress | None = None,
     ) -> None:
@@ -54,77 +54,85 @@ class PolicySimulator:
         ArgumentError or ArgumentTypeError if a size is not a positive integer.
         """
         self._requests = requests
-        self._page_size = require_int("page_size", page_size, minimum=1)
+        self._model = model
+        self._groups = model.make_groups()
+        self._num_pages = [model.count_pages(request.num_slots) for request in requests]
         self._max_batched_tokens = require_int("max_batched_tokens", max_batched_tokens, minimum=1)
-        self._groups = CacheGroups([(PageRules(page_size), GROUP, 1)])
         self._chains: list[HashChain] = []
-        key = get_siphash_key(HASH_SEED)
+        key, size = get_siphash_key(HASH_SEED), model.hash_size
         for num_done, request in enumerate(requests, start=1):
-            chain = HashChain(page_size, key)
-            chain.extend(request.make_token_ids()[: request.num_slots // page_size * page_size])
+            chain = HashChain(size, key)
+            chain.extend(request.make_token_ids()[: request.num_slots // size * size])
             self._chains.append(chain)
             if on_request is not None:
                 on_request(num_done)
 
-    def count_hits(self, eviction: str, num_pages: int, on_request: Progress | None = None) -> int:
-        """Count the prompt tokens that hit in a new pool of `num_pages`, including the null page, under a policy of `PagePool`.
-        Requests larger than the pool are skipped. Raises as `PagePool` does. O(pages).
+    def count_hits(self, eviction: str, num_pages: int, on_request: Progress | None = None, *, windows: str = "ends") -> int:
+        """Count the prompt tokens that hit in a new pool of `num_pages`, including the null page, under a policy of `PagePool`
+        and a rule for `windows` of `CacheManager`. Requests larger than the pool are skipped. Raises as `PagePool` does.
+        O(pages).
         """
-        return self._run_all(Steps(PagePool(num_pages, True, eviction=eviction).store), on_request)
+        return self._run_all(Steps(PagePool(num_pages, True, eviction=eviction)), windows, on_request)
 
     def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
-        """Count the same in a new LRU pool with a host tier, with what moves between them. Raises as `HostTier` does, too."""
-        store, tier = PagePool(num_pages, True).store, host.make_tier()
-        tier._bind(store)
-        hit_tokens = self._run_all(Steps(store), on_request)
+        """Count the same in a new LRU pool with a host tier, with what moves between them; the model has full attention only.
+        Raises as `HostTier` does, too.
+        """
+        pool, tier = PagePool(num_pages, True), host.make_tier()
+        tier._bind(pool.store)
+        hit_tokens = self._run_all(Steps(pool), "all", on_request)
         stats = tier.stats()
-        loaded_tokens = stats.num_loaded_pages * self._page_size
+        loaded_tokens = stats.num_loaded_pages * self._model.page_size
         moved = stats.num_saved_pages, stats.num_loaded_pages, loaded_tokens, stats.num_evicted_pages, stats.num_refused_pages
         return hit_tokens, HostFigures(*moved)
 
-    def _run_all(self, steps: "Steps", on_request: Progress | None) -> int:
-        num_hit_pages = 0
+    def _run_all(self, steps: "Steps", windows: str, on_request: Progress | None) -> int:
+        max_model_len = max((request.num_slots for request in self._requests), default=1)
+        pool, hit_tokens = steps.pool, 0
+        groups = CacheCoordinator(pool.num_pages, self._groups, max_model_len, False, True, pool, windows).groups
         for num_done, (request, chain) in enumerate(zip(self._requests, self._chains, strict=True), start=1):
-            if cdiv(request.num_slots, self._page_size) < steps.store.num_pages:
-                num_hit_pages += self._run(request, chain, steps)
+            if self._num_pages[num_done - 1] < pool.num_pages:
+                held = RequestPages(steps.store, groups, request.num_slots)
+                steps.begin()
+                hits, num_hit_tokens, _, num_full_tokens = load_prefix(steps.store, groups, chain, request.num_prompt_tokens)
+                held.begin(request.num_prompt_tokens, num_full_tokens)
+                self._run(held, hits, chain, self._list_lengths(request, num_hit_tokens, steps.store.has_tier), steps)
+                hit_tokens += num_hit_tokens
             if on_request is not None:
                 on_request(num_done)
         steps.begin()
-        return num_hit_pages * self._page_size
+        return hit_tokens
 
-    def _run(self, request: SimulatedRequest, chain: HashChain, steps: "Steps") -> int:
-        """Run a request from its look-up to its end. Returns the number of pages it hit."""
-        store = steps.store
-        held = RequestPages(store, self._groups, request.num_slots)
-        steps.begin()
-        hits, num_hit_tokens, _ = load_prefix(store, self._groups, chain, request.num_prompt_tokens)
+    def _run(
+        self, held: RequestPages, hits: Iterable[PageIds], chain: HashChain, lengths: Iterable[int], steps: "Steps"
+    ) -> None:
+        """Run a request with its hits to its end."""
         num_computed_tokens = 0
-        for num_tokens in self._list_lengths(request, num_hit_tokens, store.has_tier):
+        for num_tokens in lengths:
             steps.begin()
             held.allocate(num_tokens, num_computed_tokens, hits if num_computed_tokens == 0 else (), chain, num_tokens)
             steps.end()
             num_computed_tokens = num_tokens
         held.give_back()
-        return num_hit_tokens // self._page_size
 
     def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int, has_tier: bool) -> list[int]:
-        """List the numbers of tokens at which a request takes and enters pages: the ends of its steps, in the answer only those
-        that fill a page, and with a tier of the steps behind them.
+        """List the numbers of tokens at which a request takes, enters or skips pages: the ends of its steps, in the answer only
+        those that fill a page or with which one leaves a window, and with a tier of the steps behind them.
         """
-        num_tokens, num_slots, size = request.num_prompt_tokens, request.num_slots, self._page_size
+        num_tokens, num_slots = request.num_prompt_tokens, request.num_slots
         steps = range(num_hit_tokens + self._max_batched_tokens, num_tokens, self._max_batched_tokens)
-        ends = [num_tokens, *range(num_tokens - num_tokens % size + size, num_slots, size), num_slots]
+        ends = [num_tokens, *self._model.list_page_ends(num_tokens, num_slots)]
         if has_tier:
             ends = sorted({min(end + i, num_slots) for end in ends for i in (0, 1)})
         return [*steps, *ends]
 
 
 class Steps:
-    """Begins and ends steps on a store. What its tier saves and loads at the end of a step is done when the next begins."""
+    """Begins and ends steps on a pool. What its tier saves and loads at the end of a step is done when the next begins."""
 
-    def __init__(self, store: PageStore) -> None:
+    def __init__(self, pool: PagePool) -> None:
         """Start before the first step."""
-        self.store = store
+        self.pool, self.store = pool, pool.store
         self._number = 0
 
     def begin(self) -> None:

@@ -20,6 +20,12 @@ from pagepool.replay.plans.state_report import (
     list_state_notes,
     state_headline,
 )
+from pagepool.replay.plans.window_report import (
+    describe_window_hits,
+    list_window_columns,
+    list_window_notes,
+    window_headline,
+)
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
@@ -75,6 +81,8 @@ def headline(plan: Plan, name: str) -> str:
     """Return the main result, for a title."""
     if plan.checkpoints:
         return state_headline(plan, name)
+    if plan.windows:
+        return window_headline(plan, name)
     if plan.knee is None:
         return f"{name}: no pool hits anything"
     knee = _with_bytes(plan, plan.knee.lru_num_pages)
@@ -87,11 +95,14 @@ def describe(plan: Plan) -> list[str]:
     most = f"{plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     smallest = _with_bytes(plan, plan.min_num_pages)
     largest = f"The largest request needs a pool of {smallest}; smaller pools skip it."
+    if plan.windows:
+        return [*describe_window_hits(plan), f"A pool that never evicts, with all pages of windows, hits {most}", largest]
     if not plan.model.num_attention_groups:
         bound = f"With a state after each token a pool that never evicts would hit {most}"
         return [*describe_states(plan), bound, f"Requests of any length run in a pool of {smallest}."]
     if plan.checkpoints:
-        return [*describe_states(plan), f"With attention alone: a pool that never evicts hits {most}", largest]
+        states = [*plan.model.describe_windows(), *describe_states(plan)]
+        return [*states, f"With attention alone: a pool that never evicts hits {most}", largest]
     return [
         _describe_knee(plan),
         f"A pool that never evicts hits {most}",
@@ -108,6 +119,8 @@ def describe_picture(plan: Plan) -> str:
     names += [name for name, _ in list_host_rates(plan)]
     if plan.checkpoints:
         names = [name for name, _ in list_checkpoint_columns(plan)]
+    if plan.windows:
+        names = [name for name, _ in list_window_columns(plan)]
     rates = {name.removeprefix("hit rate, "): columns[name] for name in names}
     listed = "; ".join(
         f"{pages} pages: {', '.join(f'{name} {cells[i]}' for name, cells in rates.items() if cells[i])}"
@@ -181,10 +194,13 @@ def _describe_run(plan: Plan, run: PolicyFigures) -> str:
 
 def list_notes(plan: Plan) -> list[str]:
     """Return the notes on the columns."""
-    has_policies = plan.policies or any(each.eviction != "lru" for each in plan.checkpoints)
+    policies = {each.eviction for each in plan.checkpoints} | {each.eviction for each in plan.windows}
+    has_policies = plan.policies or policies - {"lru"}
     simulated = [POLICY_NOTE] * bool(has_policies) + [TOGETHER_NOTE] * bool(plan.replays)
     if plan.checkpoints:
         return [HIT_RATE_NOTE, *list_state_notes(plan), *simulated]
+    if plan.windows:
+        return [HIT_RATE_NOTE, *list_window_notes(plan), *simulated]
     return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated, *list_host_notes(plan)]
 
 
@@ -203,6 +219,8 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     columns[2:2] = list_host_rates(plan)
     if plan.checkpoints:
         columns = [columns[0], *list_checkpoint_columns(plan)]
+    if plan.windows:
+        columns = [columns[0], *list_window_columns(plan)]
     if plan.page_bytes is not None:
         columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in pools), plan.page_bytes)))
     if any(pool.skipped for pool in pools):

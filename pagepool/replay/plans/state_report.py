@@ -26,7 +26,7 @@ def state_headline(plan: Plan, name: str) -> str:
     if not best.hit_tokens:
         return f"{name}: no checkpoint hits anything"
     policy = "" if best.eviction == "lru" else f" with {POLICY_NAMES[best.eviction]} eviction"
-    rate = plan.find_checkpoint_rate(best)
+    rate = plan.find_simulated_rate(best)
     return f"{name}: checkpoints every {best.interval:,} tokens{policy} hit up to {rate:.1%} of prompt tokens"
 
 
@@ -81,7 +81,7 @@ def _describe_best(plan: Plan, eviction: str) -> str:
     place = f"{'At' if eviction == 'lru' else f'With {POLICY_NAMES[eviction]} eviction at'} {best.num_pages:,} pages{memory}"
     if not best.hit_tokens:
         return f"{place} no checkpoint hits anything."
-    rate, share = plan.find_checkpoint_rate(best), best.kept_pages / best.num_pages
+    rate, share = plan.find_simulated_rate(best), best.kept_pages / best.num_pages
     intervals = f"of {count_of(len(runs), 'interval')} " if len(runs) > 1 else ""
     return (
         f"{place} checkpoints every {best.interval:,} tokens hit most {intervals}: {rate:.1%} of "
@@ -107,7 +107,7 @@ def list_checkpoint_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     columns = []
     for name, by_size in zip(name_runs(plan).values(), plan.checkpoint_runs.values(), strict=True):
         runs = [by_size.get(pool.num_pages) for pool in plan.pools_with_hits]
-        columns.append((f"hit rate, {name}", [f"{plan.find_checkpoint_rate(run):.1%}" if run else "" for run in runs]))
+        columns.append((f"hit rate, {name}", [f"{plan.find_simulated_rate(run):.1%}" if run else "" for run in runs]))
     if plan.model.num_attention_groups:
         columns.append(("hit rate, attention alone", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]))
     return columns
@@ -118,7 +118,7 @@ def list_interval_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]
     runs = _choose_runs(plan)
     columns = [
         ("checkpoint every", [f"{run.interval:,}" for run in runs]),
-        ("hit rate", [f"{plan.find_checkpoint_rate(run):.1%}" for run in runs]),
+        ("hit rate", [f"{plan.find_simulated_rate(run):.1%}" for run in runs]),
         ("tokens saved", [f"{run.hit_tokens:,}" for run in runs]),
         ("pages of checkpoints", [f"{run.kept_pages:,}" for run in runs]),
         ("states copied", [f"{run.copied_pages:,}" for run in runs]),

@@ -84,7 +84,7 @@ def make_page(plan: Plan, name: str) -> str:
         tables.append(_make_table(*list_interval_columns(plan)))
     if plan.host_runs:
         tables.append(_make_table(*list_host_columns(plan)))
-    if plan.knees and not plan.checkpoints:
+    if plan.knees and not (plan.checkpoints or plan.windows):
         tables.append(_make_table("Pages for a share of all possible hits", list_knee_columns(plan)))
     return PAGE.substitute(
         title=escape(headline(plan, name)),

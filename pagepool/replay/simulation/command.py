@@ -1,5 +1,7 @@
 """The command `pagepool replay`."""
 
+import dataclasses
+
 import click
 
 from pagepool.errors import count_of
@@ -34,6 +36,7 @@ from pagepool.replay.simulation.host_options import (
 )
 from pagepool.replay.simulation.report import print_report
 from pagepool.replay.simulation.runs import (
+    WindowRule,
     count_bytes,
     describe_pool,
     make_manager,
@@ -52,6 +55,7 @@ __all__ = ["replay"]
 DEFAULT_NUM_REQUESTS = 2000
 MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")
+WINDOW_RULES: tuple[WindowRule, ...] = ("ends", "all")
 
 
 def load_requests(
@@ -65,13 +69,17 @@ def load_requests(
     return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
-def choose_runs(*, compare: bool, batched: bool, eviction: str, compare_eviction: bool) -> dict[str, tuple[str, str]]:
-    """Return the path and the eviction policy of each replay, by the heading of its column."""
+def choose_runs(
+    *, compare: bool, batched: bool, eviction: str, compare_eviction: bool, compare_windows: bool
+) -> dict[str, tuple[str, str, WindowRule]]:
+    """Return the path, the eviction policy and the rule for windows of each replay, by the heading of its column."""
     if compare_eviction and (compare or eviction != LRU):
         raise click.UsageError(f"--compare-eviction and {'--compare' if compare else '--eviction'} exclude each other")
     if compare_eviction:
-        return {policy: (PATHS[batched], policy) for policy in EVICTION_POLICIES}
-    return {path: (path, eviction) for path in (PATHS if compare else (PATHS[batched],))}
+        return {policy: (PATHS[batched], policy, "ends") for policy in EVICTION_POLICIES}
+    if compare_windows and not compare:
+        return {f"windows={rule}": (PATHS[batched], eviction, rule) for rule in WINDOW_RULES}
+    return {path: (path, eviction, "ends") for path in (PATHS if compare else (PATHS[batched],))}
 
 
 def report_skipped(scheduler: Scheduler) -> None:
@@ -162,14 +170,24 @@ def replay(
     A model with states hits only where it kept all states. A chunk of a prompt ends at the last checkpoint within the
     step; checkpoints take pages of the pool.
 
+    A model with sliding windows or chunks, which the report names, is replayed twice, unless something else is compared:
+    with pages of windows kept where requests can resume (windows=ends), and with all of them kept (windows=all).
+
     With --host-pages the pool has a tier in host memory: pages that it evicts are saved there, and prompts hit in both.
     What a step saves and loads is done when the next one begins.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
     workload = workload or WORKLOADS[0]
-    runs = choose_runs(compare=compare, batched=batched, eviction=eviction, compare_eviction=compare_eviction)
     model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
+    model = dataclasses.replace(model, step_tokens=max_batched_tokens)
+    runs = choose_runs(
+        compare=compare,
+        batched=batched,
+        eviction=eviction,
+        compare_eviction=compare_eviction,
+        compare_windows=bool(model.windows) and not no_caching,
+    )
     interval = choose_interval(model, interval)
     host = choose_host(host_pages, host_policy, host_min_uses)
     if host is not None and no_caching:
@@ -177,17 +195,17 @@ def replay(
     pool = describe_pool(num_pages, model, eviction, host)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
-        pools_bytes = sum(count_bytes(num_pages, policy, host) for _, policy in runs.values())
+        pools_bytes = sum(count_bytes(num_pages, policy, host) for _, policy, _ in runs.values())
         require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
             name: make_scheduler(
-                make_manager(num_pages, model, requests, interval, None if no_caching else policy, host),
+                make_manager(num_pages, model, requests, interval, None if no_caching else policy, host, windows),
                 requests,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 batched=path == "batched",
             )
-            for name, (path, policy) in runs.items()
+            for name, (path, policy, windows) in runs.items()
         }
         report_skipped(next(iter(schedulers.values())))
         require_one_that_fits(requests, num_pages, model)
@@ -199,6 +217,6 @@ def replay(
         source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
             title = f"{source}, {pool}{f', checkpoints every {interval:,} tokens' if interval else ''}"
-            print_report(figures, title, is_hit_rate_first=compare_eviction)
+            print_report(figures, title, model.describe_windows(), is_hit_rate_first=compare_eviction)
     if compare:
         require_equal(figures)

@@ -1,7 +1,9 @@
 """The report of `pagepool replay`."""
 
+from collections.abc import Iterable
+
 from pagepool.replay.shared.sizes import format_bytes
-from pagepool.replay.shared.tables import print_columns
+from pagepool.replay.shared.tables import print_columns, print_text
 from pagepool.replay.simulation.figures import Figures, HostFigures
 
 __all__ = ["print_report"]
@@ -72,8 +74,10 @@ def _format_bytes(num_bytes: int | None) -> str:
     return "" if num_bytes is None else format_bytes(num_bytes)
 
 
-def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: bool = False) -> None:
-    """Print a table with a column for each of `figures`, and what its times include; copies only if there are any."""
+def print_report(
+    figures: dict[str, Figures], title: str, sentences: Iterable[str] = (), *, is_hit_rate_first: bool = False
+) -> None:
+    """Print a table with a column for each of `figures`, what its times include, and sentences; copies if there are any."""
     columns = {name: _rows(each) for name, each in figures.items()}
     if not any(each.copied_pages for each in figures.values()):
         columns = {name: _without(COPIES, rows) for name, rows in columns.items()}
@@ -82,6 +86,8 @@ def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: 
             name: [(HIT_RATE.strip(), dict(rows)[HIT_RATE]), *_without(HIT_RATE, rows)] for name, rows in columns.items()
         }
     print_columns(columns, title, TIME_NOTE)
+    for sentence in sentences:
+        print_text(sentence, style="dim")
 
 
 def _without(name: str, rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

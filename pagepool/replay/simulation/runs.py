@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import click
 
@@ -19,7 +20,18 @@ from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["count_bytes", "describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
+__all__ = [
+    "WindowRule",
+    "count_bytes",
+    "describe_pool",
+    "make_manager",
+    "make_scheduler",
+    "making_pool",
+    "require_one_that_fits",
+    "run",
+]
+
+WindowRule: TypeAlias = Literal["ends", "all"]
 
 
 def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
@@ -73,9 +85,11 @@ def make_manager(
     interval: int | None = None,
     eviction: str | None = "lru",
     host: HostMemory | None = None,
+    windows: WindowRule = "ends",
 ) -> CacheManager:
-    """Make a manager for the longest of the requests, with checkpoints of states after each `interval` tokens, and with a tier
-    in host memory. Its hashes are the same in every run. `eviction` None disables prefix caching.
+    """Make a manager for the longest of the requests, with checkpoints of states after each `interval` tokens, with a tier in
+    host memory, and with a rule for pages of windows. Its hashes are the same in every run. `eviction` None disables prefix
+    caching.
     """
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
     with making_pool(num_pages, model, eviction or "lru", host):
@@ -87,6 +101,7 @@ def make_manager(
             hash_seed=HASH_SEED,
             eviction=eviction or "lru",
             host_tier=None if host is None else host.make_tier(),
+            windows=windows,
         )
 
 

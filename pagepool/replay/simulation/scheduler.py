@@ -18,12 +18,14 @@ from time import perf_counter
 import numpy as np
 
 from pagepool.arguments import require_flag, require_int
-from pagepool.errors import PagePoolError, RequestTooLargeError
+from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
+from pagepool.replay.models.pages import count_request_pages
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
+from pagepool.specs import usable_pages_count
 
 __all__ = ["Scheduler"]
 
@@ -96,8 +98,7 @@ class Scheduler:
         """Run one step: grow running requests, admit waiting ones, decode. Returns the number of tokens computed. `started` has
         the requests admitted for the first time in this step, `ended` those that finished.
 
-        Raises `PagePoolError` if nothing can be scheduled: pages were lost, or the tokens of one step exceed the pool, which
-        can happen in groups with windows.
+        Raises `PagePoolError` if nothing can be scheduled: pages were lost.
         """
         num_preemptions = self.figures.preemptions
         self.started, self.ended = [], []
@@ -107,7 +108,7 @@ class Scheduler:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
         if num_scheduled == 0:
             usage = f"usage {self._manager.usage:.3f}"
-            raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens exceed the pool")
+            raise PagePoolError(f"no request got room at {usage}: pages were lost")
         self.figures.see_usage(self._manager.usage)
         self._allocator.take_transfers()
         self.figures.copied_pages += self._allocator.take_copies()
@@ -115,15 +116,16 @@ class Scheduler:
         return num_scheduled
 
     def add(self, request: SimulatedRequest) -> None:
-        """Queue a request; one larger than the pool is `skipped`."""
-        try:
-            self._manager.require_capacity(request.num_slots)
-        except RequestTooLargeError as error:
-            self.skipped.append((request, str(error)))
-            self.figures.skipped += 1
-            self.figures.skipped_prompt_tokens += request.num_prompt_tokens
-        else:
+        """Queue a request; one that is larger than the pool in steps of that many tokens is `skipped`."""
+        num_pages = count_request_pages(self._manager.kv_cache_groups, request.num_slots, self.max_num_batched_tokens)
+        num_usable_pages = usable_pages_count(self._manager.num_pages)
+        if num_pages <= num_usable_pages:
             self.waiting.append(request)
+            return
+        needed = f"a request of {count_of(request.num_slots, 'token')} needs {count_of(num_pages, 'page')}"
+        self.skipped.append((request, f"{needed}, the pool has {num_usable_pages:,}"))
+        self.figures.skipped += 1
+        self.figures.skipped_prompt_tokens += request.num_prompt_tokens
 
     def _share_budget(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows that compute in this step, and their numbers of tokens."""

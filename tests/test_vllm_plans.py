@@ -1,0 +1,18 @@
+"""The recorded bytes of models are those of the installed vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from model_configs import MODELS, REQUEST_TOKENS, STEP_TOKENS, VLLM_BYTES
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm_plans import plan
+
+MANY_TOKENS = 1 << 40  # so many that the last page of a group is nothing
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes(name: str) -> None:
+    few, many = plan(name, MANY_TOKENS, STEP_TOKENS), plan(name, 2 * MANY_TOKENS, STEP_TOKENS)
+    assert (round((many - few) / MANY_TOKENS), plan(name, REQUEST_TOKENS, STEP_TOKENS)) == VLLM_BYTES[name]

@@ -1,0 +1,401 @@
+"""Pages of windows and chunks that stay cached: a request resumes at a boundary, and what it needs nowhere else is dropped."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hybrids import manager_state, unseal
+from pairs import find_kept
+from refusing import refused
+from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
+
+import pagepool
+from pagepool import CacheManager, RunningBatch
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.page_pool import snapshot
+
+MAX_LEN, CHUNK = 400, 32
+FULL_AND_WINDOW = (FULL_4, WINDOW_9)
+LAYOUTS = [
+    FULL_AND_WINDOW,
+    (FULL_4, WINDOW_9, WINDOW_5, WINDOW_9),
+    (FULL_4, CHUNK_16),
+    (WINDOW_9,),
+    (FULL_8, WINDOW_9, CHUNK_16),
+    (FULL_4, Group("sliding", 4, 64)),
+]
+
+
+class Rows:
+    """A batch of one row at a time, with chunks of prompts and decoded answers."""
+
+    def __init__(self, groups: tuple[Group, ...], windows: str = "ends", num_pages: int = 20_000, **options: Any) -> None:
+        self.windows = windows
+        if windows == "ends":
+            options = {"window_slack": 8, "window_interval": 0} | options
+        specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in groups]
+        self.manager = CacheManager(num_pages, specs, MAX_LEN, windows=windows, **options)
+        sizes = [group.page_size for group in groups]
+        self.batch = RunningBatch(self.manager, pagepool.MultiGroupPageTable(3, MAX_LEN, 64, sizes))
+
+    def start(self, prompt: list[int], **options: Any) -> int:
+        """Admit and compute a prompt; return what it hit."""
+        num_hits = self.batch.admit(0, prompt, max_num_new_tokens=CHUNK, **options)
+        assert num_hits is not None
+        while self.batch.num_computed_tokens[0] < len(prompt):
+            num_left = len(prompt) - int(self.batch.num_computed_tokens[0])
+            assert self.batch.grow([0], min(CHUNK, num_left)).num_grown == 1
+        return num_hits
+
+    def run(self, prompt: list[int], answer: list[int] | tuple[int, ...] = (), **options: Any) -> int:
+        """Compute a prompt, decode an answer and release the row; return what it hit."""
+        num_hits = self.start(prompt, **options)
+        for token in answer:
+            assert self.batch.step([0], [token]).num_grown == 1
+        self.batch.check()
+        self.batch.release([0])
+        self.manager.check()
+        return num_hits
+
+
+def draw(rng: Random, num_tokens: int) -> list[int]:
+    return rng.choices(range(1 << 20), k=num_tokens)
+
+
+def both(groups: tuple[Group, ...], **options: Any) -> tuple[Rows, Rows]:
+    return Rows(groups, "all"), Rows(groups, "ends", **options)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids=str)
+@pytest.mark.parametrize("place", ["end of the prompt", "slack", "interval", "named", "junction", "end of the answer"])
+def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str) -> None:
+    """As far as if all pages had stayed."""
+    rng = Random(place)
+    prompt, answer = draw(rng, 200), draw(rng, 120)
+    num_shared = {"end of the prompt": 200, "slack": 192, "interval": 64, "named": 104, "junction": 88}.get(place, 320)
+    num_hits = num_shared - num_shared % max(group.page_size for group in groups)
+    for rows in both(groups, window_interval=64 if place == "interval" else 0):
+        rows.run(prompt, answer, resume_at=[106] if place == "named" else ())
+        if place == "junction":
+            hit = rows.run(prompt[:num_shared] + draw(rng, 30))
+            assert hit == num_hits if rows.windows == "all" else hit <= num_hits
+            if groups[0].kind != "full":
+                continue  # nothing tells where requests part
+        assert rows.run((prompt + answer)[:num_shared] + draw(rng, 30)) == num_hits
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids=str)
+def test_hits_are_never_longer(groups: tuple[Group, ...]) -> None:
+    rng = Random(str(groups))
+    everything, ends = both(groups, window_interval=rng.choice((0, 48)))
+    known: list[list[int]] = [draw(rng, 150)]
+    num_hits = [0, 0]
+    for _ in range(60):
+        base = rng.choice(known)
+        prompt = base[: rng.randint(0, len(base))] + draw(rng, rng.randint(1, 60))
+        prompt, answer = prompt[:250], draw(rng, rng.randint(0, 100))
+        hits = [rows.run(prompt, answer) for rows in (everything, ends)]
+        assert hits[1] <= hits[0]
+        num_hits = [num_hits[0] + hits[0], num_hits[1] + hits[1]]
+        known.append(prompt + answer)
+    assert num_hits[1] > num_hits[0] // 4
+    assert ends.manager.stats().num_cached_pages <= everything.manager.stats().num_cached_pages
+
+
+def test_what_no_request_resumes_with_is_taken_first() -> None:
+    """A prompt of ten pages: those of the window at its end, and of the slack before, stay; the others are in front."""
+    rows = Rows(FULL_AND_WINDOW, num_pages=41, window_slack=4)
+    rows.start(draw(Random(1), 40))
+    _, window_ids = rows.batch.get_page_ids(0)
+    rows.batch.release([0])
+    order = rows.manager.page_pool.free_page_ids_in_order().tolist()
+    assert rows.manager.stats().num_cached_pages == 10 + 3
+    assert set(window_ids[-3:]) <= set(order[-13:])
+    assert not any(rows.manager.page_pool.store.key_of(page) for page in order[:-13])
+
+
+def test_the_end_of_a_short_answer_is_not_worth_its_window() -> None:
+    rng = Random(2)
+    prompt, answer = draw(rng, 100), draw(rng, 40)
+    rows = Rows((FULL_4, *[Group("sliding", 4, 33)] * 3))
+    rows.run(prompt, answer)
+    assert rows.run(prompt + answer + draw(rng, 9)) == 100
+    rows.run(prompt + answer, draw(rng, 150))
+
+
+def test_a_preempted_prompt_goes_on_where_it_was() -> None:
+    prompt = draw(Random(3), 200)
+    rows = Rows(FULL_AND_WINDOW)
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
+    rows.batch.grow([0], CHUNK)
+    rows.batch.release([0])
+    assert rows.run(prompt, is_preempted=True) == 2 * CHUNK
+
+
+def test_what_was_hit_stays() -> None:
+    """The window of the first turn of a chat is there after many turns."""
+    rng, rows = Random(4), Rows(FULL_AND_WINDOW)
+    first = draw(rng, 100)
+    rows.run(first)
+    for _ in range(3):
+        assert rows.run(first + draw(rng, 100)) == 100
+
+
+def test_a_page_that_others_share_is_decided_by_the_last() -> None:
+    """A fork that ends leaves its pages to the other row, which drops them."""
+    rows = Rows(FULL_AND_WINDOW, window_slack=4)
+    rows.start(draw(Random(5), 32))
+    rows.batch.fork(0, [1])
+    rows.batch.release([1])
+    assert rows.manager.stats().num_cached_pages == 8 + 8
+    rows.batch.release([0])
+    assert rows.manager.stats().num_cached_pages == 8 + 3
+
+
+def test_pinned_and_retained_pages_stay() -> None:
+    rows = Rows(FULL_AND_WINDOW, window_slack=0, max_pinned_share=1.0)
+    prompt = draw(Random(6), 32)
+    rows.start(prompt)
+    assert rows.batch.pin(0, 0, 8) == 2 + 2
+    assert rows.batch.retain(0, 8, 16, priority=80) == 2 + 2
+    rows.batch.release([0])
+    assert rows.manager.stats().num_cached_pages == 8 + 4 + 2
+
+
+def test_chats_in_turn_hit() -> None:
+    """Six chats, whose ends fit into a pool that all their windows do not."""
+    rng = Random(7)
+    chats = [draw(rng, 150) for _ in range(6)]
+    shares = {}
+    for windows in ("all", "ends"):
+        rows = Rows((FULL_4, *[WINDOW_9] * 5), windows, num_pages=480)
+        hits = [rows.run(chat[: 150 - 10 * (turn < 1)]) for turn in range(4) for chat in chats]
+        shares[windows] = sum(hits[6:]) / sum(150 for _ in hits[6:])
+    assert shares["all"] < 0.2
+    assert shares["ends"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"windows": "some"},
+        {"windows": None},
+        {"windows": "ends", "window_slack": -1},
+        {"windows": "ends", "window_interval": "0"},
+        {"windows": "all", "window_slack": 1.5},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in FULL_AND_WINDOW]
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"windows|window_"):
+        CacheManager(8, specs, 64, **options)
+
+
+@pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3], ids=str)
+def test_wrong_places_to_resume_are_refused(resume_at: Any) -> None:
+    rows = Rows(FULL_AND_WINDOW)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="resume_at"):
+        rows.batch.admit(0, [1, 2, 3], resume_at=resume_at)
+    assert rows.batch.admit(0, [1, 2, 3], resume_at=[1 << 60]) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "interval"),
+    [
+        ((("full", 0), *[("sliding", 1024)] * 5), 16_384),  # Gemma 3
+        ((("full", 0), ("sliding", 128)), 2048),  # gpt-oss
+        ((("full", 0), *[("chunked", 8192)] * 3), 73_728),
+        ((("sliding", 1024),), 4096),
+    ],
+    ids=str,
+)
+def test_the_default_interval_depends_on_the_model(groups: tuple[tuple[str, int], ...], interval: int) -> None:
+    specs = [Group(kind, 16, span).spec(pagepool, "float16") for kind, span in groups]
+    assert pagepool.coordinator.find_interval(specs) == interval
+
+
+def test_a_restored_pool_keeps_what_it_has() -> None:
+    """Pages that running requests held when the pool was saved hit, too. The flags are those of the saved pool."""
+    options: dict[str, Any] = {"hash_seed": 1, "num_pages": 400}
+    rows, prompt = Rows(FULL_AND_WINDOW, **options), draw(Random(8), 64)
+    rows.start(prompt, resume_at=[16])
+    pool = pagepool.PagePool.restore(rows.manager.page_pool.snapshot())
+    kept = find_kept(rows.manager.page_pool.store)
+    assert len(kept) == 4
+    assert find_kept(pool.store) == kept
+    pool.release_all_held()
+    restored = Rows(FULL_AND_WINDOW, page_pool=pool, **options)
+    for num_tokens in (64, 56, 48):
+        assert restored.run([*prompt[:num_tokens], 7, 8, 9]) == num_tokens
+
+
+def test_a_snapshot_of_the_version_before_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(FULL_AND_WINDOW)
+    rows.start(draw(Random(9), 64))
+    pool = rows.manager.page_pool
+    arrays = unseal(pool)
+    del arrays["cached_kept"]
+    monkeypatch.setattr(snapshot, "VERSION", 4)
+    saved = snapshot.seal(arrays)
+    monkeypatch.undo()
+    restored = pagepool.PagePool.restore(saved)
+    assert len(find_kept(restored.store)) == len(pool.cached_page_hash_to_page) == 26
+    assert restored.free_page_ids_in_order().tolist() == pool.free_page_ids_in_order().tolist()
+
+
+# --- pins and retention -------------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_a_boundary() -> None:
+    """What the row computes later of the window before the end of a pin stays, without a pin."""
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(10), 200)
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
+    assert rows.batch.pin(0, stop=104) == CHUNK // 4 * 2
+    while rows.batch.num_computed_tokens[0] < len(prompt):
+        rows.batch.grow([0], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[0])))
+    assert rows.batch.unpin(0, stop=104) == CHUNK // 4 * 2
+    rows.batch.release([0])
+    assert rows.run([*prompt[:104], 7]) == 104
+
+
+@pytest.mark.parametrize("call", ["pin", "retain"])
+def test_a_prefix_whose_window_is_gone_is_not_pinned(call: str) -> None:
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_pinned_share=1.0), draw(Random(11), 200)
+    calls = {
+        "row": lambda: getattr(rows.batch, call)(0, stop=106),
+        "other": lambda: getattr(rows.manager, call)(pagepool.EngineRequest("other", [*prompt[:106], 7]), stop=106),
+    }
+    rows.start(prompt)
+    for name in calls:
+        with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
+            calls[name]()
+    assert getattr(rows.manager, call)(pagepool.EngineRequest("end", [*prompt, 7]), stop=200) == 50 + 2
+    rows.batch.release([0])
+    with refused(lambda: manager_state(rows.manager), ArgumentError, r"resume_at=\[104\]"):
+        calls["other"]()
+
+
+@pytest.mark.parametrize("call", ["pin", "retain"])
+def test_a_prefix_that_was_named_is_pinned_when_its_window_is_left(call: str) -> None:
+    """And so after the row was released. Of the window alone: the slack before it is not pinned."""
+    rows, prompt = Rows(FULL_AND_WINDOW, max_pinned_share=1.0), draw(Random(12), 200)
+    rows.start(prompt, resume_at=[106])
+    assert getattr(rows.batch, call)(0, stop=106) == 26 + 2
+    rows.batch.release([0])
+    assert getattr(rows.manager, call)(pagepool.EngineRequest("other", [*prompt[:106], 7]), stop=106) == 26 + 2
+
+
+def test_a_page_with_a_priority_stays_when_its_window_is_left() -> None:
+    """Eight pages of fourteen that leave it were retained."""
+    num_cached = []
+    for priority in (80, 50):
+        rows = Rows(FULL_AND_WINDOW, window_slack=0)
+        rows.batch.admit(0, draw(Random(13), 200), max_num_new_tokens=CHUNK)
+        rows.batch.retain(0, 0, None, priority=priority)
+        rows.batch.grow([0], CHUNK)
+        rows.batch.grow([0], CHUNK)
+        num_cached.append(rows.manager.stats().num_cached_pages)
+    assert num_cached == [48 - 6, 48 - 14]
+
+
+# --- the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(15), 64)
+    rows.manager.enable_events()
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
+    events = rows.manager.take_events()
+    rows.batch.grow([0], CHUNK)
+    events += rows.manager.take_events()
+    rows.batch.release([0])
+    events += rows.manager.take_events()
+    removed = [event for event in events if type(event).__name__ == "BlockRemoved"]
+    stored = {key for event in events if event not in removed and event.group_idx == 1 for key in event.block_hashes}
+    assert [(event.group_idx, len(event.block_hashes)) for event in removed] == [(1, 6), (1, 8)]
+    assert len(stored) == 16
+    assert {key for event in removed for key in event.block_hashes} < stored
+
+
+def test_a_fork_keeps_the_boundaries() -> None:
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(16), 200)
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
+    rows.batch.fork(0, [1])
+    rows.batch.release([0])
+    while rows.batch.num_computed_tokens[1] < len(prompt):
+        rows.batch.grow([1], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[1])))
+    rows.batch.release([1])
+    assert rows.run([*prompt[:104], 7]) == 104
+    assert rows.run([*prompt, 7]) == 200
+
+
+def test_a_row_that_is_swapped_out_leaves_its_end() -> None:
+    """As a prompt that is preempted: another row resumes there, before the first comes back."""
+    rows = Rows(FULL_AND_WINDOW, window_slack=0, host_tier=pagepool.HostTier(64))
+    prompt = draw(Random(17), 200)
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
+    rows.batch.grow([0], CHUNK)
+    assert rows.batch.swap_out(0)
+    assert rows.batch.admit(1, prompt, max_num_new_tokens=CHUNK) == 2 * CHUNK
+    assert rows.batch.admit(2, [*prompt[:CHUNK], 7], max_num_new_tokens=1) == 0
+
+
+def test_tokens_that_are_cut_leave_nothing() -> None:
+    """Entries behind them go, as with all pages; what is computed again stays at the same boundaries."""
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(18), 60)
+    rows.start(prompt)
+    rows.batch.trim([0], 52)
+    assert rows.manager.stats().num_cached_pages == rows.manager.stats().num_held_pages
+    rows.batch.append([0] * 8, prompt[52:])
+    rows.batch.grow([0], 8)
+    rows.batch.release([0])
+    assert rows.run([*prompt, 7]) == 60
+
+
+def test_tokens_from_elsewhere_enter_the_window_at_their_end() -> None:
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(19), 64)
+    assert rows.batch.admit(0, prompt, num_external_tokens=63, resume_at=[32]) == 0
+    rows.batch.commit_external(0, 63)
+    rows.batch.grow([0], 1)
+    rows.batch.release([0])
+    assert rows.run([*prompt, 7]) == 64
+    assert rows.run([*prompt[:32], 7]) == 0
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+def compute(manager: CacheManager, request: pagepool.EngineRequest, num_tokens: int | None = None) -> int:
+    """Compute the tokens of a request in chunks; return what it hit."""
+    hits, num_hits = manager.get_computed_pages(request)
+    num_tokens = request.num_tokens if num_tokens is None else num_tokens
+    num_new_hits = num_hits
+    while request.num_computed_tokens + num_new_hits < num_tokens:
+        num_new = min(CHUNK, num_tokens - request.num_computed_tokens - num_new_hits)
+        assert manager.allocate_slots(request, num_new, num_new_hits, hits) is not None
+        request.num_computed_tokens += num_new + num_new_hits
+        hits, num_new_hits = None, 0
+    return num_hits
+
+
+def test_a_request_names_where_others_resume() -> None:
+    manager, prompt = Rows(FULL_AND_WINDOW).manager, draw(Random(14), 200)
+    for resume_at, num_hits in ((), 0), ([106], 104):
+        request = pagepool.EngineRequest("first", prompt, resume_at=resume_at)
+        compute(manager, request)
+        manager.free(request)
+        other = pagepool.EngineRequest("other", [*prompt[:104], 7])
+        assert compute(manager, other) == num_hits
+        manager.free(other)
+        manager.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3, None], ids=str)
+def test_a_request_with_wrong_places_gets_no_pages(resume_at: Any) -> None:
+    manager = Rows(FULL_AND_WINDOW).manager
+    request = pagepool.EngineRequest("wrong", [1, 2, 3], resume_at=resume_at)
+    with refused(lambda: manager_state(manager), (ArgumentError, ArgumentTypeError), "resume_at"):
+        manager.allocate_slots(request, 3)
