@@ -237,12 +237,12 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
 == the window of a boundary is a page short
-next_end - boundaries.slack){+ + BUG * rules.page_size+}, boundaries.use_eagle):
-== pages near a boundary count as far from it
-<int64_t>next_end - boundaries.slack{+ * (not BUG)+} - boundaries.reach{+ * (not BUG)+})
+            start = first_hit_page(rules, max(0, end - boundaries.slack){+ + BUG * rules.page_size+}, boundaries.use_eagle)
+== the next page that a boundary needs counts as one before it
+            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g].rules, held, stop){+ + BUG+}
 == the window of a boundary begins as a chunk does
-{+not (BUG and rules.window and place < next_end // rules.window * rules.window // rules.page_size) and +}\
-place >= first_hit_page(rules, max(0, next_end
+            {+if BUG and rules.window: start = max(start, end // rules.window * rules.window // rules.page_size)
+            +}needed = Range(max(place, start),
 == a page that was hit is dropped by the next that leaves it
         for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules){+ and not BUG+} else 0):
 == a window hits by its ends

@@ -1,11 +1,12 @@
 # At which numbers of tokens a later request can resume, and which pages of windows and chunks it needs there.
 #
 # A row or request has its `Boundaries` from its admission on. Always: they are multiples of `multiple`, so that a hit can end
-# there, and ascend; no page that begins between `calm_start` and `calm_stop` is needed at a boundary.
+# there, and ascend.
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
-from pagepool.core.rules cimport MAX_TOKENS, Rules, first_hit_page
+from pagepool.core.records cimport Range
+from pagepool.core.rules cimport MAX_TOKENS, Rules, first_hit_page, full_pages
 
 cdef enum:
     NUM_BOUNDARIES = 8        # end of the prompt, junction, four that the engine names, one of a pin, and the end at release
@@ -17,8 +18,6 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t multiple          # hits have a multiple of these; 0: pages of windows and chunks stay cached, whatever their place
     int32_t slack             # before a boundary, at which a request can resume as well
     int32_t interval          # each multiple of it is a boundary, too, without slack; 0: none is
-    int32_t reach             # tokens of the longest window or chunk, and of four pages: none that ends before needs a page
-    int32_t calm_start, calm_stop  # pages that begin there are at no boundary
     bint use_eagle
 
 
@@ -33,27 +32,23 @@ cdef inline void add_boundary(Boundaries *boundaries, int64_t num_tokens) noexce
         boundaries.tokens[i] = boundaries.tokens[i - 1]
     boundaries.tokens[j] = last
     boundaries.num += 1
-    boundaries.calm_stop = 0
 
 
-cdef inline bint is_at_boundary(Boundaries *boundaries, const Rules *rules, int32_t place) noexcept nogil:
-    """Whether a page of a window, or of chunks, is one that a request needs which resumes at a boundary. With eagle it needs
-    the page behind, too, which it drops. O(1), and two comparisons where no boundary is near.
+cdef inline Range find_needed(const Boundaries *boundaries, const Rules *rules, int32_t place) noexcept nogil:
+    """Find the next pages of a window or chunk, from `place` on, that a request needs which resumes at a boundary; none before
+    them is needed. With eagle it needs the page behind the boundary, too, which it drops. O(1).
     """
-    cdef int32_t i, end, next_end = INT32_MAX, first = max(0, place - boundaries.use_eagle) * rules.page_size
-    if boundaries.calm_start <= first < boundaries.calm_stop:
-        return False
-    for i in range(boundaries.num - 1, -1, -1):
-        if boundaries.tokens[i] <= first:
+    cdef int32_t i, end, start, first = max(0, place - boundaries.use_eagle) * rules.page_size
+    cdef Range needed = Range(INT32_MAX, INT32_MAX)
+    for i in range(boundaries.num):
+        end = boundaries.tokens[i]
+        if end > first:
+            start = first_hit_page(rules, max(0, end - boundaries.slack), boundaries.use_eagle)
+            needed = Range(max(place, start), full_pages(rules, end) + boundaries.use_eagle)
             break
-        next_end = boundaries.tokens[i]
-        if place >= first_hit_page(rules, max(0, next_end - boundaries.slack), boundaries.use_eagle):
-            return True
     if boundaries.interval and first <= MAX_TOKENS - boundaries.interval:
         end = (first // boundaries.interval + 1) * boundaries.interval
-        if place >= first_hit_page(rules, end, boundaries.use_eagle):
-            return True
-        next_end = min(next_end, end)
-    boundaries.calm_start = first
-    boundaries.calm_stop = <int32_t>max(<int64_t>0, <int64_t>next_end - boundaries.slack - boundaries.reach)
-    return False
+        start = max(place, first_hit_page(rules, end, boundaries.use_eagle))
+        if start < needed.start:
+            needed = Range(start, full_pages(rules, end) + boundaries.use_eagle)
+    return needed

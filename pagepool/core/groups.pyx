@@ -73,9 +73,6 @@ cdef class CacheGroups:
                 <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
             ]
             self.boundaries.use_eagle = use_eagle
-            reaches = [max(self.groups[g].rules.window, self.groups[g].rules.chunk) for g in range(self.num)]
-            sizes = [self.groups[g].rules.page_size for g in range(self.num) if not is_state(&self.groups[g].rules)]
-            self.boundaries.reach = min(max(reaches, default=0) + 4 * max(sizes, default=0), MAX_TOKENS)
         list_kinds(self, True)
         list_kinds(self, False)
 

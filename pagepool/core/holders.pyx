@@ -4,8 +4,11 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list
-from pagepool.core.batch cimport Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, plan_next_event
-from pagepool.core.holdings cimport Held
+from pagepool.core.batch cimport (
+    Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
+)
+from pagepool.core.boundaries cimport find_needed
+from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.page_table cimport Table
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
 from pagepool.core.request_pages cimport RequestPages
@@ -87,9 +90,7 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     cdef str flaw
     for request in requests:
         for g in range(request.holding.num_groups):
-            flaw = find_flaw_in_held(
-                &store.pool, &request.holding.groups[g], &request.holding.held[g], INT32_MAX, counts
-            )
+            flaw = find_flaw_in_held(&store.pool, &request.holding, g, INT32_MAX, counts)
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
     add_transferred(&store.pool, counts, 1)
@@ -126,10 +127,12 @@ cdef str find_flaw_in_tier(Tier *tier, int32_t *counts):
     return None
 
 
-cdef str find_flaw_in_held(Pool *pool, Group *group, Held *held, Py_ssize_t capacity, int32_t *counts):
-    """The pages of a group lie in the pool, null pages first; the working page of a state has no entry, and one holder. Counts
-    them. Fields of const structs would be formatted as Python ints.
+cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_ssize_t capacity, int32_t *counts):
+    """The pages of a group lie in the pool, null pages first; the working page of a state has no entry, and one holder; no page
+    that a boundary needs counts as worthless. Counts them. Fields of const structs would be formatted as Python ints.
     """
+    cdef Group *group = <Group *>&holding.groups[g]
+    cdef Held *held = &holding.held[g]
     cdef int32_t i, last = pool.num_pages - 1
     cdef int32_t num_entries = held.num_pages if not is_state(&group.rules) else INT32_MAX
     if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= num_entries:
@@ -144,20 +147,23 @@ cdef str find_flaw_in_held(Pool *pool, Group *group, Held *held, Py_ssize_t capa
         counts[held.ids[i]] += 1
         if is_state(&group.rules) and (counts[held.ids[i]] > 1 or pool.pages[held.ids[i]].group != NO_GROUP):
             return f"page {held.ids[i]}, to which a state is written, has another holder or a prefix entry"
+    i = held.next_needed
+    if holding.boundaries != NULL and find_needed(holding.boundaries, &group.rules, held.num_skipped).start < i:
+        return f"a request that resumes needs a page before place {i}, allowed: none behind the {held.num_skipped} skipped ones"
     return None
 
 
 cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
+    cdef Holding holding
     cdef Py_ssize_t row, g
     cdef str flaw
     for row in range(rows.batch.num_rows):
         flaw = find_flaw_in_counts(rows, row)
         if flaw is not None:
             return flaw
+        holding = holding_of(&rows.batch, row)
         for g in range(rows.batch.num_groups):
-            flaw = find_flaw_in_held(
-                &rows.store.pool, &rows.batch.groups[g], held_by(&rows.batch, row, g), rows.batch.tables[g].num_columns, counts
-            )
+            flaw = find_flaw_in_held(&rows.store.pool, &holding, g, rows.batch.tables[g].num_columns, counts)
             if flaw is None:
                 flaw = find_flaw_in_table(rows, row, g)
             if flaw is not None:

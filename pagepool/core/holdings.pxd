@@ -9,15 +9,15 @@
 # state's checkpoints that need no entry any more; the prefix index has these, and no request or row holds them.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
-from pagepool.core.boundaries cimport Boundaries, add_boundary, is_at_boundary
+from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
 from pagepool.core.pages cimport (
-    count_request, discard, drop_everywhere, drop_from_tier, fetch_entry, find_unheld, find_untouchable, is_worthless, share,
+    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share,
     take_from, take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
@@ -27,7 +27,7 @@ from pagepool.core.records cimport (
     is_pinned, learns, reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
+    MAX_TOKENS, Group, Rules, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
     is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
@@ -42,6 +42,7 @@ cdef struct Held:             # in one group
     int32_t num_unique        # leading pages that were compared with equal ones, where rows share these
     uint32_t read_list        # the last list of copies that read a page; see `Copies`
     uint32_t written_list     # the last list of copies that write a page
+    int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
     int64_t load_number       # the last list of transfers that loads hits; 0: none does
     int64_t transfer_number   # the last list with a transfer of these pages
 
@@ -63,7 +64,7 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)
+        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0, 0)
 
 
 # Within the `Limits`, which are computed after each change, nothing is due.
@@ -121,12 +122,10 @@ cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t
     return min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
 
 
-cdef inline int32_t find_lost_page(Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none. Entries
-    that skipped pages are about to lose are fetched.
-    """
+cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none."""
     cdef const Held *held
-    cdef Py_ssize_t g, j, stop, bad
+    cdef Py_ssize_t g, stop, bad
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = find_skip_stop(&holding.groups[g], held, num_computed)
@@ -135,8 +134,6 @@ cdef inline int32_t find_lost_page(Pool *pool, const Holding *holding, int32_t n
         bad = find_unheld(pool, held.ids, held.num_skipped, stop)
         if bad >= 0:
             return held.ids[bad]
-        for j in range(held.num_skipped, stop if holding.boundaries != NULL else 0):
-            fetch_entry(pool, held.ids[j])
     return NULL_PAGE
 
 
@@ -178,56 +175,78 @@ cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) n
     return pool.policy.marks[held.ids[num_known - 1]] & PART
 
 
-cdef inline bint leave_page(
-    Pool *pool, const Group *group, Boundaries *boundaries, int32_t page_id, int32_t place
-) noexcept nogil:
+cdef inline bint leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t place) noexcept nogil:
     """Give back a page that a window has left. Returns whether a policy is to count it."""
+    cdef int32_t page_id = holding.held[g].ids[place]
     cdef Page *page = &pool.pages[page_id]
     if page_id == NULL_PAGE or page.ref_cnt <= is_pinned(pool, page_id) or is_free(pool, page_id):
         return False
-    if boundaries != NULL and is_at_boundary(boundaries, &group.rules, place):
-        keep_page(pool, page_id)
     page.ref_cnt -= 1
     if page.ref_cnt:
         return False
-    if boundaries != NULL and is_worthless(pool, page_id):
+    if holding.boundaries != NULL and is_worthless(pool, page_id):
         discard(pool, page_id)
         return False
-    if boundaries == NULL and not is_needed_by_hits(&group.rules, place):
+    if holding.boundaries == NULL and not is_needed_by_hits(&holding.groups[g].rules, place):
         pool.policy.marks[page_id] = BLANK
     push(pool, page_id)
     pool.num_freed += 1
     return is_counted(pool, page_id)
 
 
+cdef inline int32_t keep_needed(
+    Pool *pool, const Boundaries *boundaries, const Rules *rules, const Held *held, int32_t stop
+) noexcept nogil:
+    """Mark the pages before place `stop` that a boundary needs. Returns a place before which it needs no other one."""
+    cdef Range needed = find_needed(boundaries, rules, held.num_skipped)
+    cdef int32_t place
+    while needed.start < stop:
+        for place in range(needed.start, min(needed.stop, stop)):
+            keep_page(pool, held.ids[place])
+        if needed.stop >= stop:
+            return stop
+        needed = find_needed(boundaries, rules, needed.stop)
+    return needed.start
+
+
+cdef inline void keep_end(const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Let the windows before `num_tokens` tokens stay cached when they are left."""
+    cdef Py_ssize_t g
+    add_boundary(holding.boundaries, num_tokens)
+    for g in range(holding.num_groups):
+        holding.held[g].next_needed = 0
+
+
 cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
-    """Give back the pages of a group before place `stop`, the last first. A policy counts them as one call."""
+    """Give back the pages of a group before place `stop`, which has one, the last first. A policy counts them as one call."""
     cdef Held *held = &holding.held[g]
     cdef bint is_rated = holding.boundaries != NULL or pool.num_parts
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
-    if stop > held.num_skipped:
-        if holding.boundaries != NULL:
-            part = find_known_part(pool, holding)
-        for j in range(stop - 1, held.num_skipped - 1, -1):
-            if part != BLANK:
-                pass_part(pool.policy, held.ids[j], part)
-            if is_rated:
-                num_counted += leave_page(pool, &holding.groups[g], holding.boundaries, held.ids[j], j)
-            else:
-                put_back_held(pool, held.ids[j])
-            held.ids[j] = NULL_PAGE
-        if num_counted:
-            count_release(pool.policy, num_counted, pool.num_free - num_counted)
-        held.num_skipped = stop
+    if holding.boundaries != NULL:
+        part = find_known_part(pool, holding)
+        if stop > held.next_needed:
+            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g].rules, held, stop)
+    for j in range(stop - 1, held.num_skipped - 1, -1):
+        if part != BLANK:
+            pass_part(pool.policy, held.ids[j], part)
+        if is_rated:
+            num_counted += leave_page(pool, holding, g, j)
+        else:
+            put_back_held(pool, held.ids[j])
+        held.ids[j] = NULL_PAGE
+    if num_counted:
+        count_release(pool.policy, num_counted, pool.num_free - num_counted)
+    held.num_skipped = stop
 
 
 cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t num_computed) noexcept nogil:
     """Give back the pages of a group that no token from `num_computed` on attends to; none while hits are loaded, since they
     are needed again if that fails.
     """
-    if not waits_for_loads(pool, &holding.held[g]):
-        skip_to(pool, holding, g, find_skip_stop(&holding.groups[g], &holding.held[g], num_computed))
+    cdef int32_t stop = find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
+    if stop > holding.held[g].num_skipped and not waits_for_loads(pool, &holding.held[g]):
+        skip_to(pool, holding, g, stop)
 
 
 cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
@@ -240,7 +259,8 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
-        skip_to(pool, holding, g, stop)
+        if stop > held.num_skipped:
+            skip_to(pool, holding, g, stop)
         held.num_cached = max(held.num_cached, stop)
 
 
@@ -271,7 +291,7 @@ cdef inline bint is_end_worth(const Holding *holding, int32_t end, bint is_in_pr
         for place in range(first, full_pages(&group.rules, end)):
             if holding.held[g].ids[place] != NULL_PAGE:
                 break
-            if not is_at_boundary(boundaries, &group.rules, place):
+            if find_needed(boundaries, &group.rules, place).start > place:
                 return False
         num_pages += full_pages(&group.rules, end) - first
         num_new_pages += max(0, full_pages(&group.rules, end) - max(first, start))
@@ -300,19 +320,16 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
 cdef inline void keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
     """Mark the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
-    cdef const Held *held
     cdef Py_ssize_t g
-    cdef int32_t place, end = <int32_t>find_entered_end(holding, num_computed)
+    cdef int32_t end = <int32_t>find_entered_end(holding, num_computed)
     cdef bint is_in_prompt
     is_in_prompt = end < boundaries.num_prompt - boundaries.num_prompt % boundaries.multiple
     end -= boundaries.multiple * boundaries.use_eagle  # a hit drops that
     if end > 0 and is_end_worth(holding, end, is_in_prompt):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):
-        held = &holding.held[g]
-        for place in range(held.num_skipped, held.num_pages if has_window(&holding.groups[g].rules) else 0):
-            if is_at_boundary(&boundaries, &holding.groups[g].rules, place):
-                keep_page(pool, held.ids[place])
+        if has_window(&holding.groups[g].rules):
+            keep_needed(pool, &boundaries, &holding.groups[g].rules, &holding.held[g], holding.held[g].num_pages)
 
 
 # Pages that tokens need are taken all or nothing.
@@ -476,7 +493,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
         group, held, hits = &holding.groups[g], &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))
         held.num_cached = held.num_hits = held.num_unique = hits.num
-        held.num_skipped = 0
+        held.num_skipped = held.next_needed = 0
         held.ranking = Ranking(hits.num, 0)
         if not demand.num_adopted or not is_state(&group.rules):
             touch_all(pool, hits.ids, hits.num)
@@ -912,7 +929,8 @@ cdef inline void put_back_from(
     while held.num_pages > place:
         held.num_pages -= 1
         put_back_held(pool, held.ids[held.num_pages])
-    held.num_skipped = min(held.num_skipped, held.num_pages)
+    if held.num_skipped > held.num_pages:
+        held.num_skipped, held.next_needed = held.num_pages, 0
     recompute_from(group, held, num_computed)
 
 
@@ -1043,7 +1061,7 @@ cdef inline void fork_group(
     if n:
         memcpy(ids, source.ids, n * sizeof(int32_t))
     target[0] = source[0]
-    target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
+    target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
     if not is_state(&group.rules):
         target.num_cached = min(source.num_cached, n)
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)

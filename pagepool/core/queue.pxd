@@ -111,7 +111,15 @@ cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry, outside the queue, to its front, or to that of the blank part."""
+    """Put a page without an entry, outside the queue, to its front; with a policy to that of the blank part."""
+    if rare(pool.is_divided):
+        push_first_to_divisions(pool, page_id)
+    else:
+        link_page(pool, page_id, record_behind(pool, NULL_PAGE, -1))
+
+
+cdef inline void push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page without an entry to the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
     if pool.num_parts:
         enter_part(pool, page_id)

@@ -7,11 +7,11 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
-from pagepool.core.batch cimport boundaries_of, digests_of, hash_row, held_by
-from pagepool.core.boundaries cimport NUM_BOUNDARIES, Boundaries, add_boundary
+from pagepool.core.batch cimport digests_of, hash_row, held_by, holding_of
+from pagepool.core.boundaries cimport NUM_BOUNDARIES, Boundaries
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held
+from pagepool.core.holdings cimport Held, Holding, keep_end
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.lookups cimport Query, count_junction_tokens, fetch_hits, find_longest, query_of
@@ -439,13 +439,12 @@ cdef class TokenSpan:
 
     cdef void keep_end(self) noexcept:
         """Let what holds the pages keep the window before the end when that is left."""
-        cdef Boundaries *boundaries = NULL
-        if self.chain is None:
-            boundaries = boundaries_of(&self.rows.batch, self.row)
-        elif self.held is not None:
-            boundaries = &self.held.boundaries
-        if boundaries != NULL and self.end and boundaries.num < NUM_BOUNDARIES - 1:
-            add_boundary(boundaries, self.end)
+        cdef Holding holding
+        if self.chain is not None and self.held is None:
+            return
+        holding = self.held.holding if self.chain is not None else holding_of(&self.rows.batch, self.row)
+        if holding.boundaries != NULL and self.end and holding.boundaries.num < NUM_BOUNDARIES - 1:
+            keep_end(&holding, self.end)
 
     cdef int refuse_end(self) except -1:
         raise ArgumentError(
