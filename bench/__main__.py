@@ -26,6 +26,7 @@ ENGINES = {
     "forks": ("easydel",),
     "events": ("none",),
     "eviction": ("none",),
+    "windows": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

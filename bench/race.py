@@ -45,6 +45,7 @@ FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "tar
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
 EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
+WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
     "siphash128",
@@ -52,7 +53,7 @@ HASHES = Suite(
     1e9,
     "target",
 )
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, HASHES)
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, WINDOWS, HASHES)
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
 """Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")

@@ -169,7 +169,7 @@ PARTS: Mapping[str, Callable[[Results], str]] = {
     "headlines": make_headlines,
     "setups": make_setups,
     "noise": make_noise,
-    "windows": partial(make_hits, "windows"),
+    "windows_hits": partial(make_hits, "windows"),
     "windows_cases": partial(make_hits, "windows_cases"),
 }
 

@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages, is_state
+from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages
 
 from math import lcm
 

@@ -209,7 +209,7 @@ cdef inline int32_t keep_needed(
     return needed.start
 
 
-cdef inline void keep_end(const Holding *holding, int32_t num_tokens) noexcept nogil:
+cdef inline void keep_window(const Holding *holding, int32_t num_tokens) noexcept nogil:
     """Let the windows before `num_tokens` tokens stay cached when they are left."""
     cdef Py_ssize_t g
     add_boundary(holding.boundaries, num_tokens)

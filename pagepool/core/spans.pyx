@@ -11,7 +11,7 @@ from pagepool.core.batch cimport digests_of, hash_row, held_by, holding_of
 from pagepool.core.boundaries cimport NUM_BOUNDARIES, Boundaries
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held, Holding, keep_end
+from pagepool.core.holdings cimport Held, Holding, keep_window
 from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.lookups cimport Query, count_junction_tokens, fetch_hits, find_longest, query_of
@@ -444,7 +444,7 @@ cdef class TokenSpan:
             return
         holding = self.held.holding if self.chain is not None else holding_of(&self.rows.batch, self.row)
         if holding.boundaries != NULL and self.end and holding.boundaries.num < NUM_BOUNDARIES - 1:
-            keep_end(&holding, self.end)
+            keep_window(&holding, self.end)
 
     cdef int refuse_end(self) except -1:
         raise ArgumentError(
