@@ -379,16 +379,19 @@ class OracleManager:
             if waits_for_loads(self.page_pool, held):
                 continue
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
-            last = min(first_useful, len(held.pages)) - 1
-            part = self._find_known_part(request)
-            left = []
-            while last >= 0 and held.pages[last] != NULL_PAGE:
-                self._pass_part([held.pages[last]], part)
-                self._leave(request, kind, last, held.pages[last])
-                left.append(held.pages[last])
-                held.pages[last] = NULL_PAGE
-                last -= 1
-            self.page_pool.count_left(left)
+            self._skip_to(request, kind, held, min(first_useful, len(held.pages)))
+
+    def _skip_to(self, request: Any, kind: Kind, held: HeldPages, stop: int) -> None:
+        """Free the pages before place `stop`, last one first, of which a policy gets to know in one call."""
+        part, left = self._find_known_part(request), []
+        for place in range(stop - 1, -1, -1):
+            if held.pages[place] == NULL_PAGE:
+                break
+            self._pass_part([held.pages[place]], part)
+            self._leave(request, kind, place, held.pages[place])
+            left.append(held.pages[place])
+            held.pages[place] = NULL_PAGE
+        self.page_pool.count_left(left)
 
     def _leave(self, request: Any, kind: Kind, place: int, page: int) -> None:
         if self.windows is not None:
@@ -544,10 +547,7 @@ class OracleManager:
         num_computed = request.num_computed_tokens + num_tokens
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
-            for place in range(stop - 1, -1, -1):
-                if held.pages[place] != NULL_PAGE:
-                    self._leave(request, kind, place, held.pages[place])
-                held.pages[place] = NULL_PAGE
+            self._skip_to(request, kind, held, stop)
             held.num_cached_pages = max(held.num_cached_pages, stop)
         self._enter_full_pages(request, num_computed)
 
