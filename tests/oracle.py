@@ -199,7 +199,7 @@ class OracleManager:
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
         if self.windows is not None:
-            self.windows.junctions[request.request_id] = self.windows.last_junctions[True]
+            self.windows.junctions[request.request_id] = request, self.windows.last_junctions[True]
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length

@@ -223,15 +223,17 @@ class OraclePool:
         return page not in self.kept and page not in self.pins and self.level_of(page) == NORMAL
 
     def give_back(self, pages: Sequence[int], worthless: Sequence[int]) -> None:
-        """Free pages, and others that lose their entry with their last reference, and are taken first then."""
+        """Free pages, and others that lose their entry with their last reference, and are taken first then; not one whose last
+        reference is that of a row which has not computed it.
+        """
         worthless = [page for page in worthless if page != NULL_PAGE]
         if any(self.num_holders(page) < worthless.count(page) for page in worthless):
             raise RuntimeError(f"a page of {worthless} is freed more often than it is held")
-        self.free_pages(pages)
         for page in worthless:
             self.ref_counts[page] -= 1
+        self.free_pages(pages)
         for page in dict.fromkeys(worthless):
-            if self.ref_counts[page] == 0:
+            if self.ref_counts[page] == 0 and page not in self.free_queue:
                 self.drop_entries([page])
                 self._push(page)
                 self.free_queue.move_to_end(page, last=False)

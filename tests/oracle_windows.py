@@ -34,7 +34,7 @@ class OracleWindows:
         self.slack, self.interval = -(-slack // step) * step, -(-interval // step) * step
         self.boundaries: dict[str, Boundaries] = {}
         self.last_junctions = {True: 0, False: 0}  # of the last look-up that reached the tier, and of the last other one
-        self.junctions: dict[str, int] = {}  # by request
+        self.junctions: dict[str, tuple[Any, int]] = {}  # by request id, with the request that was looked up
 
     @staticmethod
     def has_window(kind: Kind) -> bool:
@@ -49,8 +49,9 @@ class OracleWindows:
 
     def begin(self, request: Any) -> None:
         """Fix the boundaries of a request that is admitted."""
-        tokens = [request.num_tokens, self.junctions.get(request.request_id, 0), *getattr(request, "resume_at", ())]
-        floored = {self.manager._floor(num_tokens) for num_tokens in tokens}
+        looked_up, junction = self.junctions.get(request.request_id, (None, 0))
+        ends = [junction if looked_up is request else 0, *getattr(request, "resume_at", ())]
+        floored = {self.manager._floor(num_tokens) for num_tokens in (request.num_tokens, *ends)}
         self.boundaries[request.request_id] = Boundaries(tuple(floored - {0}), request.num_tokens)
 
     def find_end(self, request: Any, stop: int | None) -> int:
