@@ -46,6 +46,13 @@ def write_trace(path: Path, records: Iterable[TraceRecord]) -> Path:
     return path
 
 
+def write_config(folder: Path, config: object) -> Path:
+    """Write the configuration of a model into a folder, and return its path."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
 def line_of(**changes: Any) -> str:
     return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]} | changes) + "\n"
 

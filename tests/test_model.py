@@ -1,11 +1,11 @@
 """Bytes of pages and states, from configurations of real models."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import write_config
 from model_configs import (
     ATTENTION,
     DEEPSEEK_V4,
@@ -90,9 +90,7 @@ LFM2 = {**ATTENTION, "hidden_size": 2048, "head_dim": 64, "conv_L_cache": 3, "fu
 
 
 def model_of(folder: Path, config: object, page_size: int | None = None, **dtypes: str) -> ModelPages:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return read_model(str(path), page_size, **dtypes)
+    return read_model(str(write_config(folder, config)), page_size, **dtypes)
 
 
 def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> int:

@@ -1,6 +1,5 @@
 """Eviction policies and host tiers in the commands: simulations against the scheduler, tables, sentences, plots, JSON."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pagepool.replay import PolicyFigures, PoolFigures, Scheduler, TraceRecord, 
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, write_trace
+from command_line import figures_of, invoke, write_config, write_trace
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans import command
@@ -41,9 +40,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return path
+    return write_config(tmp_path, LLAMA)
 
 
 def test_the_policies_are_those_of_the_pool() -> None:

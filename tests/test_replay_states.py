@@ -20,7 +20,7 @@ from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, refuse, write_trace
+from command_line import figures_of, invoke, refuse, write_config, write_trace
 
 from pagepool.replay.shared.options import EVICTION_POLICIES
 from pagepool.replay.simulation.runs import make_manager
@@ -97,9 +97,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN))
-    return path
+    return write_config(tmp_path, QWEN)
 
 
 class TestReplay:

@@ -17,7 +17,7 @@ from pagepool.replay.models.pages import ModelPages, Windows
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, refuse, write_trace
+from command_line import figures_of, invoke, refuse, write_config, write_trace
 
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.shared.options import EVICTION_POLICIES
@@ -55,9 +55,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(WINDOWS))
-    return path
+    return write_config(tmp_path, WINDOWS)
 
 
 class TestSimulator:

@@ -122,8 +122,7 @@ class CacheManager(manager.CacheManager):
         use_eagle: bool = False,
         **options: Any,
     ) -> None:
-        windows = "ends" if read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) == "ends" else "all"
-        options = {"windows": windows} | options
+        options = {"windows": read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"} | options
         super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
 
 

@@ -1,15 +1,16 @@
 """Hit rates of a trace for many pool sizes."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pagepool.arguments import require_int
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
+from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.simulation.figures import Figures, HostFigures, find_hit_rate
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.reader import TraceRecord
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 POLICY_NAMES = {"lru": "LRU", "adaptive": "adaptive"}
+Key = TypeVar("Key")
+Run = TypeVar("Run")
+
 SHARES = (0.5, 0.8, 0.95, 0.99)
 MAIN_SHARE = 0.95
 
@@ -203,26 +207,17 @@ class Plan:
     @property
     def runs_by_policy(self) -> dict[str, dict[int, PolicyFigures]]:
         """The figures of `policies` by policy and pool size."""
-        runs: dict[str, dict[int, PolicyFigures]] = {}
-        for each in self.policies:
-            runs.setdefault(each.eviction, {})[each.pool.num_pages] = each
-        return runs
+        return _group_runs((each.eviction, each.pool.num_pages, each) for each in self.policies)
 
     @property
     def checkpoint_runs(self) -> dict[tuple[str, int], dict[int, CheckpointFigures]]:
         """The figures of `checkpoints` by policy and interval, and by pool size."""
-        runs: dict[tuple[str, int], dict[int, CheckpointFigures]] = {}
-        for each in self.checkpoints:
-            runs.setdefault((each.eviction, each.interval), {})[each.num_pages] = each
-        return runs
+        return _group_runs(((each.eviction, each.interval), each.num_pages, each) for each in self.checkpoints)
 
     @property
     def window_runs(self) -> dict[tuple[str, str], dict[int, WindowFigures]]:
         """The figures of `windows` by policy and rule, and by pool size."""
-        runs: dict[tuple[str, str], dict[int, WindowFigures]] = {}
-        for each in self.windows:
-            runs.setdefault((each.eviction, each.windows), {})[each.num_pages] = each
-        return runs
+        return _group_runs(((each.eviction, each.windows), each.num_pages, each) for each in self.windows)
 
     @property
     def best_interval(self) -> int | None:
@@ -241,6 +236,21 @@ class Plan:
     def find_simulated_rate(self, figures: CheckpointFigures | WindowFigures) -> float:
         """Return the share of all prompt tokens that hit."""
         return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
+
+    def list_rate_columns(
+        self, names: Mapping[Key, str], runs: Mapping[Key, Mapping[int, CheckpointFigures | WindowFigures]]
+    ) -> list[tuple[str, list[str]]]:
+        """Return a heading with a cell for each of `pools_with_hits`, by the name of a run: the hit rates that it simulated."""
+        columns = []
+        for key, by_size in runs.items():
+            found = [by_size.get(pool.num_pages) for pool in self.pools_with_hits]
+            cells = [f"{self.find_simulated_rate(run):.1%}" if run else "" for run in found]
+            columns.append((f"hit rate, {names[key]}", cells))
+        return columns
+
+    def show_bytes(self, num_pages: int) -> str:
+        """Return the bytes of pages in brackets, behind a space; nothing if those of a page are unknown."""
+        return "" if self.page_bytes is None else f" ({format_bytes(num_pages * self.page_bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, for JSON; replays, policies, checkpoints, windows and host runs are part of their pools.
@@ -269,6 +279,14 @@ class Plan:
                     asdict(each) | {"hit_rate": self.find_simulated_rate(each)} for each in figures if each.num_pages == size
                 ]
         return plan
+
+
+def _group_runs(runs: Iterable[tuple[Key, int, Run]]) -> dict[Key, dict[int, Run]]:
+    """Return runs by key and pool size."""
+    groups: dict[Key, dict[int, Run]] = {}
+    for key, num_pages, run in runs:
+        groups.setdefault(key, {})[num_pages] = run
+    return groups
 
 
 class Curves:

@@ -259,8 +259,7 @@ def _list_gib(sizes: Iterable[int], page_bytes: int) -> list[str]:
 
 
 def _with_bytes(plan: Plan, num_pages: int) -> str:
-    memory = "" if plan.page_bytes is None else f" ({format_bytes(num_pages * plan.page_bytes)})"
-    return f"{num_pages:,} pages{memory}"
+    return f"{num_pages:,} pages{plan.show_bytes(num_pages)}"
 
 
 def _print_columns(title: str, columns: list[tuple[str, list[str]]]) -> None:

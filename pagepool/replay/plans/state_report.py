@@ -2,7 +2,6 @@
 
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import POLICY_NAMES, CheckpointFigures, Plan
-from pagepool.replay.shared.sizes import format_bytes
 
 __all__ = [
     "describe_states",
@@ -54,7 +53,7 @@ def _describe_page(plan: Plan) -> str:
 def _describe_size(plan: Plan) -> str:
     """Describe the bytes of a checkpoint, and how many tokens of all attention take as many."""
     model = plan.model
-    memory = "" if plan.page_bytes is None else f" ({format_bytes(model.num_state_groups * plan.page_bytes)})"
+    memory = plan.show_bytes(model.num_state_groups)
     if not model.num_attention_groups:
         return memory
     num_tokens = round(model.num_state_groups * model.page_size / model.num_attention_groups)
@@ -77,7 +76,7 @@ def _choose_runs(plan: Plan) -> list[CheckpointFigures]:
 def _describe_best(plan: Plan, eviction: str) -> str:
     runs = [run for run in _choose_runs(plan) if run.eviction == eviction]
     best = max(runs, key=lambda each: each.hit_tokens)
-    memory = "" if plan.page_bytes is None else f" ({format_bytes(best.num_pages * plan.page_bytes)})"
+    memory = plan.show_bytes(best.num_pages)
     place = f"{'At' if eviction == 'lru' else f'With {POLICY_NAMES[eviction]} eviction at'} {best.num_pages:,} pages{memory}"
     if not best.hit_tokens:
         return f"{place} no checkpoint hits anything."
@@ -104,10 +103,7 @@ def list_state_notes(plan: Plan) -> list[str]:
 
 def list_checkpoint_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     """Return headings with a cell for each pool: the hit rate by policy and interval, and that of attention alone."""
-    columns = []
-    for name, by_size in zip(name_runs(plan).values(), plan.checkpoint_runs.values(), strict=True):
-        runs = [by_size.get(pool.num_pages) for pool in plan.pools_with_hits]
-        columns.append((f"hit rate, {name}", [f"{plan.find_simulated_rate(run):.1%}" if run else "" for run in runs]))
+    columns = plan.list_rate_columns(name_runs(plan), plan.checkpoint_runs)
     if plan.model.num_attention_groups:
         columns.append(("hit rate, attention alone", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]))
     return columns

@@ -2,7 +2,6 @@
 
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan, PoolFigures
-from pagepool.replay.shared.sizes import format_bytes
 
 __all__ = ["describe_window_hits", "list_window_columns", "list_window_notes", "name_window_runs", "window_headline"]
 
@@ -39,9 +38,8 @@ def describe_window_hits(plan: Plan) -> list[str]:
 def _describe_pages(plan: Plan) -> str:
     model, page_bytes = plan.model, plan.page_bytes
     num_pages = sum(each.count_pages(model.step_tokens) for each in model.windows)
-    memory = "" if page_bytes is None else f" ({format_bytes(num_pages * page_bytes)})"
     steps = f"in steps of {count_of(model.step_tokens, 'token')}"
-    held = f"A running request holds up to {count_of(num_pages, 'page')}{memory} for them {steps}."
+    held = f"A running request holds up to {count_of(num_pages, 'page')}{plan.show_bytes(num_pages)} for them {steps}."
     unused = {each.num_bytes: each for each in model.windows if page_bytes and each.num_bytes not in (None, page_bytes)}
     parts = [f"{1 - (used or 0) / (page_bytes or 1):.1%} of a page of {each.tokens}" for used, each in unused.items()]
     if model.attention_bytes not in (None, page_bytes) and page_bytes:
@@ -62,9 +60,9 @@ def _choose_pool(plan: Plan) -> PoolFigures:
 def _describe_hits(plan: Plan) -> list[str]:
     pool, runs = _choose_pool(plan), plan.window_runs
     rates = {key: f"{plan.find_simulated_rate(by_size[pool.num_pages]):.1%}" for key, by_size in runs.items()}
-    memory = "" if plan.page_bytes is None else f" ({format_bytes(pool.num_pages * plan.page_bytes)})"
     adaptive = f", adaptive {rates['adaptive', 'ends']}" if ("adaptive", "ends") in rates else ""
-    hits = f"At {pool.num_pages:,} pages{memory} LRU hits {rates['lru', 'ends']} of prompt tokens{adaptive}"
+    place = f"At {pool.num_pages:,} pages{plan.show_bytes(pool.num_pages)}"
+    hits = f"{place} LRU hits {rates['lru', 'ends']} of prompt tokens{adaptive}"
     sentences = [f"{hits}. If all pages of windows stayed cached, LRU would hit {rates['lru', 'all']}."]
     if plan.model.num_attention_groups:
         sentences.append(f"If windows took no memory, no policy would hit more than {pool.best_hit_rate:.1%} there.")
@@ -78,10 +76,7 @@ def list_window_notes(plan: Plan) -> list[str]:
 
 def list_window_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     """Return headings with a cell for each pool: the hit rate by policy and rule, and the bound."""
-    columns = []
-    for name, by_size in zip(name_window_runs(plan).values(), plan.window_runs.values(), strict=True):
-        runs = [by_size.get(pool.num_pages) for pool in plan.pools_with_hits]
-        columns.append((f"hit rate, {name}", [f"{plan.find_simulated_rate(run):.1%}" if run else "" for run in runs]))
+    columns = plan.list_rate_columns(name_window_runs(plan), plan.window_runs)
     if plan.model.num_attention_groups:
         columns.append(("hit rate, bound", [f"{pool.best_hit_rate:.1%}" for pool in plan.pools]))
     return columns
