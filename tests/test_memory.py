@@ -267,6 +267,7 @@ TABLE = make_table()
 
 @not_with_cython_3_3
 @pytest.mark.parametrize("construct", CORE_CONSTRUCTORS.values(), ids=CORE_CONSTRUCTORS)
+@alone
 def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callable[[], object]) -> None:
     """For each failed allocation."""
     sizes = []
