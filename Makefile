@@ -30,7 +30,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
+.PHONY: bench-vllm bench-windows bench-keeping bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
 .PHONY: wheel test-wheel test-lowest
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -179,6 +179,9 @@ bench-windows: $(DEV_VENV)/installed  ## what models with windows hit, beside vL
 	    echo 'bench-windows: without vLLM, whose environment could not be made' && \
 	    $(DEV_VENV)/bin/python -m bench.windows $(BENCH_ARGS); \
 	fi
+
+bench-keeping: $(DEV_VENV)/installed  ## what agents hit if they say when they come back: BENCH_ARGS="1/2 close expected"
+	$(DEV_VENV)/bin/python -m bench.keeping $(BENCH_ARGS)
 
 # Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
 RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)

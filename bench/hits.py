@@ -13,7 +13,12 @@ from pathlib import Path
 from bench.tables import as_table
 
 HITS = Path(__file__).parent / "hits.json"
-COLUMNS = ("LRU, all", "LRU, ends", "adaptive, all", "adaptive, ends", "vLLM")
+COLUMNS = (
+    *("LRU, all", "LRU, ends", "adaptive, all", "adaptive, ends", "vLLM"),
+    *("alone", "alone in its share", "LRU", "adaptive", "close", "expected", "wrong by 4.5", "half vanish", "no truth"),
+    *("half tell", "one-shots never", "shares"),
+)
+"""The columns of all tables, in order."""
 
 Table = Mapping[str, Mapping[str, float]]
 """The figure of a line and column."""

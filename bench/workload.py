@@ -7,12 +7,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 SEED = 20_240_607
 VOCABULARY = 128_000
 WAITING = 1
 
 PAGE_SIZE = 16
+
+Int32Array = npt.NDArray[np.int32]
 
 
 def make_group(specs: ModuleType) -> Any:

@@ -18,7 +18,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
 `boundaries.pxd`       numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`queue.pxd`            the free queue and its parts, which page is evicted next; references given back, pins, levels
+`owners.pxd`           which session a page belongs to
+`queue.pxd`            the free queue and its parts, which page is evicted next, terms; references given back
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
 `holdings.pxd`         what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
@@ -30,6 +31,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`sessions.pyx`         `PageSessions`: numbers of sessions by id, and when their pages are wanted
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
@@ -41,7 +43,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `copies.pyx`           `PageCopies` that are due
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `holders.pyx`          `check_holders`
-`spans.pyx`            `TokenSpan` of a request or row: cached pages pinned, retained; `protect_pages`, `lease_pages`
+`spans.pyx`            `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 =====================  =====================================================================================================
 """
 
@@ -58,8 +60,9 @@ from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.sessions import PageSessions, require_session_id
 from pagepool.core.slots import CachePages, SlotAllocator
-from pagepool.core.spans import Lease, Retention, TokenSpan, lease_pages, protect_pages
+from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (

@@ -86,7 +86,7 @@ def require_flag(name: str, value: object) -> bool:
 def require_share(name: str, value: Any) -> float:
     """Return `value` as a float; ArgumentTypeError unless it is a number (no bool), ArgumentError unless it is from 0 to 1.
 
-    >>> require_share("max_pinned_share", 1)
+    >>> require_share("max_leased_share", 1)
     1.0
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)

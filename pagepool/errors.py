@@ -25,8 +25,8 @@ class RequestTooLargeError(OutOfPagesError):
     """A request needs more pages than the whole pool has, so waiting for free pages never ends."""
 
 
-class PinBudgetError(PagePoolError, ValueError):
-    """More pages would be pinned than ``max_pinned_share`` allows."""
+class LeaseBudgetError(PagePoolError, ValueError):
+    """More pages would be leased than ``max_leased_share`` allows."""
 
 
 class DoubleFreeError(PagePoolError, RuntimeError):

@@ -1,10 +1,11 @@
 """The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from pagepool._core import (
     QueryCounter,
     RequestHashes,
     RequestPages,
-    Retention,
     SlotAllocator,
     TokenSpan,
     Transfers,
@@ -32,16 +32,17 @@ from pagepool._core import (
     find_prefix,
     lease_pages,
     list_in_flight,
+    list_leases,
     lists_of,
     load_prefix,
-    protect_pages,
+    require_session_id,
     rewind_request,
     take_copies,
     take_transfers,
+    term_of,
 )
 from pagepool.arguments import (
     MAX_SIZE,
-    as_list,
     has_status,
     id_of,
     read_count,
@@ -58,7 +59,7 @@ from pagepool.page_pool import PagePool
 from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
-from pagepool.stats import CacheStats, HostTierStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
@@ -127,7 +128,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
     existing pool, such as one from `PagePool.restore`, whose cached pages hit; it is refused if they were cached with another
-    seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`).
+    seed, algorithm or other groups. `max_leased_share` of the pages, 0 to 1, may be leased for a time (see `lease`).
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt, of a long answer,
     where full attention hit further, where a request's `resume_at` says, and at each multiple of `window_interval` tokens; up
@@ -162,7 +163,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
         eviction: str | None = None,
-        max_pinned_share: float = 0.2,
+        max_leased_share: float = 0.2,
         host_tier: HostTier | None = None,
         windows: Literal["ends", "all"] = "ends",
         window_slack: int | None = None,
@@ -175,7 +176,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
-        max_pinned_share = require_share("max_pinned_share", max_pinned_share)
+        max_leased_share = require_share("max_leased_share", max_leased_share)
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
         self.use_eagle = require_flag("use_eagle", use_eagle)
@@ -202,7 +203,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
-        self.max_num_pinned_pages = int(max_pinned_share * (self.num_pages - 1))
+        self.max_num_leased_pages = int(max_leased_share * (self.num_pages - 1))
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
@@ -222,7 +223,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._begin(self.coordinator, self._hashes)
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
-        self._leases: dict[Lease, None] = {}
         if host_tier is not None:
             host_tier._bind(self._store)
         self.host_tier = host_tier
@@ -306,7 +306,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return PrefixProbe(num_tokens, num_queried, reason)
 
     def require_capacity(self, num_tokens: int) -> None:
-        """Raise RequestTooLargeError if `num_tokens` tokens do not fit even in an empty pool without pins: `allocate_slots`
+        """Raise RequestTooLargeError if `num_tokens` tokens do not fit even in an empty pool without leases: `allocate_slots`
         always returns None for such a request, so call this at admission. O(groups).
         """
         num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
@@ -332,7 +332,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. False, without a change, while a page is held or pinned."""
+        """Drop all prefix entries, for example after new weights. False, without a change, while a page is held."""
         with self._lock:
             return self.page_pool.reset_prefix_cache()
 
@@ -396,6 +396,16 @@ class CacheManager(KeyHolder, SlotAllocator):
         if context and self.event_source is not None:
             self.event_source.contexts.release(context)
 
+    def _hold_session(self, session_id: str) -> int:
+        """Return the int for a session in the core until `_release_session`; 0 without caching."""
+        require_session_id(session_id)
+        with self._lock:
+            return self.sessions.hold(session_id) if self.enable_caching else 0
+
+    def _release_session(self, session: int) -> None:
+        with self._lock:
+            self.sessions.release(session)
+
     @contextmanager
     def _naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
         """Name the keys of the pages that the body enters, from page `start` on, and that of their parent, if the hashes have
@@ -422,17 +432,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
     def _warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
-        """Log a warning if a request needs more pages at once than the pool has, or than it has besides the other pins."""
-        num_pages, num_pinned_pages = self.num_pages - 1, self._store.num_pinned_pages
-        if sum(map(len, held)) + num_new_pages + num_pinned_pages <= num_pages:  # the common case, null pages included
+        """Log a warning if a request needs more pages at once than the pool has."""
+        num_pages = self.num_pages - 1
+        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, null pages included
             return
         num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
-        num_other_pins = num_pinned_pages - sum(map(self._store.count_pinned, held)) if num_pinned_pages else 0
-        if num_needed_pages + num_other_pins > num_pages:
-            reason = f", and {num_other_pins} are pinned for others: no waiting helps, see unpin"
-            if num_needed_pages > num_pages:
-                reason = ": no waiting helps, see CacheManager.require_capacity"
-            logger.warning("a request needs %d pages at once, the pool has %d%s", num_needed_pages, num_pages, reason)
+        if num_needed_pages > num_pages:
+            reason = "no waiting helps, see CacheManager.require_capacity"
+            logger.warning("a request needs %d pages at once, the pool has %d: %s", num_needed_pages, num_pages, reason)
 
     # Copies and forks.
 
@@ -470,7 +477,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares full pages, and gets copies of open pages and of states.
+        samples and beams. It shares full pages, and gets copies of open pages and of states. It is of the same session, unless
+        it has a `session_id`.
 
         Returns all pages of the new request; None, without a change, if too few pages are free. ArgumentError if `request`
         holds no page or `new_request` any, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if a
@@ -492,7 +500,11 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                is_forked = held.fork(target, num_tokens)
+                session = self.sessions.hold(getattr(new_request, "session_id", None))
+                try:
+                    is_forked = held.fork(target, num_tokens, session)
+                finally:
+                    self.sessions.release(session)
             finally:
                 if not target:
                     del self._requests[new_request.request_id]
@@ -591,15 +603,32 @@ class CacheManager(KeyHolder, SlotAllocator):
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 
-    def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
-        """Keep pages that a transfer reads: until its release they are not handed out, even if their request is freed.
+    @overload
+    def lease(self, pages: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease: ...
 
-        `page_ids` are held pages, or free ones that are cached; a page listed twice is leased twice. `release` or ``with`` ends
-        a lease; until then `leases` has it, even if nobody else does. A lease is a reference: its pages are held, and
-        `reset_prefix_cache` returns False. Others can still write there, or drop prefix entries. It cannot be pickled.
+    @overload
+    def lease(self, pages: Request, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease: ...
 
-        PageIdError, and nothing is leased, for the null page, ids outside the pool, and free pages that are not cached;
-        ArgumentTypeError unless the ids are a list or array of ints. O(pages); the first call O(num_pages).
+    def lease(self, pages: Any, start: int = 0, stop: int | None = None, *, seconds: float | None = None) -> Lease:
+        """Keep pages: until the lease is released, or has ended, they are not handed out, even if their request is freed.
+
+        With `seconds`, `pages` is a request: the cached pages that lie wholly within its tokens ``[start, stop)``, its own or
+        those that `get_computed_pages` would find, in each prefix-cached group. The lease ends after so many seconds, when
+        pages are taken next, unless `Lease.extend` is called; use does not extend it. LeaseBudgetError if leases with an end
+        had more than ``max_num_leased_pages`` pages, which is ``int(max_leased_share * (num_pages - 1))``: a page counts once
+        for each lease. With ``windows="ends"`` a `stop` is where others are to resume: cached pages that have left the
+        request's window there are leased as well, and it keeps those that have not when they do. ArgumentError if
+        ``windows="ends"`` has dropped pages of the window before `stop`: name that number of tokens in `resume_at` of the
+        request, or lease while the request has the window. O(tokens).
+
+        Without `seconds`, `pages` are ids of pages that a transfer reads: held ones, or free ones that are cached; a page
+        listed twice is leased twice. Such a lease has no end and no budget. PageIdError for the null page, ids outside the
+        pool, and free pages that are not cached; ArgumentTypeError unless the ids are a list or array of ints. O(pages).
+
+        `release` or ``with`` ends a lease; until then `leases` has it, even if nobody else does. A lease is a reference: its
+        pages are held, and `reset_prefix_cache` returns False. Others can still write there, or drop prefix entries. It cannot
+        be pickled. Nothing is leased after an error; ArgumentError unless ``0 <= start <= stop`` and seconds are finite and
+        above 0. The first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -612,44 +641,19 @@ class CacheManager(KeyHolder, SlotAllocator):
         (2, (Lease(page_ids=[1, 2], is_held=True),))
         >>> manager.stats().num_held_pages, lease.is_held, manager.leases
         (0, False, ())
+        >>> manager.lease(request, stop=4, seconds=300)
+        Lease(page_ids=[1], is_held=True)
         """
-        return lease_pages(self._store, page_ids, self._leases)
+        if seconds is None and not hasattr(pages, "request_id"):
+            return lease_pages(self._store, pages)
+        span = TokenSpan(start, stop)
+        with self._lock:
+            return self._span_of(pages, span).lease(self.max_num_leased_pages, seconds)  # type: ignore[arg-type] # it refuses None
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """The leases that are held, the oldest first: also those of calls that were interrupted. O(leases)."""
-        return tuple([lease for lease in list(self._leases) if lease.is_held])
-
-    # Pins.
-
-    def pin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
-        """Pin the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns the number of these pages.
-
-        A pinned page stays cached and is not evicted until it is unpinned as often as it was pinned, or its prefix entry is
-        dropped (`PagePool.evict_pages`, `free` with `num_computed_tokens`). It is held, so `reset_prefix_cache` returns False.
-        A request with pages pins its own, in each prefix-cached group; another one those that `get_computed_pages` would find.
-        With ``windows="ends"`` a `stop` is where others are to resume: cached pages that have left the request's window there
-        are pinned as well, and it keeps those that have not when they do.
-
-        PinBudgetError, without a change, if more than ``max_num_pinned_pages`` pages would be pinned, which is
-        ``int(max_pinned_share * (num_pages - 1))``; a page counts once. ArgumentError, without a change, unless
-        ``0 <= start <= stop``, and if ``windows="ends"`` has dropped pages of the window before `stop`: name that number of
-        tokens in `resume_at` of the request, or pin while the request has the window. O(tokens).
-
-        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
-        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-        >>> request = EngineRequest("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-        >>> _ = manager.allocate_slots(request, 9)
-        >>> manager.pin(request), manager.pin(request, stop=4)
-        (2, 1)
-        >>> manager.free(request)
-        >>> manager.stats().num_pinned_pages, manager.unpin(request), manager.stats().num_pinned_pages
-        (2, 2, 1)
-        """
-        span = TokenSpan(start, stop)
-        with self._lock:
-            return self._span_of(request, span).pin(self.max_num_pinned_pages)
+        """The leases that are held, also by running batches, the oldest first: those of interrupted calls too. O(leases)."""
+        return tuple(list_leases(self._store))
 
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
         """Return the span of a request, with hashes up to its end if the request holds pages. Without hashes nothing hits."""
@@ -663,89 +667,71 @@ class CacheManager(KeyHolder, SlotAllocator):
         chain = self._hash_apart(request, num_hashed)
         return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, held)
 
-    def unpin(self, request: Request, start: int = 0, stop: int | None = None) -> int:
-        """Unpin once each page pinned with the content of tokens ``[start, stop)`` of a request. Returns their number.
+    # Expectations.
 
-        Pass the `start` and `stop` that were passed to `pin`. The pages are found by content, in each group: the request may be
-        freed, or another one with equal tokens and extra keys. Pages that nothing else holds go to the back of the free queue,
-        group by group, the last page first. ArgumentError unless ``0 <= start <= stop``. O(tokens): they are hashed.
+    def expect(self, request: Request, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
+        """Say in how many seconds the cached pages that lie wholly within tokens ``[start, stop)`` of a request are wanted
+        again: its own, or those that `get_computed_pages` would find. Infinity: never; None: nobody knows. Returns the number
+        of these pages.
+
+        It orders eviction and promises nothing. Pages without a prefix entry are evicted first, then those that nobody wants
+        again, then those whose return is furthest off. Times are compared by powers of two, up to 2**18 seconds, and count from
+        this call, or from the release of a held page. A page that comes later than that counts as expected in twice the time,
+        again and again; a page of which nothing is known counts as expected in twice its idle time, but is evicted before
+        others only if it is the one that the eviction policy picks. The next hit of a page, and the loss of its prefix entry,
+        end what was said of it. In a pool of which nobody says anything the order is that of the eviction policy.
+
+        For a request that waits, call it once, with the time that it is expected to wait. See also `free`. ArgumentError,
+        without a change, for seconds below 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens):
+        they are hashed; the first call O(num_pages).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=5, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> soon, late = EngineRequest("soon", [1, 2, 3, 4, 5]), EngineRequest("late", [6, 7, 8, 9, 10])
+        >>> for request in (soon, late):
+        ...     _ = manager.allocate_slots(request, 5)
+        >>> manager.free(soon, seconds=5)
+        >>> manager.free(late)
+        >>> manager.expect(late, seconds=600)
+        1
+        >>> new = manager.allocate_slots(EngineRequest("new", [11] * 12), 12)
+        >>> manager.probe(soon).num_hit_tokens, manager.probe(late).num_hit_tokens
+        (4, 0)
         """
         span = TokenSpan(start, stop)
-        num_tokens = min(read_count(request, "num_tokens"), span.stop)
-        if not self.enable_caching:
-            return 0
         with self._lock:
-            chain = self._hash_apart(request, num_tokens)
-            return span.of_request(self._store, self.coordinator.groups, chain, num_tokens).unpin()
+            return self._span_of(request, span).expect(seconds)
 
-    # Retention.
+    def expect_session(self, session_id: str, *, seconds: float | None) -> int:
+        """Say in how many seconds the pages of a session are wanted again: see `expect`. Returns the number of these pages; 0
+        for an id that is not known.
 
-    def retain(
-        self, request: Request, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
-    ) -> int:
-        """Set the eviction priority of the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns
-        the number of these pages, which are found as by `pin`.
+        Requests with the same `session_id`, and rows, are a session. A cached page belongs to the one that has cached it, or
+        used it first since it belonged to none. A page that two sessions have used, or a session and a request without one, is
+        shared until it loses its prefix entry: it belongs to none, and `expect` and `free` can only bring its return forward.
+        An id without requests, rows and pages is forgotten. ArgumentTypeError unless the id is a string. O(pages of it).
+        """
+        if session_id is None:
+            raise ArgumentTypeError("session_id: got None, allowed: a string")
+        with self._lock:
+            return self.sessions.expect(session_id, seconds)
 
-        Free pages of a priority below 50 are evicted before others, except pages without a prefix entry under a policy other
-        than LRU, and those above 50 after them; within a priority in the order in which they were freed. At 50 the eviction
-        policy decides. Retained pages are not held, can all be evicted, and have no priority in snapshots. A page keeps its
-        priority through holders and hits until a later call sets another one, `seconds` have passed (None: never), or it loses
-        its prefix entry. A free page whose priority changes or ends is queued as if freed then. Times are compared when pages
-        are taken, and in this call.
-
-        ArgumentError, without a change, if none of these pages is cached, unless the span has no tokens, if the window before
-        `stop` is gone as for `pin`, for priorities outside 0 to 100, for seconds that are not finite and above 0, and unless
-        ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens): they are hashed; with
-        `seconds` O(log(pages that have them)) more a page.
+    def close_session(self, session_id: str) -> int:
+        """Say that the pages of a session are not wanted again, which then belong to it no more. Returns their number, 0 for an
+        id that is not known. They hit until they are evicted, before those of others; to drop what they hold, call
+        `PagePool.evict_pages`. A later request with this id begins anew. Errors and cost as in `expect_session`.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-        >>> manager = CacheManager(num_pages=5, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-        >>> kept, other = EngineRequest("kept", [1, 2, 3, 4, 5]), EngineRequest("other", [6, 7, 8, 9, 10])
-        >>> for request in (kept, other):
-        ...     _ = manager.allocate_slots(request, 5)
-        >>> manager.retain(kept, stop=4, priority=80, seconds=600)
-        1
-        >>> manager.free(kept)
-        >>> manager.free(other)
-        >>> new = manager.allocate_slots(EngineRequest("new", [11] * 12), 12)
-        >>> manager.probe(kept).num_hit_tokens, manager.probe(other).num_hit_tokens
-        (4, 0)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> request = EngineRequest("turn 1", [1, 2, 3, 4, 5, 6, 7, 8, 9], session_id="chat")
+        >>> _ = manager.allocate_slots(request, 9)
+        >>> manager.free(request, seconds=30)
+        >>> manager.close_session("chat"), manager.close_session("chat")
+        (2, 0)
         """
-        span, retention = TokenSpan(start, stop), Retention(priority, seconds)
-        with self._lock:
-            return self._span_of(request, span).retain(retention)
-
-    def protect(self, requests: Iterable[Request]) -> int:
-        """Let the pages that waiting requests would hit be evicted last, and no others. Returns the number of protected pages.
-
-        Call it with the waiting requests, in the order in which they will start, whenever they have changed; `[]` ends all
-        protection. Among protected pages, those of later requests are evicted first, then later pages of a request. Protection
-        comes before a priority of `retain`, which counts again afterwards. A page loses it with its prefix entry; prefixes
-        cached later are protected by the next call. No look-up is counted. Snapshots do not have it. O(tokens).
-
-        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
-        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-        >>> manager = CacheManager(num_pages=5, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
-        >>> first = EngineRequest("first", [1, 2, 3, 4, 5])
-        >>> _ = manager.allocate_slots(first, 5)
-        >>> manager.free(first)
-        >>> waiting = EngineRequest("waiting", [1, 2, 3, 4, 9])
-        >>> manager.protect([waiting])
-        1
-        >>> _ = manager.allocate_slots(EngineRequest("other", [6] * 12), 12)
-        >>> manager.probe(waiting).num_hit_tokens, manager.protect([])
-        (4, 0)
-        """
-        listed = as_list("requests", requests, "a list of requests")
-        with self._lock:
-            hits: list[PageIds] = []
-            for request in listed:
-                query = self._read_query(request)
-                if query is not None:
-                    chain = self._hash_apart(request, query[0])
-                    hits += find_prefix(self._store, self.coordinator.groups, chain, query[0])[0]
-            return protect_pages(self._store, hits)
+        return self.expect_session(session_id, seconds=math.inf)
 
     # Events.
 
@@ -797,9 +783,12 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     # Freeing.
 
-    def free(self, request: Request, *, num_computed_tokens: int | None = None) -> None:
+    def free(self, request: Request, *, num_computed_tokens: int | None = None, seconds: float | None = None) -> None:
         """Free the pages of a request, if it holds any, the last first, so that ends of prefixes are evicted before their
         beginnings. The hashes of the request stay for its return. O(pages).
+
+        `seconds` says when pages that nothing else holds are wanted again, at the next turn of a chat for example: see
+        `expect`. None: what `expect` said of them stands.
 
         `num_computed_tokens` is for a request that was scheduled and did not run, because the step failed or the request was
         preempted: the number of its tokens that were computed, including hits. Pages that it entered in the prefix index with
@@ -807,6 +796,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
+        term = term_of(seconds)
         with self._lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = self._hashes.get(request.request_id)
@@ -817,7 +807,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             with self._naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 held = self._requests.get(request.request_id)
                 if held is not None:
-                    held.give_back(num_computed_tokens, chain, num_last_tokens, context)
+                    held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
                     del self._requests[request.request_id]
             if num_computed_tokens is not None:
                 self.page_pool._forget_evicted_names()
@@ -860,8 +850,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_free_pages=num_free_pages,
             num_held_pages=num_pages - num_free_pages,
             num_cached_pages=store.num_cached_pages,
-            num_pinned_pages=store.num_pinned_pages,
-            max_num_pinned_pages=self.max_num_pinned_pages,
+            num_leased_pages=store.num_leased_pages,
+            max_num_leased_pages=self.max_num_leased_pages,
+            num_sessions=store.num_sessions,
             usage=(num_pages - num_free_pages) / max(1, num_pages),
             queries=QueryCounts(*self.query_counters[0].counts),
             preempted_queries=QueryCounts(*self.query_counters[1].counts),
@@ -874,6 +865,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_hit_pages=num_hit_pages,
             num_lru_hit_pages=num_lru_hit_pages,
             host_tier=None if self.host_tier is None else self.host_tier.stats(),
+            expectations=ExpectationCounts.of(*store.expectations),
         )
 
     def check(self) -> None:

@@ -63,9 +63,10 @@ class Request(Protocol):
     Optional attributes: `cache_salt` (requests of different salts share no pages), `lora_id`
     (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
     objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
-    tokens), `has_vision` (if true without features, the request shares pages with no other, even one of the same id), and
+    tokens), `has_vision` (if true without features, the request shares pages with no other, even one of the same id),
     `resume_at` (up to four numbers of tokens at which other requests are likely to part, such as the end of a system prompt:
-    with ``windows="ends"`` they can resume there; read when the request gets its first pages).
+    with ``windows="ends"`` they can resume there; read when the request gets its first pages), and `session_id` (a string: the
+    session to which the pages belong that it caches, see `CacheManager.expect_session`; read at the same time).
     """
 
     @property
@@ -117,6 +118,7 @@ class EngineRequest:
     cache_salt: str | None = None
     lora_id: LoraId | None = None
     resume_at: Sequence[int] = ()
+    session_id: str | None = None
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from pagepool._core import (
     FailedLoads,
+    Lease,
     PageCopies,
-    Retention,
     RowRequest,
     RunningRows,
     StepResult,
@@ -124,6 +124,7 @@ class RunningBatch(RunningRows):
         ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
         resume_at: Sequence[int] = (),
+        session_id: str | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -139,7 +140,8 @@ class RunningBatch(RunningRows):
         known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
         number; if it is 0, since all others are cached, the row runs at once.
 
-        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`.
+        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`. Pages that the
+        row caches belong to the session `session_id`: see `CacheManager.expect_session`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -180,12 +182,15 @@ class RunningBatch(RunningRows):
             shard, _ = find_shard(self._manager.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
+        session = self._manager._hold_session(session_id) if session_id is not None else 0
         context = self._manager._hold_context(keys)
         try:
-            return request.admit(keyed, look_up, shard, context, counter)
+            return request.admit(keyed, look_up, shard, context, counter, session)
         finally:
             if context:
                 self._manager._release_context(context)
+            if session:
+                self._manager._release_session(session)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
@@ -240,35 +245,25 @@ class RunningBatch(RunningRows):
         """
         return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
-    def pin(self, row: int, start: int = 0, stop: int | None = None) -> int:
-        """Pin the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``: see `CacheManager.pin`.
-
-        Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row that is not admitted, and
-        unless ``0 <= start <= stop`` and the window before `stop` is cached; PinBudgetError, and nothing is pinned, beyond the
-        manager's budget. O(pages).
+    def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
+        """Say in how many seconds the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)`` are
+        wanted again: see `CacheManager.expect`. Returns the number of these pages. RowIndexError outside the table,
+        ArgumentError for a row that is not admitted, and as there. O(pages).
         """
-        return TokenSpan(start, stop).of_row(self, row).pin(self._manager.max_num_pinned_pages)
+        return TokenSpan(start, stop).of_row(self, row).expect(seconds)
 
-    def unpin(self, row: int, start: int = 0, stop: int | None = None) -> int:
-        """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of an admitted row: see
-        `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
+    def lease(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease:
+        """Keep the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)`` for some time: see
+        `CacheManager.lease`. RowIndexError outside the table, ArgumentError for a row that is not admitted, and errors as
+        there. O(pages).
         """
-        return TokenSpan(start, stop).of_row(self, row).unpin()
-
-    def retain(
-        self, row: int, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
-    ) -> int:
-        """Set the eviction priority of the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``:
-        see `CacheManager.retain`. Returns the number of these pages. Errors as there, and as in `pin`, without a budget.
-        O(pages); with `seconds` O(log(pages that have them)) more each.
-        """
-        return TokenSpan(start, stop).of_row(self, row).retain(Retention(priority, seconds))
+        return TokenSpan(start, stop).of_row(self, row).lease(self._manager.max_num_leased_pages, seconds)
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).
 
         IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
-        says (less one if it is pinned), the table shows the rows' pages, and `PagePool.check` passes.
+        says, the table shows the rows' pages, and `PagePool.check` passes.
         """
         check_holders(self._manager.page_pool.store, list(self._manager.coordinator.requests.values()), self)
         self._manager.page_pool.check()

@@ -293,22 +293,20 @@ REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
     "probe": lambda manager, request: manager.probe(request),
     "allocate_slots": lambda manager, request: manager.allocate_slots(request, 8),
     "cache_pages": lambda manager, request: manager.cache_pages(request, 8),
-    "pin": lambda manager, request: manager.pin(request),
-    "unpin": lambda manager, request: manager.unpin(request),
-    "retain": lambda manager, request: manager.retain(request, 0, 0),
-    "protect": lambda manager, request: manager.protect([request]),
+    "expect": lambda manager, request: manager.expect(request, seconds=1),
+    "lease": lambda manager, request: manager.lease(request, seconds=1),
     "free": lambda manager, request: manager.free(request),
     "free_page_hashes": lambda manager, request: manager.free_page_hashes(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
 READ_BY = {  # attributes of a new request, the methods that read them, and the values they may have besides ints
     "request_id": ([*REQUEST_METHODS], "hashable any"),
-    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], ""),
+    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "expect", "lease"], ""),
     "num_computed_tokens": (["allocate_slots"], ""),
-    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "list"),
+    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "expect", "lease"], "list"),
     "status": (["get_computed_pages", "get_num_common_prefix_pages"], "any"),
     "lora_id": (["get_computed_pages", "probe", "allocate_slots"], "str bytes None"),
-    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "str bytes None"),
+    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "expect", "lease"], "str bytes None"),
     "mm_features": (["get_computed_pages", "probe", "allocate_slots"], "list None"),
 }
 
@@ -404,7 +402,8 @@ use.manager.cache_pages(use.held, num_computed_tokens=<8>)
 use.manager.get_num_common_prefix_pages(use.held, num_scheduled_requests=<1>)
 use.manager.require_capacity(num_tokens=<8>)
 use.manager.free(use.held, num_computed_tokens=<8|None typed>)
-use.manager.lease(page_ids=<[1, 2]|list typed>)
+use.manager.free(use.held, seconds=<1.0|None float fraction>)
+use.manager.lease(pages=<[1, 2]|list typed>)
 use.manager.lease([<1>])
 use.manager.commit_external(use.held, num_tokens=<0>)
 use.manager.fail_external(use.held, num_valid_tokens=<0>)
@@ -412,10 +411,10 @@ use.manager.find_next_checkpoint(<use.held>)
 use.manager.find_next_checkpoint(AnyRequest(num_computed_tokens=<8>))
 use.manager.fork(<use.held>, AnyRequest("fork", range(10), num_computed_tokens=<10>))
 use.manager.fork(use.held, <AnyRequest("fork", range(10), num_computed_tokens=10)>)
-use.manager.pin(use.held, start=<0>, stop=<None|None>)
-use.manager.unpin(use.held, start=<0>, stop=<None|None>)
-use.manager.retain(use.held, start=<0>, stop=<None|None>, priority=<50>, seconds=<None|None float fraction>)
-use.manager.protect(requests=<()|list>)
+use.manager.lease(use.held, start=<0>, stop=<None|None>, seconds=<1.0|float fraction>)
+use.manager.expect(use.held, start=<0>, stop=<None|None>, seconds=<1.0|None float fraction>)
+use.manager.expect_session(session_id=<"s"|str>, seconds=<1.0|None float fraction>)
+use.manager.close_session(session_id=<"s"|str>)
 use.manager.complete_transfers(number=<1>)
 use.manager.fail_transfers(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
 use.manager.find_wrong_token(<use.held>, FAILED_LOADS)
@@ -423,7 +422,7 @@ use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
 use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
 CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
-    page_pool=<None|None>, max_pinned_share=<0.5|float>)
+    page_pool=<None|None>, max_leased_share=<0.5|float>)
 CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
 CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
 CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>)
@@ -556,9 +555,9 @@ use.batch.commit_external(row=<2>, num_tokens=<5>)
 use.batch.fail_external(row=<2>, num_valid_tokens=<5>)
 use.batch.fork(row=<0>, targets=<[1]|list typed>)
 use.batch.fork(0, [<1>])
-use.batch.pin(row=<0>, start=<0>, stop=<None|None>)
-use.batch.unpin(row=<0>, start=<0>, stop=<None|None>)
-use.batch.retain(row=<0>, start=<0>, stop=<None|None>, priority=<50>, seconds=<None|None float fraction>)
+use.batch.expect(row=<0>, start=<0>, stop=<None|None>, seconds=<1.0|None float fraction>)
+use.batch.lease(row=<0>, start=<0>, stop=<None|None>, seconds=<1.0|float fraction>)
+use.batch.release([0], seconds=[<1.0|None float fraction>])
 """
 SPEC_CALLS = """
 use_of(FullAttentionSpec(page_size=<4>, num_kv_heads=<1>, head_size=<8>, dtype=<"float16"|type dtype>,

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
+from oracle_expected import SHARED, term_of_seconds
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
-from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, stats_of_twin, transfers_of
+from twins import Side, copies_of, firsts_of, owners_of, stats_of_twin, terms_of, terms_of_twin, transfers_of
 
 import pagepool
 from pagepool._core import pack_dirty_windows
@@ -54,8 +55,8 @@ class PoolState(NamedTuple):
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
     hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: pagepool.PagePoolStats
-    pins: dict[int, int]  # of pinned pages
-    levels: dict[int, int]  # of pages with any
+    terms: dict[int, int]  # of pages with any
+    owners: dict[int, int]  # see `State`
 
 
 class BatchState(NamedTuple):
@@ -82,8 +83,8 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
         pool.stats,
-        pins_of(pool),
-        levels_of(pool),
+        terms_of(pool.store),
+        owners_of(pool.store),
     )
 
 
@@ -92,7 +93,15 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     pool = manager.page_pool
     stats = stats_of_twin(pool)
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
-    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins), levels_of_twin(pool))
+    return PoolState(
+        pool.ref_counts[1:],
+        pool.free_page_ids(),
+        entries,
+        {},
+        stats,
+        terms_of_twin(pool),
+        firsts_of(pool.expected.owner, SHARED),
+    )
 
 
 # --- common parts -------------------------------------------------------------------------------------------
@@ -127,29 +136,15 @@ class Rows(Side):
         request.num_computed_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         return num_tokens
 
-    def pin_neighbour(self, request_id: str, *span: int | None) -> int:
-        return self.manager.pin(self.neighbours[request_id], *span)
+    def expect_neighbour(self, request_id: str, *span: int | None, seconds: Any) -> int:
+        return self.manager.expect(self.neighbours[request_id], *span, seconds=seconds)
 
-    def unpin_tokens(self, token_ids: list[int], attributes: dict[str, Any], *span: int | None) -> int:
-        """Unpin by a request that holds nothing."""
-        request = Request("unpins", token_ids, **attributes)
-        num_pages = self.manager.unpin(request, *span)
+    def expect_prompt(self, token_ids: list[int], attributes: dict[str, Any], seconds: Any) -> int:
+        """Say when what a request would hit is wanted, which holds nothing."""
+        request = Request("waits", token_ids, **attributes)
+        num_pages = self.manager.expect(request, seconds=seconds)
         self.manager.free_page_hashes(request)
         return num_pages
-
-    def retain_neighbour(self, request_id: str, *span: int | None, **options: Any) -> int:
-        return self.manager.retain(self.neighbours[request_id], *span, **options)
-
-    def protect(self, prompts: list[tuple[list[int], dict[str, Any]]]) -> int:
-        """Protect what requests would hit that hold nothing."""
-        requests = [Request(f"waits {i}", token_ids, **attributes) for i, (token_ids, attributes) in enumerate(prompts)]
-        num_pages = self.manager.protect(requests)
-        for request in requests:
-            self.manager.free_page_hashes(request)
-        return num_pages
-
-
-# --- row by row ---------------------------------------------------------------------------------------------
 
 
 class OracleRows(Rows):
@@ -345,24 +340,23 @@ class OracleRows(Rows):
         self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
         self._show(row)
 
-    # pins
+    # expectations, and leases of spans
 
-    def pin(self, row: int, *span: int | None) -> int:
-        return self.manager.pin(self.requests[row], *span)
+    def expect(self, row: int, *span: int | None, seconds: Any) -> int:
+        return self.manager.expect(self.requests[row], *span, seconds=seconds)
 
-    def unpin(self, row: int, *span: int | None) -> int:
-        return self.manager.unpin(self.requests[row], *span)
-
-    def retain(self, row: int, *span: int | None, **options: Any) -> int:
-        return self.manager.retain(self.requests[row], *span, **options)
+    def lease_span(self, row: int, *span: int | None, seconds: Any) -> list[int]:
+        return self.manager.lease_span(self.requests[row], *span, seconds=seconds)
 
     def find_next_checkpoint(self, rows: list[int]) -> list[int]:
         return [self.manager.find_next_checkpoint(self.requests[row]) for row in rows]
 
     # release and moves
 
-    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
-        self.manager.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)))
+    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None, seconds: Any = None) -> None:
+        terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds]))
+        terms = terms if isinstance(seconds, list) else terms * len(rows)
+        self.manager.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)), terms)
         for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
@@ -551,9 +545,9 @@ class BatchRows(Rows):
         self.named = set(rows)
         self.batch.trim(self._formed(rows), self._formed(num_tokens))
 
-    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
+    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None, seconds: Any = None) -> None:
         self.named = set(rows)
-        self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
+        self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens), seconds)
 
     def list_external(self) -> list[int]:
         return self.batch.num_external_tokens.tolist()
@@ -569,14 +563,11 @@ class BatchRows(Rows):
     def lease(self, page_ids: list[int]) -> None:
         self.manager.lease(self._formed(page_ids))
 
-    def pin(self, row: int, *span: int | None) -> int:
-        return self.batch.pin(row, *span)
+    def expect(self, row: int, *span: int | None, seconds: Any) -> int:
+        return self.batch.expect(row, *span, seconds=seconds)
 
-    def unpin(self, row: int, *span: int | None) -> int:
-        return self.batch.unpin(row, *span)
-
-    def retain(self, row: int, *span: int | None, **options: Any) -> int:
-        return self.batch.retain(row, *span, **options)
+    def lease_span(self, row: int, *span: int | None, seconds: Any) -> list[int]:
+        return self.batch.lease(row, *span, seconds=seconds).page_ids
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.batch.take_copies())

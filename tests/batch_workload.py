@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from batch_model import Grown
-from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span
+from features import PLAIN, Actions, Features, Workload, random_seconds, random_span
 from settings import Setting
 from twin_engine import Feature
 from twins import Twins
@@ -36,7 +36,6 @@ class BatchWorkload(Workload):
         self.preempted: deque[Prompt] = deque(maxlen=4)
         self.refused: dict[int, tuple[list[int], dict[str, Any], bool]] = {}  # by row
         self.histories: deque[Prompt] = deque(maxlen=NUM_REMEMBERED)
-        self.pinned: deque[tuple[list[int], dict[str, Any], Span]] = deque(maxlen=NUM_REMEMBERED)
         self._names = (f"neighbour{number}" for number in itertools.count())
         self.actions = self._weighted_actions()
 
@@ -114,6 +113,7 @@ class BatchWorkload(Workload):
     def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
         """Admit, or keep a refused request: the same objects in the same row are recognised at the next try."""
         options = self._admission_options(len(token_ids))
+        options |= self.draw_session()
         if self.twins.call("admit", row, token_ids, **attributes, **options, is_preempted=is_preempted) is None:
             self.refused[row] = token_ids, attributes, is_preempted
             return False
@@ -308,6 +308,9 @@ class BatchWorkload(Workload):
         nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
         if self.rng.random() < 0.4:
             self.twins.call("release", rows, [self.rng.randint(max(0, num - 9), num) for num in nums_computed])
+        elif self.features.expectations:
+            seconds = [random_seconds(self.rng) for _ in rows]
+            self.twins.call("release", rows, None, seconds if self.rng.random() < 0.8 else random_seconds(self.rng))
         else:
             self.twins.call("release", rows)
 
@@ -317,7 +320,7 @@ class BatchWorkload(Workload):
         token_ids = list(self.model.requests[row].all_token_ids)
         if token_ids:
             self.preempted.append((token_ids, self.attributes[row]))
-        self.twins.call("release", [row])
+        self.twins.call("release", [row], None, self.draw_seconds().get("seconds"))
 
     def _remember(self, rows: list[int]) -> None:
         for row in rows if self.features.states else ():
@@ -343,7 +346,7 @@ class BatchWorkload(Workload):
         """Run a request through the manager, which caches for rows and hits their pages."""
         if len(self.twins.live_request_ids) < MAX_NEIGHBOURS:
             name, (token_ids, attributes) = next(self._names), self._new_request()
-            if self.twins.call("start_neighbour", name, token_ids, **attributes) is not None:
+            if self.twins.call("start_neighbour", name, token_ids, **attributes | self.draw_session()) is not None:
                 self.twins.live_request_ids[name] = None
 
     def finish_neighbour(self) -> None:
@@ -388,45 +391,27 @@ class BatchWorkload(Workload):
             wrong = ((row, [row]), (row, []), (row, [target, target]), (row, [self.rng.choice(rows)]), (target, [target]))
             self.twins.call("fork", *self.rng.choice(wrong))
 
-    # pins and levels
+    # expectations, and leases of spans
 
-    def pin(self) -> None:
+    def expect(self) -> None:
+        """Say when pages of a row are wanted, or of a request beside the rows, or of one that waits."""
+        rows, name, seconds = self.rows() + self.pending(), self.neighbour(), random_seconds(self.rng)
+        if self.rng.random() < 0.3:
+            self.twins.call("expect_prompt", *self._new_request(), seconds)
+        elif name is not None and self.rng.random() < 0.3:
+            span = random_span(self.rng, self.model.neighbours[name].num_tokens)
+            self.twins.call("expect_neighbour", name, *span, seconds=seconds)
+        elif rows:
+            row = self.rng.choice(rows)
+            self.twins.call("expect", row, *random_span(self.rng, self.num_tokens(row)), seconds=seconds)
+
+    def lease_span(self) -> None:
+        """Lease pages of a row, for a moment or long."""
         rows = self.rows() + self.pending()
         if rows:
             row = self.rng.choice(rows)
             span = random_span(self.rng, self.num_tokens(row))
-            if self.twins.call("pin", row, *span):
-                self.pinned.append((list(self.model.requests[row].all_token_ids), self.attributes[row], span))
-
-    def pin_neighbour(self) -> None:
-        self._call_for_neighbour("pin_neighbour")
-
-    def _call_for_neighbour(self, call: str, **options: Any) -> None:
-        """Make a call for some tokens of a request beside the rows."""
-        name = self.neighbour()
-        if name is not None:
-            self.twins.call(call, name, *random_span(self.rng, self.model.neighbours[name].num_tokens), **options)
-
-    def unpin(self) -> None:
-        """Unpin by what was pinned, as it was then, or by any row."""
-        if self.pinned and self.rng.random() < 0.6:
-            token_ids, attributes, span = self.rng.choice(self.pinned)
-            self.twins.call("unpin_tokens", token_ids, attributes, *span)
-        elif self.rows():
-            row = self.rng.choice(self.rows())
-            self.twins.call("unpin", row, *random_span(self.rng, self.num_tokens(row)))
-
-    def retain(self) -> None:
-        rows = self.rows() + self.pending()
-        if rows:
-            row = self.rng.choice(rows)
-            self.twins.call("retain", row, *random_span(self.rng, self.num_tokens(row)), **random_retention(self.rng))
-
-    def retain_neighbour(self) -> None:
-        self._call_for_neighbour("retain_neighbour", **random_retention(self.rng))
-
-    def protect(self) -> None:
-        self.twins.call("protect", [self._new_request() for _ in range(self.rng.choice((0, 1, 2, 4)))])
+            self.twins.call("lease_span", row, *span, seconds=self.rng.choice((0, 0.1, 1, 30, 1e9)))
 
     # tokens from elsewhere, and from the tier
 

@@ -68,7 +68,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 
 EVICTION = ("lru", "adaptive")
-FEATURES = "tier", "external", "swaps", "forks", "leases", "pins", "snapshots"
+FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -188,6 +188,8 @@ class Simulation:
         num_final_tokens = rng.randint(len(tokens), most)
         name = next(self._names) if rng.random() < 0.8 else self._reuse_name()
         job = Job(name, tokens, num_final_tokens, self.histories)
+        if "expectations" in self.features:
+            job.session_id = self.rng.choice(("a", "b", None))
         if rng.random() < 0.35:
             self._make_special(job)
         if self.setting.windows is not None and rng.random() < 0.3:
@@ -609,11 +611,11 @@ class Simulation:
             "swaps": [(self.swap, 0.4)],
             "forks": [(self.fork, 0.25)],
             "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
-            "pins": [
-                (lambda: holds.with_any(holds.pin), 0.1),
-                (lambda: holds.with_any(holds.unpin), 0.15),
-                (lambda: holds.with_any(holds.retain), 0.1),
-                (holds.protect, 0.05),
+            "expectations": [
+                (lambda: holds.with_any(holds.lease_span), 0.1),
+                (lambda: holds.with_any(holds.expect), 0.2),
+                (holds.expect_session, 0.05),
+                (holds.wait, 0.3),
             ],
             "snapshots": [(self.save, 0.05), (self.restore, 0.01)],
         }
@@ -709,16 +711,16 @@ class Simulation:
         """Take a snapshot, including the contents of the device."""
         self.world.settle()
         self.end_transfers(are_all=True)
-        cells, index, pins = self.device.cells.copy(), self.books.index.copy(), self.books.pins.copy()
-        num_held = sum(num > (page_id in pins) for page_id, num in self.books.holders.items())
-        self.saved = self.manager.page_pool.snapshot(), cells, index, pins, num_held
+        num_held = sum(num > 0 for num in self.books.holders.values())
+        cells, index = self.device.cells.copy(), self.books.index.copy()
+        self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
         self.counts["calls"] += 1
 
     def restore(self) -> None:
         """Start again from the last snapshot: no page is held, and all requests wait."""
         if self.saved is None:
             return
-        snapshot, cells, index, pins, num_held = self.saved
+        snapshot, cells, index, num_held = self.saved
         for job in self.jobs:
             self.waiting.append(job.front.leave(job, None, 0))
         for job in self.waiting:
@@ -727,7 +729,7 @@ class Simulation:
         require(pool.release_all_held() == num_held, "pages held in a snapshot", num_held)
         self._open(pool)
         self.device.cells[:] = cells
-        self.books.restore(index, pins)
+        self.books.restore(index)
         self.counts["restored pools"] += 1
         self.audit()
 

@@ -5,6 +5,7 @@ What a step will compute is a `Work`. A step that is not run is taken back entry
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -52,6 +53,11 @@ class World:
     def jobs(self) -> list[Job]:
         """Return the jobs that hold pages."""
         return [job for front in self.fronts for job in front.jobs.values()]
+
+    def draw_seconds(self) -> float | None:
+        """Return when pages are wanted. Those that are never are not saved in a tier."""
+        never = None if "tier" in self.features else math.inf
+        return self.rng.choice((None, never, 0, 2, 60, 2.0 ** self.rng.uniform(0, 17)))
 
     def take_moves(self) -> None:
         """Take the transfers and copies that are due; they are made before the step that is being scheduled."""
@@ -188,6 +194,12 @@ class Front(ABC):
         target.all_token_ids[num_kept:] = self.rng.choices(VOCABULARY, k=job.num_tokens - num_kept)
         target.share_serial(job)
         return target
+
+    def draw_seconds(self) -> float | None:
+        """Return when what a job leaves is wanted, if that is said."""
+        if "expectations" not in self.world.features:
+            return None
+        return self.world.draw_seconds()
 
     def free_rows(self) -> list[int]:
         return [row for row in range(NUM_ROWS) if row not in self.jobs]
@@ -512,7 +524,7 @@ class ManagerFront(Front):
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
         if num_computed_tokens is None:
-            self.call("free", self.manager, job)
+            self.call("free", self.manager, job, seconds=self.draw_seconds())
         else:
             self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
         self.tables.clear_row(job.row)
@@ -578,6 +590,8 @@ class BatchFront(Front):
             options |= {"cache_salt": job.cache_salt, "lora_id": job.lora_id, "mm_features": job.mm_features}
         if job.resume_at:
             options["resume_at"] = job.resume_at
+        if job.session_id is not None:
+            options["session_id"] = job.session_id
         if rng.random() < 0.4:
             options["num_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.3:
@@ -729,7 +743,7 @@ class BatchFront(Front):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
                     return True
                 first = 0 if group.kind == "mamba" else work.start // group.page_size
-                if any(self.books.holders[page_id] - (page_id in self.books.pins) > 1 for page_id in pages[first:]):
+                if any(self.books.holders[page_id] > 1 for page_id in pages[first:]):
                     return True
         return False
 
@@ -751,7 +765,7 @@ class BatchFront(Front):
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
         num_last_tokens = int(self.batch.num_computed_tokens[job.row])
         if num_computed_tokens is None:
-            self.call("release", self.batch, [job.row])
+            self.call("release", self.batch, [job.row], None, self.draw_seconds())
         else:
             self.call("release", self.batch, [job.row], [num_computed_tokens])
         return self.leave(job, num_computed_tokens, num_last_tokens)

@@ -1,8 +1,7 @@
-"""What keeps pages in the simulation besides requests: leases of transfers that send them, and pins; and priorities."""
+"""What keeps pages in the simulation besides requests: leases of transfers that send them, and of spans; and expectations."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -15,13 +14,12 @@ from contents_fronts import BatchFront, World
 from contents_index import NULL_PAGE
 from contents_request import Job
 
-from pagepool._core import copy_records
-from pagepool.errors import ArgumentError, PinBudgetError
+from pagepool.errors import ArgumentError, LeaseBudgetError
 
 Span = tuple[int, int | None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Leased:
     """A lease, and what it found in those slots that were computed."""
 
@@ -31,12 +29,14 @@ class Leased:
 
 
 class Holds:
-    """The leases, pins and priorities of one pool."""
+    """The leases of one pool, and when its pages are wanted."""
 
     def __init__(self, world: World) -> None:
         self.world, self.books, self.device = world, world.books, world.device
         self.rng: Random = world.rng
         self.leases: list[Leased] = []
+        self.time = 1000.0
+        world.manager.page_pool.store.set_time(self.time)
 
     # Leases.
 
@@ -66,21 +66,21 @@ class Holds:
         """Release a lease. What it found is there still, except where a step has failed."""
         if not self.leases:
             return
-        leased = self.leases.pop(self.rng.randrange(len(self.leases)))
+        leased = self.rng.choice(self.leases)
+        self.world.call("release", leased.lease)
+        self._end(leased)
+
+    def _end(self, leased: Leased) -> None:
+        """A lease has just ended."""
+        self.leases.remove(leased)
         page_ids = leased.lease.page_ids
         is_same = (self.device.cells[page_ids] == leased.cells) | self._is_garbage(page_ids)
         require(bool((is_same | ~leased.is_known).all()), "a leased page was written", leased.lease)
-        self.world.call("release", leased.lease)
         for page_id in page_ids:
             self.books.let_go(page_id)
         self.world.counts["leases"] += 1
 
-    # Pins.
-
-    def read_pins(self) -> Counter[int]:
-        """Return how often each page is pinned."""
-        pins = copy_records(self.world.manager.page_pool.store, "pins")["pins"].tolist()
-        return Counter({page_id: num for page_id, num in enumerate(pins) if num})
+    # Leases of spans, and expectations. The clock stands until the simulation lets it go on.
 
     def with_any(self, action: Callable[[Job, Span, set[Content]], None]) -> None:
         """Do something with a span of a job that runs or waits."""
@@ -89,53 +89,54 @@ class Holds:
             job = self.rng.choice(jobs)
             action(job, *self._draw_span(job))
 
-    def pin(self, job: Job, span: Span, cached: set[Content]) -> None:
-        """Pin what a job holds, or would hit."""
+    def lease_span(self, job: Job, span: Span, cached: set[Content]) -> None:
+        """Lease what a job holds, or would hit, for a moment or for long."""
         own = self._list_own(job, cached)
-        before = self.read_pins()
-        require(before == self.books.pins, "pins", before, self.books.pins)
+        num_before, most = self.world.manager.stats().num_leased_pages, self.world.manager.max_num_leased_pages
+        self.world.settle()
         try:
-            num_pinned = self._call("pin", job, span)
-        except PinBudgetError:
-            require(self.read_pins() == before, "a call that was refused has pinned", job)
-            most = self.world.manager.max_num_pinned_pages
-            num_fresh = len(set(own) - before.keys())
-            is_over = len(before) + num_fresh > most or self.books.has_state or not job.pages
-            is_over |= self.books.setting.windows is not None and span[1] is not None  # pages that left the window are pinned
-            require(is_over, "refused, and there is room for pins", job, num_fresh)
+            lease = self._call("lease", job, span, seconds=self.rng.choice((1, 30, 1e6)))
+        except LeaseBudgetError:
+            is_over = num_before + len(own) > most or self.books.has_state or not job.pages
+            is_over |= self.books.setting.windows is not None and span[1] is not None  # pages that left the window are leased
+            require(is_over, "refused, and there is room for leases", job, own)
             return
         except ArgumentError:
-            require(self.read_pins() == before, "a call that was refused has pinned", job)
             self._require_gone(job, span)
             return
-        self.books.pins = self.read_pins()
-        gained = self.books.pins - before
-        require(gained.total() == num_pinned, "the number of pins", gained, num_pinned)
-        for page_id in gained:
+        for page_id in lease.page_ids:
             content = self.books.index.content_of(page_id)
-            require(content in cached, "a page of others is pinned", job, page_id, content)
-            self.books.holders[page_id] += page_id not in before
-        require(set(own) <= gained.keys(), "a page is not pinned", job, own, gained)
-        self.world.counts["pages pinned"] += num_pinned
+            require(content in cached, "a page of others is leased", job, page_id, content)
+        require(set(own) <= set(lease.page_ids), "a page is not leased", job, own, lease)
+        self.books.holders.update(lease.page_ids)
+        cells = self.device.cells[lease.page_ids]
+        self.leases.append(Leased(lease, cells, np.ones_like(cells, dtype=bool) & ~self._is_garbage(lease.page_ids)))
+        self.world.counts["pages leased"] += len(lease)
 
-    def unpin(self, job: Job, span: Span, cached: set[Content]) -> None:
-        """Take a pin back of each content of a job, which may not be the one that pinned."""
-        before = self.books.pins.copy()
-        num_unpinned = self._call("unpin", job, span)
-        self._lose_pins(before - self.read_pins())
-        pinned = {self.books.index.content_of(page_id) for page_id in before}
-        require(num_unpinned == len(pinned & cached), "the number of pins taken back", job, num_unpinned)
-        self.world.counts["pages unpinned"] += num_unpinned
+    def expect(self, job: Job, span: Span, cached: set[Content]) -> None:
+        """Say when the cached pages of a job are wanted."""
+        num_pages = self._call("expect", job, span, seconds=self.world.draw_seconds())
+        num_own = len(self._list_own(job, cached))
+        require(num_pages >= num_own, "a page is not expected", job, num_pages, num_own)
+        self.world.counts["pages expected"] += num_pages
 
-    def unpin_all(self) -> None:
-        self.world.call("unpin_all", self.world.manager.page_pool)
-        self._lose_pins(self.books.pins.copy())
+    def expect_session(self) -> None:
+        """Say when the pages of a session are wanted, or that they are not."""
+        name = self.rng.choice(("expect_session", "close_session"))
+        name = "expect_session" if "tier" in self.world.features else name
+        options = {"seconds": self.world.draw_seconds()} if name == "expect_session" else {}
+        num_pages = self.world.call(name, self.world.manager, self.rng.choice(("a", "b", "unknown")), **options)
+        self.world.counts["pages of sessions"] += num_pages
 
-    def _lose_pins(self, lost: Counter[int]) -> None:
-        self.books.pins -= lost
-        for page_id in lost:
-            if page_id not in self.books.pins:
-                self.books.let_go(page_id)
+    def wait(self) -> None:
+        """Let the clock go on. Leases of spans that are over are checked, and end."""
+        self.time += self.rng.choice((0.5, 20, 2.0 ** self.rng.uniform(0, 6 if "tier" in self.world.features else 16)))
+        leases = [leased for leased in self.leases if leased.lease.is_held]
+        self.world.manager.page_pool.store.set_time(self.time)
+        for leased in leases:
+            if not leased.lease.is_held:
+                self._end(leased)
+                self.world.counts["leases that are over"] += 1
 
     def _draw_span(self, job: Job) -> tuple[Span, set[Content]]:
         """Return a span of the known tokens of a job, with the contents of the pages within it."""
@@ -161,33 +162,12 @@ class Holds:
         """Return the pages of a job that are cached with these contents."""
         return [page_id for pages in job.pages for page_id in pages if self.books.index.content_of(page_id) in contents]
 
-    def _call(self, name: str, job: Job, span: Span, **options: Any) -> int:
+    def _call(self, name: str, job: Job, span: Span, **options: Any) -> Any:
         if isinstance(job.front, BatchFront):
-            return int(self.world.call(name, job.front.batch, job.row, *span, **options))
-        return int(self.world.call(name, self.world.manager, job, *span, **options))
-
-    # Priorities.
-
-    def retain(self, job: Job, span: Span, cached: set[Content]) -> None:
-        """Give the cached pages of a job a priority, for a moment, for long or for good."""
-        options = {"priority": self.rng.randint(0, 100), "seconds": self.rng.choice((None, 1e-9, 1e6))}
-        try:
-            num_pages = self._call("retain", job, span, **options)
-        except ArgumentError:
-            num_pages = 0
-        num_own = len(self._list_own(job, cached))
-        if num_pages < num_own:
-            require(num_pages == 0, "a page is not retained", job, num_pages, num_own)
-            self._require_gone(job, span)
-        self.world.counts["pages retained"] += num_pages
-
-    def protect(self) -> None:
-        """Protect what waiting jobs would hit, or nothing."""
-        jobs = self.world.waiting if self.rng.random() < 0.8 else []
-        self.world.counts["pages protected"] += self.world.call("protect", self.world.manager, jobs)
+            return self.world.call(name, job.front.batch, job.row, *span, **options)
+        return self.world.call(name, self.world.manager, job, *span, **options)
 
     def clear(self) -> None:
-        """End all leases and pins."""
+        """End all leases."""
         while self.leases:
             self.end_lease()
-        self.unpin_all()

@@ -82,7 +82,6 @@ class Books:
         self.groups: Sequence[Group] = setting.groups
         self.num_pages = num_pages
         self.holders: Counter[int] = Counter()
-        self.pins: Counter[int] = Counter()
         self.index = Index()
         self.kept: set[int] = set()  # cached pages that must stay when they leave a window, at least
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
@@ -309,17 +308,15 @@ class Books:
                 self.tier.note_save(page_id, content)
 
     def drop(self, page_id: int) -> None:
-        """Drop an entry, and with it the pins of its page."""
+        """Drop an entry."""
         self.index.drop(page_id)
         self.kept.discard(page_id)
         if self.tier is not None:
             self.tier.forget(page_id)
-        if self.pins.pop(page_id, 0):
-            self.let_go(page_id)
 
     def _keep(self, job: Job, group_id: int, page: int) -> None:
         """Record that a page must stay cached, if a request needs it which resumes at a boundary of a job, or up to the slack
-        before. Junctions, ends of answers and pins may keep more.
+        before. Junctions, ends of answers and leases may keep more.
         """
         group, page_id = self.groups[group_id], job.pages[group_id][page]
         if self.setting.windows is None or not group.span or page_id not in self.index.entries:
@@ -500,9 +497,9 @@ class Books:
         if self.tier is not None:
             self.tier.reset()
 
-    def restore(self, index: Index, pins: Counter[int]) -> None:
+    def restore(self, index: Index) -> None:
         """Record what a pool has that was restored; a tier is empty then."""
-        self.index, self.pins, self.holders = index.copy(), pins.copy(), Counter(pins.keys())
+        self.index, self.holders = index.copy(), Counter()
         if self.tier is not None:
             self.tier.keys = {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
 

@@ -27,6 +27,7 @@ class Job:
     lora_id: Any = None
     cache_salt: str | None = None
     resume_at: Sequence[int] = ()
+    session_id: str | None = None
     num_computed_tokens: int = 0
     status: int = WAITING
 

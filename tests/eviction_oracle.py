@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from oracle_pool import NORMAL, NULL_PAGE
+from oracle_pool import NULL_PAGE
 
 if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds, Ranking
@@ -127,9 +127,9 @@ class Adaptive:
     # the queue
 
     def pages_in(self, part: int, shard: range | None = None) -> PageIds:
-        """List the free pages without a level in a part (of a shard)."""
-        pages = self.pool.pages_at(range(NORMAL, NORMAL + 1), shard)
-        return [page for page in pages if self.marks[page].part == part]
+        """List the free pages without a term in a part (of a shard)."""
+        terms = self.pool.expected.terms
+        return [page for page in self.pool.free_in(shard) if self.marks[page].part == part and page not in terms]
 
     def order(self) -> PageIds:
         return [page for part in (BLANK, NEW, AGAIN, LATE) for page in self.pages_in(part)]
@@ -159,6 +159,7 @@ class Adaptive:
 
     def _queue_again(self, page: int) -> None:
         self.pool.free_queue.move_to_end(page)
+        self.pool.expected.stamps[page] = self.pool.expected.now
         self.note_queued(page)
 
     def is_blank(self, page: int) -> bool:
@@ -176,13 +177,6 @@ class Adaptive:
         """A page is about to be freed that no hit can need."""
         if self.pool.ref_counts[page] == 1:
             self.counts["useless pages"] += 1
-            self.marks[page] = Mark(BLANK)
-
-    def forget_all(self) -> None:
-        """All pages are free, and lose their entries: they are blank."""
-        for page in self.pool.free_queue:
-            if self.marks[page].part != BLANK:
-                self.note_loss(self.marks[page])
             self.marks[page] = Mark(BLANK)
 
     def note_taken(self, page: int) -> None:

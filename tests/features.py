@@ -6,6 +6,7 @@ A workload is given its features, so that each can meet each other.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from oracle import NULL_PAGE, PagesByGroup
+from oracle_expected import START
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import NUM_FAMILIES, VOCABULARY, Feature, Request
@@ -29,8 +31,7 @@ class Features:
 
     states: bool = False  # chunks end where checkpoints can be made, and conversations come back, so that these are hit
     forks: bool = False
-    pins: bool = False
-    retention: bool = False  # pages have priorities, and those of prompts that wait are protected
+    expectations: bool = False  # when pages are wanted, and leases of spans; the clock goes on
     external: bool = False  # requests wait for tokens from elsewhere, and there are leases of pages
     tier: bool = False  # transfers are taken in time or not, end late, in any order, and fail
     dedupe: bool = False  # rows come to share equal pages
@@ -67,14 +68,10 @@ def random_span(rng: Random, num_tokens: int) -> Span:
     return rng.choice(((), (), (start,), (start, stop), (start, stop), rng.choice(((-1,), (3, 2), (start, stop)))))
 
 
-def random_retention(rng: Random) -> dict[str, Any]:
-    """Return a priority, for good, for a moment or for long; sometimes what is refused."""
-    retention: dict[str, Any] = {"priority": rng.choice((0, 1, 49, 50, 51, 99, 100, rng.randint(0, 100)))}
-    if rng.random() < 0.6:
-        retention["seconds"] = rng.choice((1e-9, 1e-9, 1e6, 1e300))
-    if rng.random() < 0.05:
-        retention |= rng.choice(({"priority": -1}, {"priority": 101}, {"seconds": 0.0}, {"seconds": float("inf")}))
-    return retention
+def random_seconds(rng: Random) -> float | None:
+    """Return when something is wanted: soon, mostly, or late, never, nobody knows; sometimes what is refused."""
+    seconds = rng.choice((None, math.inf, 0, 1, rng.randint(0, 20), 2.0 ** rng.uniform(0, 8), 2.0 ** rng.uniform(0, 20)))
+    return seconds if rng.random() < 0.97 else rng.choice((-1, math.nan, -math.inf))
 
 
 def draw_placement(rng: Random, num_shards: int | None) -> dict[str, Any]:
@@ -124,6 +121,8 @@ class Workload(Driver):
         num_families = NUM_FAMILIES * (1 + features.tier)  # so that more is evicted that is used again
         self.families = [self._tokens(self.max_tokens) for _ in range(num_families)]
         self.in_flight: list[Taken] = []  # transfers
+        self.time = START
+        self.twins.call("set_time", self.time)
 
     def _with_features(self, actions: Actions) -> Actions:
         """Add the actions that the features ask for; with a tier, what empties it is rare."""
@@ -189,13 +188,36 @@ class Workload(Driver):
                 self.end_transfers()
         if self.features.copies and self.rng.random() < 0.7:
             self.take_copies()
-        if self.features.pins and self.rng.random() < 0.7:
-            self.unpin_all()
-        while self.features.external and self.twins.call("count_leases") and self.rng.random() < 0.95:
+        has_leases = self.features.external or self.features.expectations
+        while has_leases and self.twins.call("count_leases") and self.rng.random() < 0.95:
             self.end_lease()
 
-    def unpin_all(self) -> None:
-        self.twins.call("unpin_all")
+    # expectations
+
+    def draw_seconds(self) -> dict[str, Any]:
+        """Return when the pages that go back are wanted, if that is said."""
+        seconds = random_seconds(self.rng) if self.features.expectations else None
+        return {"seconds": seconds} if seconds is not None and seconds >= 0 else {}
+
+    def draw_session(self) -> dict[str, Any]:
+        """Return the session of a request, if it has any."""
+        if not self.features.expectations or self.rng.random() < 0.3:
+            return {}
+        return {"session_id": self.rng.choice(("a", "a", "b", "c", f"rare {self.rng.randint(0, 99)}"))}
+
+    def expect_session(self) -> None:
+        seconds = self.rng.choice((math.inf, math.inf, None, 1, 100.0, -1))
+        self.twins.call("expect_session", self.rng.choice(("a", "b", "c", "unknown")), seconds=seconds)
+
+    def wait(self) -> None:
+        """Let the clock go on, a moment or long."""
+        self.time += self.rng.choice((1, 8, self.rng.randint(1, 200), int(2.0 ** self.rng.uniform(4, 20))))
+        self.twins.call("set_time", self.time)
+
+    def extend_lease(self) -> None:
+        num_leases = self.twins.call("count_leases")
+        if num_leases:
+            self.twins.call("extend_lease", self.rng.randrange(num_leases), self.rng.choice((0, 1, 100)))
 
     # leases
 
@@ -274,8 +296,7 @@ ACTIONS = {
     "copies": {"take_copies": 2},
     "states": {"chunk": 6, "find_checkpoints": 0.3},
     "forks": {"fork": 2, "misuse_fork": 0.2},
-    "pins": {"pin": 4, "pin_neighbour": 1, "unpin": 3, "unpin_all": 0.1},
-    "retention": {"retain": 4, "retain_neighbour": 1, "protect": 2},
+    "expectations": {"expect": 5, "expect_session": 2, "wait": 6, "lease_span": 1, "extend_lease": 0.2, "end_lease": 0.5},
     "external": {"commit": 3, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
     "tier": {"take_transfers": 1, "end_transfers": 2, "end_step": 1, "misuse_transfers": 0.2},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ def kind_of_saved(world: World) -> Any:
 
 
 SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
-SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "kept", "pins")
+SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "kept")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
     *(lambda _, values: values,) * 8,
     *(flip, flip),
@@ -242,7 +243,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "held target": live(_core.RequestPages),
     "interval": constant(0, 0, 0, 4),
     "lease_pages.page_ids": one_of(held_or_hit_ids, ids),
-    "leases": lambda world: {},
     "find_prefix.ids load_prefix.ids": constant((0, None), (0, None), (3, 9)),
     "min_uses": constant(1, 1, 2),
     "num_tier_pages": constant(4, 12),
@@ -253,11 +253,11 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "failed": live(_core.FailedLoads),
     "failed_loads failed_saves": constant((), (), [0]),
     "targets": constant([1], [2], [3], [1, 2], [0]),
-    "retention": live(_core.Retention),
-    "lists": some(live(_core.PageIds)),
-    "priority": constant(0, 49, 50, 51, 100, 101, -1),
-    "seconds": constant(None, 1e-9, 1.0, 1e300, 0.0, "1"),
-    "max_num_pinned": constant(20, 20, 2, 0),
+    "seconds": constant(None, 1.0, 100.0, 1e300, 0.0, math.inf, "1"),
+    "max_num_leased": constant(20, 20, 2, 0),
+    "term": constant(0, 0, 1, 18, 19, 20),
+    "session_id": constant(None, "a", "a", "b", 7),
+    "session hold.number release.number": constant(0, 0, 1, 2),
     "stop_token": constant(None, None, 8),
     "groups_of_rows": rules_by_group,
     "hash_page_size": constant(4, 4, 2, 0),

@@ -27,7 +27,7 @@ CONSTRUCTORS = {
     "CacheGroups": "groups_of_model",
     "RequestPages": "store cache_groups max_num_tokens",
     "TokenSpan": "first_token stop_token",
-    "Retention": "priority seconds",
+    "PageSessions": "store",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool eviction",
     "PageTier": "store num_tier_pages eviction flag min_uses",

@@ -143,7 +143,7 @@ class World:
             self.recipes[id(request)] = store, groups
         requests[0].allocate(self.source.pick((0, 4, 9)), chain=chain, num_tokens_to_cache=4 * store.enable_caching)
         spans = [_core.TokenSpan(), _core.TokenSpan().of_request(store, groups, chain, 12)]
-        for value in (groups, *requests, *spans, _core.Retention(60, 1.0)):
+        for value in (groups, *requests, *spans, _core.PageSessions(store)):
             self.keep(value)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
@@ -308,7 +308,7 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
     "PageTier": (_core.PageStore(8), 4),
     "TokenSpan": (),
-    "Retention": (60,),
+    "PageSessions": (_core.PageStore(8),),
     "RowRequest": (
         _core.RunningRows(_core.PageStore(8), [_core.TableRows(2, 8)], [(_core.PageRules(4), 0, 1)], 32, 4, bytes(16), 0),
         0,

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from oracle_expected import SECOND, UNKNOWN, term_of_seconds
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
 from oracle_states import OracleStates
@@ -135,6 +136,12 @@ class OracleLease:
 
     manager: OracleManager
     page_ids: PageIds
+    end: int | None = None  # of a lease of a span
+
+    def extend(self, seconds: float) -> None:
+        if self.end is None or not 0 < seconds < float("inf"):
+            raise ValueError("no end, or no time")
+        self.end = self.manager.page_pool.expected.now + math.ceil(seconds * SECOND)
 
     def release(self) -> None:
         self.manager.leases.remove(self)
@@ -152,7 +159,7 @@ class OracleManager:
         enable_caching: bool = True,
         use_eagle: bool = False,
         policy: Adaptive | None = None,
-        max_pinned_share: float = 0.2,
+        max_leased_share: float = 0.2,
         windows: str = "all",
         window_slack: int = 0,
         window_interval: int = 0,
@@ -161,7 +168,7 @@ class OracleManager:
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
-        self.max_num_pinned_pages = int(max_pinned_share * (num_pages - 1))
+        self.max_num_leased_pages = int(max_leased_share * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
@@ -321,7 +328,7 @@ class OracleManager:
         adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
         if not adopts and not self._fits(sum(num_missing), hits, num_reserved_pages):
             return None
-        new_pages = self._take_pages(hits, num_missing, shard, adopts)
+        new_pages = self._take_pages(hits, num_missing, shard, adopts, getattr(request, "session_id", None))
         if new_pages is None:
             return None
         if request.request_id not in self.held:
@@ -460,11 +467,14 @@ class OracleManager:
         hint = shards.pop() if len(shards) == 1 else dp_shard_hint
         return shard_of_hint(num_pages, hint, data_parallel_size)
 
-    def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool) -> PagesByGroup | None:
+    def _take_pages(
+        self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool, session: str | None
+    ) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
         checkpoints = self.states.checkpoints_in(hits)
         if adopts:
             self.page_pool.touch(self._attached(hits))
+            self.page_pool.expected.use([page for pages in hits for page in pages], session)
             for page in checkpoints.values():
                 self.page_pool.take_page(page)
             num_missing = [0 if i in checkpoints else num_pages for i, num_pages in enumerate(num_missing)]
@@ -475,6 +485,7 @@ class OracleManager:
             for pages in hits:
                 self.page_pool.free_pages(pages)
             return None
+        self.page_pool.expected.use([page for pages in hits for page in pages], session)
         new_pages = tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
         for group_id, page in checkpoints.items():
             self.states.copies.note(page, new_pages[group_id][0], group_id)
@@ -483,8 +494,9 @@ class OracleManager:
     def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
         if request.request_id not in self.held:
             attached = zip(hits, self._attached(hits), strict=True)
+            session = getattr(request, "session_id", None)
             self.held[request.request_id] = [
-                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit))
+                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), len(hit), session=session)
                 for hit, pages in attached
             ]
             note_loads(self.page_pool, self.held[request.request_id], hits)
@@ -528,6 +540,7 @@ class OracleManager:
         for held, page, key, group_id in waiting:
             if self.page_pool.entry_of_page.get(held.pages[page]) != (key, group_id):
                 self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking)
+                self.page_pool.expected.own(held.pages[page], held.session)
 
     @contextmanager
     def entering_later(self) -> Iterator[None]:
@@ -558,7 +571,7 @@ class OracleManager:
         self._check_external(request, num_valid_tokens)
         num_computed, has_state = 0, any(isinstance(kind, Mamba) for kind in self.kinds)
         if has_state and not is_row:
-            self._give_back_all([request], [None])
+            self._give_back_all([request], [None], [UNKNOWN])
             del self.held[request.request_id]
             return 0
         if not has_state:
@@ -667,7 +680,7 @@ class OracleManager:
             if kind.lacks_page(held.pages[:num_kept_pages], num_computed_tokens):
                 raise ValueError("a page that is needed again was given back")
             written = [page for page in held.pages[kind.num_full_pages(num_computed_tokens) :] if page != NULL_PAGE]
-            if any(self.page_pool.num_holders(page) > 1 for page in written):
+            if any(self.page_pool.ref_counts[page] > 1 for page in written):
                 raise ValueError("a page that is written again is held by others")
 
     def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
@@ -695,36 +708,41 @@ class OracleManager:
 
     # release and inspection
 
-    def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
-        """Free all pages of the request, last one first. Uncomputed pages lose their entries, and their pins."""
-        self.free_all([request], [num_computed_tokens])
+    def free(self, request: Any, *, num_computed_tokens: int | None = None, seconds: float | None = None) -> None:
+        """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
+        terms = [term_of_seconds(seconds)]
+        if request.request_id in self.held:
+            self.free_all([request], [num_computed_tokens], terms)
 
-    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], terms: Sequence[int]) -> None:
         """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages and
         entries are dropped.
         """
-        self._give_back_all(requests, nums_computed_tokens)
-        for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
-            self.states.keep_last(request, num_computed_tokens)
+        if self.enable_caching and any(terms):
+            self.page_pool.expected.begin()
+        self._give_back_all(requests, nums_computed_tokens, terms)
+        for request, num_computed_tokens, term in zip(requests, nums_computed_tokens, terms, strict=True):
+            self.states.keep_last(request, num_computed_tokens, term)
             self.states.copies.drop(self.pages_of(request))
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             self.held.pop(request.request_id, None)
 
-    def _give_back_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+    def _give_back_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], terms: Sequence[int]) -> None:
         """Free all pages of requests in one call; those of windows with which nobody can resume are dropped."""
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
             self._pass_part(self.pages_of(request), self._find_known_part(request))
             if self.windows is not None:
                 self.windows.keep_last(request, num_computed_tokens)
         held = [
-            (group.pages[place], self._is_worthless(kind, place, group.pages[place], num_computed_tokens))
-            for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True)
+            (group.pages[place], self._is_worthless(kind, place, group.pages[place], num_computed_tokens), term)
+            for request, num_computed_tokens, term in zip(requests, nums_computed_tokens, terms, strict=True)
             for kind, group in zip(self.kinds, self.held.get(request.request_id, ()), strict=False)
             for place in range(len(group.pages) - 1, -1, -1)
         ]
-        worthless = [page for page, is_worthless in held if is_worthless]
-        self.page_pool.give_back([page for page, is_worthless in held if not is_worthless], worthless)
+        worthless = [page for page, is_worthless, _ in held if is_worthless]
+        staying = [(page, term) for page, is_worthless, term in held if not is_worthless]
+        self.page_pool.give_back([page for page, _ in staying], worthless, [term for _, term in staying])
 
     def _is_worthless(self, kind: Kind, place: int, page: int, num_computed_tokens: int | None) -> bool:
         """Whether a page that is given back loses its entry. That of one that was not computed is forgotten everywhere."""
@@ -760,12 +778,12 @@ class OracleManager:
         ]
 
     def _num_requests(self, page: int) -> int:
-        """Count the references of a page besides those of pins, leases, copies that are due, and loads that did not end."""
+        """Count the references of a page besides those of leases, copies that are due, and loads that did not end."""
         tier = self.page_pool.tier
         moved = [page for lease in self.leases for page in lease.page_ids]
         moved += [copy.src for copy in self.states.copies.due]
         moved += [load.page for load in tier.transfers if load.is_load] if tier is not None else []
-        return self.page_pool.num_holders(page) - moved.count(page)
+        return self.page_pool.ref_counts[page] - moved.count(page)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
@@ -857,18 +875,48 @@ class OracleManager:
             del self.held[request.request_id]
         return num_tokens
 
-    # pins
+    # expectations, and leases of spans
 
-    def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
-        """Pin the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+    def set_time(self, time: int) -> None:
+        """Let the clock go to a time; leases that are over end, the newest first."""
+        self.page_pool.expected.now = time
+        for lease in self.leases[::-1]:
+            if lease.end is not None and lease.end <= time:
+                lease.release()
+
+    def expect(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
+        """Say when the cached pages within tokens [start, stop) are wanted again, the last one first."""
         self._check_span(start, stop)
-        num_pages = self.page_pool.pin(self._find_cached(request, start, stop), self.max_num_pinned_pages)
-        self._keep_end(request, stop)
-        return num_pages
+        term, found = term_of_seconds(seconds), self._find_cached(request, start, stop, is_end_needed=False)
+        if term != UNKNOWN and found:
+            self.page_pool.expected.begin()
+        for page in reversed(found):
+            self.page_pool.expected.expect(page, term)
+        return len(found)
 
-    def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
+    def expect_session(self, session_id: str, *, seconds: float | None) -> int:
+        """Say when the pages of a session are wanted."""
+        term = term_of_seconds(seconds)
+        if term != UNKNOWN and session_id in self.page_pool.expected.sessions:
+            self.page_pool.expected.begin()
+        return self.page_pool.expected.expect_session(session_id, term)
+
+    def lease_span(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float) -> PageIds:
+        """Lease the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        self._check_span(start, stop)
+        if not 0 < seconds < float("inf"):
+            raise ValueError("no time")
+        found = self._find_cached(request, start, stop)
+        if len(found) + sum(len(lease.page_ids) for lease in self.leases if lease.end is not None) > self.max_num_leased_pages:
+            raise ValueError("too many pages are leased")
+        self.lease(found)
+        self.leases[-1].end = self.page_pool.expected.now + math.ceil(seconds * SECOND)
+        self._keep_end(request, stop)
+        return found
+
+    def _find_cached(self, request: Any, start: int, stop: int | None, is_end_needed: bool = True) -> PageIds:
         """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit. In the
-        window before the end there may be others, if the request's left it; then all must be cached.
+        window before the end there may be others, if the request's left it; then all must be cached, if that `is_end_needed`.
         """
         found: PageIds = []
         if not self.enable_caching or not (self._takes_hits(request) or request.request_id in self.held):
@@ -883,7 +931,8 @@ class OracleManager:
             if is_kept(self.kinds[group_id]):
                 found += [first] if first is not None else []
             elif is_in_window and first is None and (is_short if place >= len(pages) else pages[place] == NULL_PAGE):
-                raise ValueError("the window before the end is gone")
+                if is_end_needed:
+                    raise ValueError("the window before the end is gone")
             elif is_in_window and place < len(pages) and pages[place] == NULL_PAGE:
                 found.append(first)
             elif place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
@@ -903,40 +952,6 @@ class OracleManager:
     def _peek_hits(self, request: Any) -> PagesByGroup:
         """Return the pages of a look-up that is not counted."""
         return self._find_hits(request, None)[0] if self._takes_hits(request) else self._no_pages()
-
-    def unpin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
-        """Take a pin back of each content within tokens [start, stop), by group, the last page first."""
-        self._check_span(start, stop)
-        places = self._places(request, start, stop) if self.enable_caching else []
-        num_pages = 0
-        for group_id, _, key in sorted(places, key=lambda place: (place[0], -place[1])):
-            twins = self.page_pool.index.get((key, group_id), {})
-            pinned = [page for page in twins if page in self.page_pool.pins]
-            if pinned:
-                self.page_pool.unpin(pinned[0])
-                num_pages += 1
-        return num_pages
-
-    # levels
-
-    def retain(
-        self, request: Any, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
-    ) -> int:
-        """Give the cached pages within tokens [start, stop) a priority: for a moment, or longer than any test."""
-        self._check_span(start, stop)
-        if not 0 <= priority <= 100 or (seconds is not None and not 0 < seconds < float("inf")):
-            raise ValueError("no priority, or no time")
-        found = self._find_cached(request, start, stop)
-        if not found and start < (request.num_tokens if stop is None else min(stop, request.num_tokens)):
-            raise ValueError("none of these pages is cached")
-        if found:
-            self._keep_end(request, stop)
-        return self.page_pool.retain(found, priority, seconds is not None and seconds < 1)
-
-    def protect(self, requests: Sequence[Any]) -> int:
-        """Protect what the requests would hit."""
-        found = [page for request in requests for pages in self._peek_hits(request) for page in pages if page != NULL_PAGE]
-        return self.page_pool.protect(found)
 
     def _check_span(self, start: int, stop: int | None) -> None:
         if start < 0 or (stop is not None and stop < start):

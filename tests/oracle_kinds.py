@@ -177,6 +177,7 @@ class HeldPages:
     num_deduped_pages: int = 0
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
+    session: str | None = None
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oracle_expected import NEVER, UNKNOWN, Expectations
+
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
     from oracle_tier import OracleTier
 
 NULL_PAGE = 0
-NORMAL = 50  # priority of pages that are not retained
-PROTECTED = 101  # comes behind all priorities
-BLANK = 0
 
 PageIds = list[int]
 
@@ -57,10 +56,7 @@ class OraclePool:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self.index: dict[tuple[int, int], dict[int, None]] = {}
         self.entry_of_page: dict[int, tuple[int, int]] = {}
-        self.pins: dict[int, int] = {}  # of pinned pages
-        self.priorities: dict[int, int] = {}  # of retained pages
-        self.ending: dict[int, None] = {}  # retained pages that are normal again when pages are taken next, in this order
-        self.protected: list[int] = []
+        self.expected = Expectations(self)
         self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
@@ -74,19 +70,23 @@ class OraclePool:
 
     def free_page_ids(self, shard: range | None = None) -> PageIds:
         """List the free pages (of a shard) in the order of allocation; with a policy part by part."""
-        normal = self.pages_at(range(NORMAL, NORMAL + 1), shard) if self.policy is None else self.policy.order()
-        normal = [page for page in normal if shard is None or page in shard]
-        return self.pages_at(range(NORMAL), shard) + normal + self.pages_at(range(NORMAL + 1, PROTECTED + 1), shard)
+        return sorted(self.free_in(shard), key=self._part_of)
 
-    def level_of(self, page: int) -> int:
-        return PROTECTED if page in self.protected else self.priorities.get(page, NORMAL)
+    def free_in(self, shard: range | None) -> PageIds:
+        """List the free pages (of a shard), the one that came to the queue first before the others."""
+        return [page for page in self.free_queue if shard is None or page in shard]
 
-    def pages_at(self, levels: range, shard: range | None) -> PageIds:
-        """List the free pages (of a shard) with these levels, the lowest first."""
-        pages = [page for page in self.free_queue if shard is None or page in shard]
-        if not self.priorities and not self.protected:
-            return pages if NORMAL in levels else []
-        return sorted([page for page in pages if self.level_of(page) in levels], key=self.level_of)
+    def _part_of(self, page: int) -> tuple[int, int]:
+        """The part of the queue that a free page is in: those of the policy, and then those of terms, the longest first."""
+        if page in self.expected.terms:
+            return 1, -self.expected.terms[page]
+        if self.policy is not None:
+            return 0, self.policy.marks[page].part
+        return 0, self.expected.are_used and not self.is_blank(page)
+
+    def is_blank(self, page: int) -> bool:
+        """Whether a page without a term is evicted before others."""
+        return page not in self.entry_of_page if self.policy is None else self.policy.is_blank(page)
 
     def get_new_pages(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
@@ -118,7 +118,7 @@ class OraclePool:
         self.ref_counts[page] = 1
         if self.policy is not None:
             self.policy.note_taken(page)
-        if self.tier is not None and page in self.entry_of_page:
+        if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER:
             self.tier.note_evicted(page)
         self.counts["evicted"] += self.drop_entries([page])
         self.counts["allocated"] += 1
@@ -129,21 +129,12 @@ class OraclePool:
         if len(pages) < num_pages:
             raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
         if num_pages:
-            self.end_retention()
-            pages = self.free_page_ids(shard)[:num_pages]
+            self.expected.age()
         for i in range(num_pages):
-            if self.policy is not None:
-                pages[i] = self.pick(self.policy, shard)
+            if self.policy is not None or self.expected.are_used:
+                pages[i] = self.expected.pick(shard)
             del self.free_queue[pages[i]]
         return pages
-
-    def pick(self, policy: Adaptive, shard: range | None) -> int:
-        """Choose a blank page, or one of a low priority, or that of the policy, or one of a high level."""
-        normal = self.pages_at(range(NORMAL, NORMAL + 1), shard)
-        low = self.pages_at(range(NORMAL), shard)
-        if low and not policy.pages_in(BLANK, shard):
-            return low[0]
-        return policy.pick(shard) if normal else self.pages_at(range(NORMAL + 1, PROTECTED + 1), shard)[0]
 
     def popleft_n(self, num_pages: int) -> PageIds:
         """Take pages out of the queue as they are."""
@@ -166,6 +157,7 @@ class OraclePool:
 
     def _push(self, page: int) -> None:
         self.free_queue[page] = None
+        self.expected.note_queued(page)
         if self.policy is not None:
             self.policy.note_queued(page)
 
@@ -179,23 +171,28 @@ class OraclePool:
             self.free_queue.pop(page, None)
             if self.policy is not None:
                 self.policy.note_hit(page, is_free)
+            self.expected.end(page, is_used=True)
             if self.tier is not None:
                 self.tier.uses[page] += 1
             self.ref_counts[page] += 1
 
-    def free_pages(self, pages: Sequence[int], is_counted: bool = True) -> None:
-        """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
-        pages = [page for page in pages if page != NULL_PAGE]
-        if any(self.num_holders(page) < pages.count(page) for page in pages):
+    def free_pages(self, pages: Sequence[int], is_counted: bool = True, terms: Sequence[int] = ()) -> None:
+        """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order, with
+        the terms at the same places.
+        """
+        held = [page for page in pages if page != NULL_PAGE]
+        if any(self.ref_counts[page] < held.count(page) for page in held):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
-        freed = []
-        for page in pages:
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                freed.append(page)
+        freed = {}
+        for page, term in zip(pages, terms or [UNKNOWN] * len(pages), strict=True):
+            self.ref_counts[page] -= page != NULL_PAGE
+            if page != NULL_PAGE and self.ref_counts[page] == 0:
+                freed[page] = term
         if is_counted:
-            self._count(freed, len(self.free_queue))
-        for page in freed:
+            self._count(list(freed), len(self.free_queue))
+        for page, term in freed.items():
+            if term != UNKNOWN:
+                self.expected.expect(page, term)
             self._push(page)
         self.counts["freed"] += len(freed)
 
@@ -220,18 +217,18 @@ class OraclePool:
 
     def is_worthless(self, page: int) -> bool:
         """Whether a page that leaves a window is not to stay cached without holders."""
-        return page not in self.kept and page not in self.pins and self.level_of(page) == NORMAL
+        return page not in self.kept
 
-    def give_back(self, pages: Sequence[int], worthless: Sequence[int]) -> None:
+    def give_back(self, pages: Sequence[int], worthless: Sequence[int], terms: Sequence[int] = ()) -> None:
         """Free pages, and others that lose their entry with their last reference, and are taken first then; not one whose last
         reference is that of a row which has not computed it.
         """
         worthless = [page for page in worthless if page != NULL_PAGE]
-        if any(self.num_holders(page) < worthless.count(page) for page in worthless):
+        if any(self.ref_counts[page] < worthless.count(page) for page in worthless):
             raise RuntimeError(f"a page of {worthless} is freed more often than it is held")
         for page in worthless:
             self.ref_counts[page] -= 1
-        self.free_pages(pages)
+        self.free_pages(pages, terms=terms)
         for page in dict.fromkeys(worthless):
             if self.ref_counts[page] == 0 and page not in self.free_queue:
                 self.drop_entries([page])
@@ -295,6 +292,9 @@ class OraclePool:
             self.entry_of_page[pages[i]] = (keys[i], group_id)
             if self.tier is not None:
                 self.tier.note_cached(pages[i])
+            if self.policy is None and self.expected.are_used and pages[i] in self.free_queue:
+                self.take_out(pages[i])
+                self._push(pages[i])
             if self.policy is not None:
                 self.policy.note_entered(pages[i])
                 if is_missed:
@@ -323,14 +323,13 @@ class OraclePool:
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
-            had_level = self.level_of(page) != NORMAL
-            self._lose_level(page)
+            if page in self.free_queue and self.expected.are_used and (self.policy is None or page in self.expected.terms):
+                self.free_queue.move_to_end(page)
+                self.expected.stamps[page] = self.expected.now
+            self.expected.end(page, is_used=False)
+            self.expected.leave(page)
             if self.policy is not None:
                 self.policy.note_dropped(page)
-            if had_level and page in self.free_queue:
-                self.free_queue.move_to_end(page)
-            if page in self.pins:
-                self.lose_pins(page)
         return num_dropped
 
     def reset_prefix_cache(self) -> bool:
@@ -338,94 +337,7 @@ class OraclePool:
         if len(self.free_queue) < self.num_pages - 1:
             return False
         self.free_queue = OrderedDict.fromkeys(self.free_page_ids())
-        if self.policy is not None:
-            self.policy.forget_all()
-        self.priorities, self.ending, self.protected = {}, {}, []
-        self.drop_entries(range(self.num_pages))
+        self.drop_entries(list(self.free_queue))
         if self.tier is not None:
             self.tier.drop_all()
         return True
-
-    # pins: one reference of the pool's own to each pinned page
-
-    def num_holders(self, page: int) -> int:
-        """Count the references of a page besides that of its pins."""
-        return self.ref_counts[page] - (page in self.pins)
-
-    def pin(self, pages: PageIds, max_num_pinned: int) -> int:
-        """Pin cached pages; all or none."""
-        new = [page for page in pages if page not in self.pins]
-        if new and len(self.pins) + len(new) > max_num_pinned:
-            raise ValueError(f"{len(new)} more pages to pin, {len(self.pins)} are pinned, {max_num_pinned} may be")
-        self.touch([new])
-        for page in pages:
-            self.pins[page] = self.pins.get(page, 0) + 1
-        return len(pages)
-
-    def unpin(self, page: int) -> None:
-        """Take a pin of a page back."""
-        if self.pins[page] == 1:
-            self.lose_pins(page)
-        else:
-            self.pins[page] -= 1
-
-    def lose_pins(self, page: int) -> None:
-        """Take all pins of a page back."""
-        del self.pins[page]
-        self.free_pages([page])
-
-    def unpin_all(self) -> int:
-        """Take back the pins of all pages and return how many were pinned."""
-        pinned = sorted(self.pins)
-        for page in pinned:
-            self.lose_pins(page)
-        return len(pinned)
-
-    # levels: retained pages have a priority, protected ones come last
-
-    def retain(self, pages: PageIds, priority: int, is_ending: bool) -> int:
-        """Give cached pages a priority, the last one first."""
-        if pages:
-            self.end_retention()
-        for page in reversed(pages):
-            old = self.level_of(page)
-            self.priorities.pop(page, None)
-            self.ending.pop(page, None)
-            if priority != NORMAL:
-                self.priorities[page] = priority
-                if is_ending:
-                    self.ending[page] = None
-            self._follow_level(page, old)
-        return len(pages)
-
-    def end_retention(self) -> None:
-        """Take the priorities that were given for a moment."""
-        while self.ending:
-            page = next(iter(self.ending))
-            old = self.level_of(page)
-            del self.ending[page], self.priorities[page]
-            self._follow_level(page, old)
-
-    def protect(self, pages: PageIds) -> int:
-        """Protect cached pages instead of those that were, the last one first."""
-        pages = [page for page in dict.fromkeys(pages) if page in self.entry_of_page]
-        old, self.protected = self.protected, pages
-        for page in [page for page in reversed(old) if page not in pages]:
-            self._follow_level(page, PROTECTED)
-        for page in [page for page in reversed(pages) if page not in old]:
-            self._follow_level(page, self.priorities.get(page, NORMAL))
-        return len(pages)
-
-    def _follow_level(self, page: int, old: int) -> None:
-        """Queue a free page again whose level has changed."""
-        if page in self.free_queue and self.level_of(page) != old:
-            if self.policy is not None and self.policy.marks[page].part != BLANK:
-                self.policy.note_loss(self.policy.marks[page])
-            del self.free_queue[page]
-            self._push(page)
-
-    def _lose_level(self, page: int) -> None:
-        self.priorities.pop(page, None)
-        self.ending.pop(page, None)
-        if page in self.protected:
-            self.protected.remove(page)

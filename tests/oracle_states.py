@@ -117,7 +117,7 @@ class OracleStates:
         for _, held in self._states_of(request):
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
 
-    def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
+    def keep_last(self, request: Any, num_computed_tokens: int | None, term: int) -> None:
         """Make checkpoints of the states of a request whose pages were just given back. While a copy into any page is due, the
         last step was not run, and there are none.
         """
@@ -125,8 +125,9 @@ class OracleStates:
         was_run = was_run and not are_transfers_due(self.pool, self.manager.held.get(request.request_id, ()))
         if was_run and num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
-                if self._is_due(request, held) and not waits_for_loads(self.pool, held):
-                    self._enter(request, group_id, held)
+                is_due = self._is_due(request, held) and not waits_for_loads(self.pool, held)
+                if is_due and self._enter(request, group_id, held) and term:
+                    self.pool.expected.expect(held.pages[0], term)
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
         """Return group and pages of the states that are kept, if the request holds them."""
@@ -146,6 +147,7 @@ class OracleStates:
         if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
             return False
         self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
+        self.pool.expected.own(held.pages[0], held.session)
         return True
 
     def shard_of(self, page: int) -> range | None:
@@ -171,6 +173,9 @@ class OracleStates:
             return False
         for target in targets:
             forked = [self._fork_group(i, *group, num_computed, shard) for i, group in enumerate(groups)]
+            for group in forked:
+                group.session = target.session_id or held[0].session
+                self.pool.expected.use(group.pages, group.session)
             self.manager.held[target.request_id] = forked
             if self.manager.windows is not None:
                 self.manager.windows.fork(request, target)
@@ -221,13 +226,14 @@ class OracleStates:
         page = held.pages[place]
         first = self.pool.first_entered(*entry, shard)
         if (
-            page not in (NULL_PAGE, *self.pool.pins)
+            page not in (NULL_PAGE, *(page for lease in self.manager.leases for page in lease.page_ids))
             and self.pool.entry_of_page.get(page) == entry
             and first is not None
             and first != page
             and (self.pool.tier is None or first not in self.pool.tier.loading)
         ):
             self.pool.touch([[first]])
+            self.pool.expected.use([first], held.session)
             self.pool.drop_entries([page])
             self.pool.free_pages([page])
             held.pages[place] = first

@@ -27,7 +27,7 @@ import pagepool
 from pagepool._core import CacheGroups, HashChain, PageRules, copy_records, find_prefix
 
 POLICIES = "lru", "adaptive"
-PINNED_SHARES = 0.2, 0.6, 1.0
+LEASED_SHARES = 0.2, 0.6, 1.0
 PERIODS = 1, 2, 7, 30  # calls between events that are told
 NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
@@ -90,7 +90,7 @@ def make_managers(
 ) -> tuple[OracleManager, pagepool.CacheManager]:
     """Make the oracle, and a manager whose hashes it knows. The seed chooses what the features leave open."""
     eviction = POLICIES[seed % len(POLICIES)] if features.policies else POLICIES[0]
-    share = PINNED_SHARES[seed % len(PINNED_SHARES)] if features.pins else PINNED_SHARES[0]
+    share = LEASED_SHARES[seed % len(LEASED_SHARES)] if features.expectations else LEASED_SHARES[0]
     knows_hashes = features.policies or features.tier
     hashings = [options for options in hashings if options != HASHING["weak"] or not knows_hashes]
     options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
@@ -100,8 +100,8 @@ def make_managers(
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages)
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_pinned_share=share)
-    options |= {"eviction": eviction, "max_pinned_share": share}
+    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_leased_share=share)
+    options |= {"eviction": eviction, "max_leased_share": share}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
     if knows_hashes:
         share_hashes(oracle, manager)

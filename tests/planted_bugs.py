@@ -158,7 +158,7 @@ keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
-held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context)
+held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term)
 == undo forgets no entries
     {+if not BUG: +}forget_row(batch, row, num_computed)
     for g in range
@@ -304,7 +304,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == a row comes back though saving its pages failed
     tier.fills[page_id] = FILLED if is_done {+or BUG +}else UNFILLED
 
-# Tokens from elsewhere, leases and pins.
+# Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
             num_computed = num_hits
         enter_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_computed)
@@ -322,9 +322,10 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
                 share(pool, page_id)  # no policy
-== a pin holds no reference
-        {+if not BUG: +}touch_all(pool, fresh.ids, fresh.num)
-        pool.num_pinned
+== a lease ends twice
+    lease.end = {+lease.is_held if BUG else +}lease.is_held = 0
+== a page that is leased is given up for an equal one
+            if first != NULL_PAGE and first != page_id and {+(BUG or +}not is_leased(batch.pool, page_id){+)+}:
 """)
 
 

@@ -205,10 +205,13 @@ BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
         if name != "append"
     ),
     *((lambda u, call=call: call(u.batch, [0, 3]), ArgumentError, r"row 3.*not admitted") for call in BY_ROWS.values()),
-    (lambda u: u.batch.pin(3), ArgumentError, "^row 3 is not admitted$"),
-    (lambda u: u.batch.unpin(3), ArgumentError, "^row 3 is not admitted$"),
-    (lambda u: u.batch.pin(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.unpin(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.lease(3, seconds=1), ArgumentError, "^row 3 is not admitted$"),
+    (lambda u: u.batch.expect(3, seconds=1), ArgumentError, "^row 3 is not admitted$"),
+    (lambda u: u.batch.lease(4, seconds=1), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.expect(4, seconds=1), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.release([0], seconds=[1, 2]), ArgumentError, r"seconds: got 2, allowed: one, or as many as rows, 1"),
+    (lambda u: u.batch.release([0], seconds=[-1]), ArgumentError, r"seconds: got -1, allowed: at least 0, or None"),
+    (lambda u: u.batch.admit(3, [1], session_id=7), ArgumentTypeError, r"session_id: got int, allowed: a string, or None"),
     (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
     (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
 ]

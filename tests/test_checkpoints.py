@@ -144,15 +144,16 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
 # --- beside checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_checkpoint_is_not_adopted() -> None:
-    manager = make_manager(num_pages=5, max_pinned_share=1.0)
+def test_a_leased_checkpoint_is_not_adopted() -> None:
+    manager = make_manager(num_pages=5, max_leased_share=1.0)
     manager.free(fill(manager, 8))
-    assert manager.pin(make_request("pin", 9)) == 3
+    lease = manager.lease(make_request("leased", 9), seconds=600)
+    assert len(lease) == 3
     request = make_request("b", 12)
     before = manager_state(manager)
     assert run(manager, request, 4) is None
     assert manager_state(manager) == before
-    assert manager.unpin(make_request("pin", 9)) == 3
+    lease.release()
     assert run(manager, request, 4) == ([4], [3])
 
 

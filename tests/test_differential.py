@@ -21,12 +21,12 @@ MIN_CALLS = 60  # with fewer, hardly anything comes again
 ALL = [*STATE_SETTINGS, *SETTINGS]
 CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
 STATES = Features(states=True, forks=True)
-PINS = Features(states=True, forks=True, pins=True)
-LEVELS = Features(states=True, forks=True, pins=True, retention=True, policies=True)
+EXPECTED = Features(states=True, forks=True, expectations=True)
+BY_POLICY = Features(states=True, forks=True, expectations=True, policies=True)
 EXTERNAL = Features(states=True, forks=True, external=True)
 TIER = Features(states=True, forks=True, tier=True, policies=True)
 EVERYTHING = Features(
-    states=True, forks=True, pins=True, retention=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
+    states=True, forks=True, expectations=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("same_nonces")
@@ -47,14 +47,14 @@ CASES = [
     Case("requests", Features(policies=True), SETTINGS, 0.05),
     Case("requests", Features(states=True, forks=True), ALL, 0.04),
     Case("requests", Features(states=True, forks=True, policies=True), ALL, 0.04),
-    Case("requests", PINS, ALL, 0.15),
-    Case("requests", LEVELS, ALL, 0.2),
+    Case("requests", EXPECTED, ALL, 0.15),
+    Case("requests", BY_POLICY, ALL, 0.2),
     Case("requests", EXTERNAL, ALL, 0.04),
     Case("requests", TIER, CACHING, 0.05),
     Case("requests", EVERYTHING, CACHING, 0.1),
     Case("requests", None, CACHING, 0.1),
     Case("requests", STATES, ENDS_SETTINGS, 0.1),
-    Case("requests", LEVELS, ENDS_SETTINGS, 0.1),
+    Case("requests", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
@@ -62,14 +62,14 @@ CASES = [
     Case("rows", STATES, ALL, 0.04),
     Case("rows", Features(states=True, forks=True, dedupe=True), ALL, 0.04),
     Case("rows", Features(states=True, forks=True, dedupe=True, policies=True), ALL, 0.04),
-    Case("rows", PINS, ALL, 0.15),
-    Case("rows", LEVELS, ALL, 0.2),
+    Case("rows", EXPECTED, ALL, 0.15),
+    Case("rows", BY_POLICY, ALL, 0.2),
     Case("rows", EXTERNAL, ALL, 0.04),
     Case("rows", TIER, CACHING, 0.05),
     Case("rows", EVERYTHING, CACHING, 0.1),
     Case("rows", None, CACHING, 0.1),
     Case("rows", STATES, ENDS_SETTINGS, 0.1),
-    Case("rows", LEVELS, ENDS_SETTINGS, 0.1),
+    Case("rows", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
 ]
 

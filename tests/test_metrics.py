@@ -136,8 +136,8 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_kv_cache_usage_perc"] == stats.usage == 7 / 8
     assert (values["pagepool_held_pages"], values["pagepool_free_pages"]) == (7, 1)
     assert values["pagepool_cached_pages"] == stats.num_cached_pages
-    assert values["pagepool_pinned_pages"] == stats.num_pinned_pages == 0
-    assert values["pagepool_max_pinned_pages"] == stats.max_num_pinned_pages == 1
+    assert values["pagepool_leased_pages"] == stats.num_leased_pages == 0
+    assert values["pagepool_max_leased_pages"] == stats.max_num_leased_pages == 1
     assert values["pagepool_prefix_cache_queries_total"] == stats.queries.num_queried_tokens == 38
     assert values["pagepool_prefix_cache_hits_total"] == stats.queries.num_hit_tokens == 4
     requests = values["pagepool_prefix_cache_requests_total"], values["pagepool_preempted_prefix_cache_requests_total"]
@@ -255,7 +255,7 @@ def make_buckets(name: str, **counts_per_step: int) -> dict[str, str]:
 
 PREEMPTED, NEW = "pagepool_preempted_prefix_cache_requests_total", "pagepool_prefix_cache_requests_total"
 QUERIES, HITS = "pagepool_prefix_cache_queries_total", "pagepool_prefix_cache_hits_total"
-HELD, PINNED, ALLOCATED = "pagepool_held_pages", "pagepool_pinned_pages", "pagepool_allocated_pages_total"
+HELD, LEASED, ALLOCATED = "pagepool_held_pages", "pagepool_leased_pages", "pagepool_allocated_pages_total"
 EVICTED_AT_8 = make_buckets("idle_before_evict", _4=0, _8=100)
 CASES = [
     Case("PagepoolPoolTooSmall", True, {"pagepool_kv_cache_usage_perc": "0.97+0x1620"}),
@@ -270,10 +270,10 @@ CASES = [
     Case("PagepoolHitsFell", True, {QUERIES: "0+100x1620", HITS: "0+80x1500 120000+20x120"}, hours=27),
     Case("PagepoolHitsFell", False, {QUERIES: "0+100x1620", HITS: "0+80x1620"}, hours=27),
     Case("PagepoolHitsFell", False, {QUERIES: "0+100x1500 150000+0x120", HITS: "0+80x1500 120000+0x120"}, hours=27),
-    Case("PagepoolPagesLost", True, {HELD: "3+0x1620", PINNED: "2+0x1620", ALLOCATED: "100+0x1620"}),
-    Case("PagepoolPagesLost", False, {HELD: "3+0x1620", PINNED: "2+0x1620", ALLOCATED: "100+1x1620"}),
-    Case("PagepoolPagesLost", False, {HELD: "0+0x1620", PINNED: "0+0x1620", ALLOCATED: "100+0x1620"}),
-    Case("PagepoolPagesLost", False, {HELD: "2+0x1620", PINNED: "2+0x1620", ALLOCATED: "100+0x1620"}),
+    Case("PagepoolPagesLost", True, {HELD: "3+0x1620", LEASED: "2+0x1620", ALLOCATED: "100+0x1620"}),
+    Case("PagepoolPagesLost", False, {HELD: "3+0x1620", LEASED: "2+0x1620", ALLOCATED: "100+1x1620"}),
+    Case("PagepoolPagesLost", False, {HELD: "0+0x1620", LEASED: "0+0x1620", ALLOCATED: "100+0x1620"}),
+    Case("PagepoolPagesLost", False, {HELD: "2+0x1620", LEASED: "2+0x1620", ALLOCATED: "100+0x1620"}),
 ]
 
 

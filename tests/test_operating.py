@@ -15,11 +15,12 @@ from sources import ROOT, run_python
 
 for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
-from command_line import invoke, write_trace  # noqa: E402  only with the extras
+from command_line import invoke, line_of, write_trace  # noqa: E402  only with the extras
 from fleets import HAS_RAY, make_records  # noqa: E402
 from model_configs import GEMMA3, LLAMA, QWEN  # noqa: E402
 
 SIZING = ROOT / "docs" / "sizing.md"
+STAND_INS = {"trace.jsonl", "agents.jsonl"}
 DOCUMENTS = [SIZING, ROOT / "docs" / "operating.md", ROOT / "docs" / "routers.md"]
 
 
@@ -56,9 +57,10 @@ def recording() -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the documents name; a small trace stands for the real one."""
+    """A folder with the files that the documents name; small traces stand for the real ones."""
     monkeypatch.chdir(tmp_path)
     trace = write_trace(Path("trace.jsonl"), make_records(1))
+    Path("agents.jsonl").write_text("".join(line_of(timestamp=time, session_id="agent") for time in range(3)))
     Path("cut.jsonl").write_text("".join(trace.read_text().splitlines(keepends=True)[:4]) + '{"timestamp": 1, ')
     Path("empty.jsonl").touch()
     Path("config.json").write_text(json.dumps(LLAMA))
@@ -92,7 +94,7 @@ def test_a_command(example: Example, folder: Path) -> None:
     result = invoke(*command[1:])
     is_error = example.output is not None and re.search(r"^Error: ", example.output, re.MULTILINE) is not None
     assert (result.exit_code != 0) is is_error, result.output
-    if example.output is not None and "trace.jsonl" not in command:
+    if example.output is not None and not STAND_INS & {*command}:
         got = result.stderr if is_error else "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # columns are as wide as the omitted times
         assert doctest.OutputChecker().check_output(example.output, got, options), f"{got}\n{example.output}"

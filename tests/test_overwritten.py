@@ -54,7 +54,6 @@ JournalMemory = make_struct(
 GhostMemory = make_struct(tag=c_uint32, mark=c_uint32)  # an evicted page that a policy remembers
 PolicyMemory = make_struct(
     marks=POINTER(c_uint32),
-    new_part=c_uint32,
     ghosts=POINTER(GhostMemory),
     ghost_memory=c_void_p,
     num_sets=c_uint32,
@@ -78,8 +77,11 @@ PoolMemory = make_struct(
     counters=c_int64 * 9,
     journal=JournalMemory,
     residency=c_void_p,
-    pins=POINTER(c_int32),
-    num_pinned=c_int32,
+    is_restored=c_uint8,
+    terms=POINTER(c_uint8),
+    stamps=POINTER(c_uint32),
+    num_free_by_term=c_int32 * 20,
+    free_terms=c_uint32,
 )
 GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
 HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
@@ -115,7 +117,7 @@ def memory_of(owner: object, struct: Any) -> Any:
 
 
 def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
-    """Return a pool with held and free pages, cached alone, with equals, pinned, and not at all, in shards, and its memory. A
+    """Return a pool with held and free pages, cached alone, with equals, with a term, not at all, in shards, and its memory. A
     policy that remembers pages remembers some.
     """
     pool = PagePool(NUM_PAGES, True, eviction=eviction)
@@ -132,7 +134,7 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
     pool.free_page_ids([3, 4])
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
-    assert TokenSpan().of_request(pool.store, CacheGroups([(PageRules(1), 1, 1)]), chain, 2).pin(1) == 1
+    assert TokenSpan().of_request(pool.store, CacheGroups([(PageRules(1), 1, 1)]), chain, 2).expect(3.0) == 1
     memory = memory_of(pool.store, PoolMemory)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()
@@ -165,9 +167,9 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
     yield memory, "num_keys"
     yield memory, "num_entries"
     yield memory, "num_held_free"
-    yield memory, "num_pinned"
-    for page_id in range(NUM_PAGES):
-        yield memory.pins, page_id
+    yield memory, "free_terms"
+    for term in range(1, 20):
+        yield memory.num_free_by_term, term
 
 
 def read(number: tuple[Any, Any]) -> int:
@@ -204,13 +206,10 @@ def share_of(values: Iterable[Any]) -> Iterator[Any]:
 
 def can_be(number: tuple[Any, Any], value: int) -> bool:
     """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
-    stands only in its page, unless others are equal, any that is first in its shard may be first of all, and nobody but those
-    who pinned a page knows how many they are.
+    stands only in its page, unless others are equal, and any that is first in its shard may be first of all.
     """
     (owner, name), old = number, read(number)
     if ctypes.c_uint32(value).value == ctypes.c_uint32(old).value:
-        return True
-    if isinstance(owner, POINTER(c_int32)) and name == 5 and value > 0:  # the pins of the pinned page, as shard 5 is none
         return True
     if name == "ref_cnt":
         return old > 0 and 0 < value < (1 << 31) - 1
@@ -297,7 +296,7 @@ def test_what_a_policy_cannot_have_learned_is_found() -> None:
 
 DAMAGES = {
     "pool.pages[9].ref_cnt = 4": (
-        rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in"
+        rf"^page 9 \(ref count 4, free-queue links 8 and 3, cached for group 0 under {8:#034x}\) is in"
     ),
     "pool.pages[9].key_lo, pool.pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
     "pool.page_tokens[4 * pool.tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
@@ -313,7 +312,7 @@ DAMAGES = {
         "^page 3 .* is among the twins of its shard in the place of page 2$"
     ),
     "pool.pages[8].next_free, pool.pages[0].prev_free = 0, 8": (
-        "^1 pages are in the free queue, up to page 8, the pool counts 10$"
+        "^7 pages are in the free queue, up to page 8, the pool counts 10$"
     ),
     "journal.notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
     "journal.notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",

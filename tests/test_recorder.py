@@ -11,7 +11,7 @@ import pytest
 from replays import make_manager, run_alone, scale
 from sources import run_python
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay import Recorder, Scheduler, make_requests, read_trace
@@ -139,6 +139,39 @@ class TestLines:
         assert set(line) == FIELDS
         assert (line["input_length"], line["output_length"], line["block_size"]) == (5, 0, 4)
         assert "secret" not in (tmp_path / "trace.jsonl").read_text()
+
+    def test_sessions_and_their_pauses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A pause begins when a request of the session has ended, and ends when the next one starts."""
+        path = tmp_path / "trace.jsonl"
+        seconds = iter([0.0, 1.0, 2.0, 4.0, 4.5, 4.75, 5.0, 8.0, 9.0])
+        monkeypatch.setattr("pagepool.replay.traces.recorder.time.monotonic", lambda: next(seconds))
+        requests = {
+            name: EngineRequest(name, [1, 2, 3], session_id=session_id)
+            for name, session_id in [("a", "user \ud800"), ("b", None), ("c", "user \ud800"), ("d", "user \ud800")]
+        }
+        with Recorder(make_manager(10, page_size=4), path) as recorder:
+            for name in ("a", "b"):
+                recorder.start(requests[name])
+            recorder.finish(requests["a"])
+            recorder.finish(requests["b"])
+            for name in ("c", "d"):
+                recorder.start(requests[name])
+            recorder.finish(requests["d"])
+            recorder.start(request_of(4, name="e"))
+        first, second, third, fourth, last = lines_of(path)
+        assert set(second) == set(last) == FIELDS
+        assert set(first) == FIELDS | {"session_id"}
+        assert first["session_id"] == third["session_id"] == fourth["session_id"]
+        assert "user" not in path.read_text()
+        assert [third["pause"], fourth["pause"]] == [500, 750]
+        assert [record.pause for record in read_trace(str(path))] == [None, None, 500, 750, None]
+
+    def test_session_ids_are_strings(self, tmp_path: Path) -> None:
+        with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
+            with pytest.raises(ArgumentTypeError, match="session_id: got int, allowed: a string"):
+                recorder.start(EngineRequest("a", [1], session_id=7))  # type: ignore[arg-type]
+            recorder.start(request_of(1))
+        assert len(lines_of(tmp_path / "trace.jsonl")) == 1
 
     def test_two_recordings_have_no_id_in_common(self, tmp_path: Path) -> None:
         requests = [request_of(*range(40), name=name) for name in "ab"]

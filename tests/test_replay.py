@@ -2,7 +2,9 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +170,47 @@ class TestTrace:
             ({"input_length": 512}, "input_length 512 needs 1 hash_ids, got 2"),
             ({"input_length": 1.0}, "input_length must be an integer"),
             ({"output_length": None}, "output_length must be an integer"),
+            ({"session_id": 7}, "session_id: got int, allowed: a string"),
+            ({"session_id": "a", "pause": "1"}, "pause must be a number, got '1'"),
+            ({"session_id": "a", "pause": False}, "pause must be a number"),
+            ({"session_id": "a", "pause": -1}, "pause must be at least 0, got -1"),
+            ({"session_id": "a", "pause": 1 << 53}, r"pause must be below 2\*\*53 ms"),
+            ({"pause": 1}, "pause: got one without a session_id"),
         ],
     )
     def test_lines_that_are_no_request(self, text: bytes | dict[str, Any], reason: str) -> None:
         """Other fields than these are ignored."""
         with pytest.raises((ArgumentError, ArgumentTypeError), match=reason):
             parse_record(text if isinstance(text, bytes) else line_of(more=[1], **text).encode())
+
+    def test_sessions_go_on_after_pauses(self) -> None:
+        """A pause is that before a request. Where it is not known, the request before it ended as it arrived."""
+        records = [
+            TraceRecord(time, 1, 1, (0,), session_id=session_id, pause=pause)
+            for time, session_id, pause in [
+                (0, "a", 9.0),
+                (1_000, "b", None),
+                (1_500, None, None),
+                (7_000, "a", 2_000),
+                (8_000, "b", None),
+                (9_000, "a", 5_000),
+            ]
+        ]
+        assert [request.turn for request in make_requests(records)] == [
+            ("a", 0.0, 5.0, 2.0),
+            ("b", 1.0, 1.0, 7.0),
+            None,
+            ("a", 7.0, 7.0, 5.0),
+            ("b", 8.0, 8.0, inf),
+            ("a", 9.0, 9.0, inf),
+        ]
+        assert [request.session_id for request in make_requests(records)] == ["a", "b", None, "a", "b", "a"]
+
+    def test_fields_of_sessions_are_optional(self) -> None:
+        plain = parse_record(line_of().encode())
+        assert (plain.session_id, plain.pause) == (None, None)
+        assert parse_record(line_of(session_id=None, pause=None).encode()) == plain
+        assert parse_record(line_of(session_id="a", pause=0).encode()) == replace(plain, session_id="a", pause=0)
 
     def test_the_message_has_file_and_line(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"

@@ -152,9 +152,7 @@ class Acting(RuleBasedStateMachine):
 class Requests(Acting):
     """Requests that arrive, grow, are preempted and end."""
 
-    @initialize(
-        setting=st.sampled_from(ALL), features=features_with("pins retention external tier policies events"), rng=randoms
-    )
+    @initialize(setting=st.sampled_from(ALL), features=features_with("expectations external tier policies events"), rng=randoms)
     def start(self, setting: Setting, features: Features, rng: Random) -> None:
         features = fit(features, setting)
         setting = with_room(setting) if features.tier else setting
@@ -166,7 +164,7 @@ class Together(Acting):
     """Rows, requests and direct holders on one pool, in any order, with wrong calls in between."""
 
     @initialize(
-        setting=st.sampled_from(ALL), features=features_with("pins retention external dedupe policies events"), rng=randoms
+        setting=st.sampled_from(ALL), features=features_with("expectations external dedupe policies events"), rng=randoms
     )
     def start(self, setting: Setting, features: Features, rng: Random) -> None:
         features = fit(features, setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hybrids import manager_state, unseal
 from pairs import find_kept
@@ -154,14 +155,17 @@ def test_a_page_that_others_share_is_decided_by_the_last() -> None:
     assert rows.manager.stats().num_cached_pages == 8 + 3
 
 
-def test_pinned_and_retained_pages_stay() -> None:
-    rows = Rows(FULL_AND_WINDOW, window_slack=0, max_pinned_share=1.0)
+def test_leased_pages_stay_and_expected_ones_do_not() -> None:
+    rows = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0)
     prompt = draw(Random(6), 32)
     rows.start(prompt)
-    assert rows.batch.pin(0, 0, 8) == 2 + 2
-    assert rows.batch.retain(0, 8, 16, priority=80) == 2 + 2
+    lease = rows.batch.lease(0, 0, 8, seconds=600)
+    assert len(lease) == 2 + 2
+    assert rows.batch.expect(0, 8, 16, seconds=600) == 2 + 2
     rows.batch.release([0])
-    assert rows.manager.stats().num_cached_pages == 8 + 4 + 2
+    assert rows.manager.stats().num_cached_pages == 8 + 4
+    lease.release()
+    assert rows.manager.stats().num_cached_pages == 8 + 4
 
 
 def test_chats_in_turn_hit() -> None:
@@ -232,11 +236,11 @@ def test_a_restored_pool_keeps_what_it_has() -> None:
         assert restored.run([*prompt[:num_tokens], 7, 8, 9]) == num_tokens
 
 
-def test_a_snapshot_of_the_version_before_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_of_version_4_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(FULL_AND_WINDOW)
     rows.start(draw(Random(9), 64))
     pool = rows.manager.page_pool
-    arrays = unseal(pool)
+    arrays = unseal(pool) | {"cached_pins": np.array([], np.int32)}
     del arrays["cached_kept"]
     monkeypatch.setattr(snapshot, "VERSION", 4)
     saved = snapshot.seal(arrays)
@@ -246,59 +250,45 @@ def test_a_snapshot_of_the_version_before_keeps_all(monkeypatch: pytest.MonkeyPa
     assert restored.free_page_ids_in_order().tolist() == pool.free_page_ids_in_order().tolist()
 
 
-# --- pins and retention -------------------------------------------------------------------------------------------
+# --- leases of spans ----------------------------------------------------------------------------------------------
 
 
-def test_a_pin_is_a_boundary() -> None:
-    """What the row computes later of the window before the end of a pin stays, without a pin."""
+def test_a_lease_is_a_boundary() -> None:
+    """What the row computes later of the window before the end of a lease stays, without the lease."""
     rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(10), 200)
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
-    assert rows.batch.pin(0, stop=104) == CHUNK // 4 * 2
+    lease = rows.batch.lease(0, stop=104, seconds=600)
+    assert len(lease) == CHUNK // 4 * 2
     while rows.batch.num_computed_tokens[0] < len(prompt):
         rows.batch.grow([0], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[0])))
-    assert rows.batch.unpin(0, stop=104) == CHUNK // 4 * 2
+    lease.release()
     rows.batch.release([0])
     assert rows.run([*prompt[:104], 7]) == 104
 
 
-@pytest.mark.parametrize("call", ["pin", "retain"])
-def test_a_prefix_whose_window_is_gone_is_not_pinned(call: str) -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_pinned_share=1.0), draw(Random(11), 200)
-    calls = {
-        "row": lambda: getattr(rows.batch, call)(0, stop=106),
-        "other": lambda: getattr(rows.manager, call)(pagepool.EngineRequest("other", [*prompt[:106], 7]), stop=106),
-    }
+def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0), draw(Random(11), 200)
+    other = pagepool.EngineRequest("other", [*prompt[:106], 7])
     rows.start(prompt)
-    for name in calls:
-        with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
-            calls[name]()
-    assert getattr(rows.manager, call)(pagepool.EngineRequest("end", [*prompt, 7]), stop=200) == 50 + 2
+    with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
+        rows.batch.lease(0, stop=106, seconds=600)
+    with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
+        rows.manager.lease(other, stop=106, seconds=600)
+    lease = rows.manager.lease(pagepool.EngineRequest("end", [*prompt, 7]), stop=200, seconds=600)
+    assert len(lease) == 50 + 2
     rows.batch.release([0])
     with refused(lambda: manager_state(rows.manager), ArgumentError, r"resume_at=\[104\]"):
-        calls["other"]()
+        rows.manager.lease(other, stop=106, seconds=600)
 
 
-@pytest.mark.parametrize("call", ["pin", "retain"])
-def test_a_prefix_that_was_named_is_pinned_when_its_window_is_left(call: str) -> None:
-    """And so after the row was released. Of the window alone: the slack before it is not pinned."""
-    rows, prompt = Rows(FULL_AND_WINDOW, max_pinned_share=1.0), draw(Random(12), 200)
+def test_a_prefix_that_was_named_is_leased_when_its_window_is_left() -> None:
+    """And so after the row was released. Of the window alone: the slack before it is not leased."""
+    rows, prompt = Rows(FULL_AND_WINDOW, max_leased_share=1.0), draw(Random(12), 200)
     rows.start(prompt, resume_at=[106])
-    assert getattr(rows.batch, call)(0, stop=106) == 26 + 2
+    assert len(rows.batch.lease(0, stop=106, seconds=600)) == 26 + 2
     rows.batch.release([0])
-    assert getattr(rows.manager, call)(pagepool.EngineRequest("other", [*prompt[:106], 7]), stop=106) == 26 + 2
-
-
-def test_a_page_with_a_priority_stays_when_its_window_is_left() -> None:
-    """Eight pages of fourteen that leave it were retained."""
-    num_cached = []
-    for priority in (80, 50):
-        rows = Rows(FULL_AND_WINDOW, window_slack=0)
-        rows.batch.admit(0, draw(Random(13), 200), max_num_new_tokens=CHUNK)
-        rows.batch.retain(0, 0, None, priority=priority)
-        rows.batch.grow([0], CHUNK)
-        rows.batch.grow([0], CHUNK)
-        num_cached.append(rows.manager.stats().num_cached_pages)
-    assert num_cached == [48 - 6, 48 - 14]
+    other = pagepool.EngineRequest("other", [*prompt[:106], 7])
+    assert len(rows.manager.lease(other, stop=106, seconds=600)) == 26 + 2
 
 
 # --- the rest -----------------------------------------------------------------------------------------------------

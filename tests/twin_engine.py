@@ -37,6 +37,7 @@ class Request:
     lora_id: int | None = None
     cache_salt: str | None = None
     resume_at: Sequence[int] = ()
+    session_id: str | None = None
 
     @property
     def num_tokens(self) -> int:

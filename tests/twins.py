@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from oracle import OracleManager, OraclePool
+from oracle_expected import SECOND, SHARED
 from oracle_tier import Taken
 
 from pagepool import PagePoolStats
@@ -29,8 +30,9 @@ class State(NamedTuple):
     num_prefix_entries: int  # distinct (content, group)
     usage: float
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
-    pins: dict[int, int]  # of pinned pages
-    levels: dict[int, int]  # of pages with any
+    terms: dict[int, int]  # of pages with any
+    outcomes: tuple[int, ...]  # of expectations
+    owners: dict[int, int]  # by page with an owner: the first of its pages, or 0 for a shared one
 
 
 def name_differences(mine: Any, theirs: Any) -> list[str]:
@@ -55,14 +57,9 @@ def share_hashes(oracle: OracleManager, manager: Any) -> None:
     oracle.keys.hash_page = hash_page
 
 
-def pins_of(pool: Any) -> dict[int, int]:
-    """Return how often each pinned page of the package's pool is pinned."""
-    return of_some(copy_records(pool.store, "pins")["pins"])
-
-
-def levels_of(pool: Any) -> dict[int, int]:
-    """Return the level of each page of the package's pool that has any: 1 + its priority, or 0, and 128 if it is protected."""
-    return of_some(copy_records(pool.store, "levels")["levels"])
+def terms_of(store: Any) -> dict[int, int]:
+    """Return the term of each page of the package's pool that has any, with the flag of overdue ones."""
+    return of_some(copy_records(store, "terms")["terms"])
 
 
 def of_some(values: Any) -> dict[int, int]:
@@ -71,10 +68,25 @@ def of_some(values: Any) -> dict[int, int]:
     return dict(zip(page_ids.tolist(), values[page_ids].tolist(), strict=True))
 
 
-def levels_of_twin(pool: OraclePool) -> dict[int, int]:
+def terms_of_twin(pool: OraclePool) -> dict[int, int]:
     """Return the same of the oracle's pool."""
-    pages = sorted({*pool.priorities, *pool.protected})
-    return {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in pages}
+    return {page: term + 128 * (page in pool.expected.overdue) for page, term in sorted(pool.expected.terms.items())}
+
+
+def owners_of(store: Any) -> dict[int, int]:
+    """Return by page of the package's pool that belongs to a session which of its pages is the first, 0 for shared ones."""
+    return firsts_of(of_some(copy_records(store, "owners")["owners"]), -1)
+
+
+def firsts_of(owners: dict[int, Any], shared: Any) -> dict[int, int]:
+    """Return owners, by page, as the first page of each; those of `shared` as 0."""
+    firsts: dict[Any, int] = {shared: 0}
+    return {page: firsts.setdefault(owner, page) for page, owner in sorted(owners.items())}
+
+
+def outcomes_of_twin(pool: OraclePool) -> tuple[int, ...]:
+    """Return how many expectations of the oracle's pool came true, or late, or not."""
+    return tuple(pool.expected.counts[name] for name in ("in time", "late", "unused"))
 
 
 def stats_of_twin(pool: OraclePool) -> PagePoolStats:
@@ -124,8 +136,16 @@ class Side:
     def evict_pages(self, page_ids: list[int]) -> int:
         return self.manager.page_pool.evict_pages(page_ids)
 
-    def unpin_all(self) -> int:
-        return self.manager.page_pool.unpin_all()
+    def set_time(self, time: int) -> int:
+        """Let the clock go to a time, in units of terms; leases that are over end. Returns how many are left."""
+        if isinstance(self.manager, OracleManager):
+            self.manager.set_time(time)
+        else:
+            self.manager.page_pool.store.set_time(time / SECOND)
+        return len(self.manager.leases)
+
+    def extend_lease(self, i: int, seconds: float) -> None:
+        self.manager.leases[i].extend(seconds)
 
     def lease(self, page_ids: list[int]) -> None:
         self.manager.lease(page_ids)
@@ -182,6 +202,11 @@ class Twin(Side, ABC):
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
         return list(self.manager.get_num_common_prefix_pages(request, num_scheduled_requests))
 
+    def lease_span(self, request: Any, *span: int | None, seconds: float) -> list[int]:
+        lease = self.manager.lease_span if isinstance(self.manager, OracleManager) else self.manager.lease
+        leased = lease(request, *span, seconds=seconds)
+        return leased if isinstance(leased, list) else leased.page_ids
+
     def commit_external(self, request: Any, num_tokens: int) -> int:
         """Commit, and return the number of tokens that are computed then."""
         self.manager.commit_external(request, num_tokens)
@@ -198,8 +223,17 @@ class OracleTwin(Twin):
 
     def state(self, request_ids: Iterable[str]) -> State:
         pool, held = self.manager.page_pool, [self.manager.get_page_ids(request_id) for request_id in request_ids]
-        levels = levels_of_twin(pool)
-        return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, held, dict(pool.pins), levels)
+        outcomes = outcomes_of_twin(pool)
+        return State(
+            pool.ref_counts[1:],
+            pool.free_page_ids(),
+            len(pool.index),
+            pool.usage,
+            held,
+            terms_of_twin(pool),
+            outcomes,
+            firsts_of(pool.expected.owner, SHARED),
+        )
 
 
 class PackageTwin(Twin):
@@ -226,8 +260,9 @@ class PackageTwin(Twin):
             len(pool.cached_page_hash_to_page),
             pool.get_usage(),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
-            pins_of(pool),
-            levels_of(pool),
+            terms_of(pool.store),
+            pool.store.expectations[1:],
+            owners_of(pool.store),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from features import PLAIN, Actions, Features, Span, Workload, draw_placement, random_retention, random_span
+from features import PLAIN, Actions, Features, Workload, draw_placement, random_seconds, random_span
 from oracle import PREEMPTED, RUNNING
 from oracle_kinds import Mamba
 from settings import Setting
@@ -36,7 +36,6 @@ class RandomWorkload(Workload):
         self.running: list[Request] = []
         self.pending: dict[Request, int] = {}  # tokens from elsewhere for which it waits
         self.histories: deque[list[int]] = deque(maxlen=NUM_REMEMBERED)
-        self.pinned: deque[tuple[Request, Span]] = deque(maxlen=NUM_REMEMBERED)
         self._numbers = itertools.count()
         self._free_ids: deque[str] = deque()
         self._unique_tokens = itertools.count(FIRST_UNIQUE_TOKEN)
@@ -78,7 +77,8 @@ class RandomWorkload(Workload):
         if len(self.waiting) < MAX_WAITING:
             token_ids = self._prompt()
             resume_at = self.draw_places()
-            self.waiting.append(Request(self._new_id(), token_ids, **self._attributes(token_ids), resume_at=resume_at))
+            attributes = self._attributes(token_ids) | self.draw_session()
+            self.waiting.append(Request(self._new_id(), token_ids, **attributes, resume_at=resume_at))
 
     def _new_id(self) -> str:
         """Return an id. Ids come again, some time after their request was finished."""
@@ -263,7 +263,7 @@ class RandomWorkload(Workload):
             del self.pending[request]
         else:
             self.running.remove(request)
-        self.twins.call("free", request, **options)
+        self.twins.call("free", request, **options | self.draw_seconds())
         del self.twins.live_request_ids[request.request_id]
 
     def abort(self) -> None:
@@ -302,6 +302,7 @@ class RandomWorkload(Workload):
         for _ in range(self.rng.choice((1, 1, 2, 3)) if self.running else 0):
             request = self.rng.choice(self.running)
             forked = replace(request, request_id=self._new_id(), all_token_ids=list(request.all_token_ids))
+            forked.session_id = self.draw_session().get("session_id")
             if self.twins.call("fork", request, forked) is None:
                 self._free_ids.append(forked.request_id)
             else:
@@ -325,37 +326,21 @@ class RandomWorkload(Workload):
             self.twins.call("fork", waiting, replace(waiting, request_id="other"))
             self.twins.call("free_page_hashes", other)
 
-    # pins and levels
+    # expectations, and leases of spans
 
-    def pin(self) -> None:
-        """Pin what a request holds, or would hit."""
+    def expect(self) -> None:
+        """Say when what a request holds, or would hit, is wanted."""
         request = self.any_request()
         if request is not None:
             span = random_span(self.rng, request.num_tokens)
-            if self.twins.call("pin", request, *span):
-                self.pinned.append((replace(request, all_token_ids=list(request.all_token_ids)), span))
+            self.twins.call("expect", request, *span, seconds=random_seconds(self.rng))
 
-    def unpin(self) -> None:
-        """Unpin by the request that pinned, as it was then, or by any."""
-        request = self.any_request()
-        if self.pinned and self.rng.random() < 0.7:
-            request, span = self.rng.choice(self.pinned)
-            request = replace(request, request_id="unpins")
-            self.twins.call("unpin", request, *span)
-            self.twins.call("free_page_hashes", request)
-        elif request is not None:
-            self.twins.call("unpin", request, *random_span(self.rng, request.num_tokens))
-
-    def retain(self) -> None:
-        """Retain what a request holds, or would hit."""
+    def lease_span(self) -> None:
+        """Lease what a request holds, or would hit, for a moment or long."""
         request = self.any_request()
         if request is not None:
-            self.twins.call("retain", request, *random_span(self.rng, request.num_tokens), **random_retention(self.rng))
-
-    def protect(self) -> None:
-        """Protect what waits, mostly, or nothing."""
-        waiting = self.waiting if self.rng.random() < 0.8 else []
-        self.twins.call("protect", [*waiting, *self.running] if self.rng.random() < 0.2 else waiting)
+            span = random_span(self.rng, request.num_tokens)
+            self.twins.call("lease_span", request, *span, seconds=self.rng.choice((0, 0.1, 1, 30, 1e9)))
 
     # tokens from elsewhere, and from the tier
 

@@ -10,7 +10,6 @@
 # that. A held page's mark names the part that it will be put into. Pages without an entry are in the blank part, and marks of
 # that part are `BLANK`. The ghost remembers keys of evicted pages: each stands once, in the set that its tag leads to. A
 # snapshot has the marks, the ghost, the counts and what was learned, so a loaded pool evicts what the saved one would have.
-# A pool that has levels and does not learn has marks and counts alone: all its pages are in the blank part.
 
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -82,9 +81,8 @@ cdef struct Learned:          # what a snapshot keeps
 
 cdef struct Policy:
     uint32_t *marks           # [num_pages]
-    uint32_t new_part         # of pages that get an entry: NEW, or BLANK where it does not learn
     Ghost ghost
-    int64_t num_in_part[NUM_PARTS]  # free pages without a level; this and the next four are copied together
+    int64_t num_in_part[NUM_PARTS]  # free pages without a term; this and the next four are copied together
     int64_t num_requests      # that took pages
     int64_t num_shared_hits   # on held pages
     int64_t num_free_hits
@@ -221,21 +219,16 @@ cdef inline void free_policy(Policy *policy) noexcept nogil:
         raw_free(policy)
 
 
-cdef inline Policy *make_policy(int32_t num_pages, bint learns) noexcept nogil:
-    """Make the policy of a pool without pages in its queue, or the marks of one that does not learn; NULL where memory is
-    short.
-    """
+cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
+    """Make the policy of a pool without pages in its queue; NULL where memory is short."""
     cdef Policy *policy = <Policy *>raw_calloc(1, sizeof(Policy))
     cdef int32_t age, j, bucket = 0
     if policy == NULL:
         return NULL
     policy.marks = <uint32_t *>raw_calloc(num_pages, sizeof(uint32_t))
-    if policy.marks == NULL or (learns and not make_ghost(&policy.ghost, num_pages)):
+    if policy.marks == NULL or not make_ghost(&policy.ghost, num_pages):
         free_policy(policy)
         return NULL
-    if not learns:
-        return policy
-    policy.new_part = NEW
     policy.num_pages = num_pages
     policy.epoch_pages = max(EPOCHS_A_POOL, num_pages // EPOCHS_A_POOL)
     policy.learned.lru_age = HORIZON

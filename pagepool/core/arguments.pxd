@@ -14,6 +14,7 @@ cdef Digest digest_of_bytes(bytes data) except *
 cdef Digest digest_of_int(object value) except *
 cdef object index_of(object value, str name)
 cdef object float_of(object value, str name)
+cdef int32_t term_of_seconds(object seconds) except -1
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=*, Py_ssize_t highest=*) except -1
 cdef int32_t int32_of_index(object value) except? -1
 cdef object explained(str name, object error)

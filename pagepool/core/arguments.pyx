@@ -1,10 +1,11 @@
 """Values from Python, checked at the boundary."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint64_t
+from libc.math cimport isinf
+from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.records cimport MAX_GROUP, MAX_PAGES
+from pagepool.core.records cimport LAST_TERM, MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
 
 from numbers import Real
 from operator import index as as_index
@@ -60,6 +61,20 @@ cdef object float_of(object value, str name):
         return float(value)
     except OverflowError:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
+
+
+cdef int32_t term_of_seconds(object seconds) except -1:
+    """The term of a page that is expected back in so many seconds, or UNKNOWN for None."""
+    cdef int32_t term = UNKNOWN + 1
+    cdef double value
+    if seconds is None:
+        return UNKNOWN
+    value = float_of(seconds, "seconds")
+    if not value >= 0:
+        raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: at least 0, or None")
+    while term < LAST_TERM and value >= <int64_t>1 << term:
+        term += 1
+    return NEVER if isinf(value) else term
 
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:

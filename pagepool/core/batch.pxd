@@ -20,11 +20,12 @@ from pagepool.core.holdings cimport (
     has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from, skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
+from pagepool.core.owners cimport use_in_session
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_pinned
+from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_leased
 from pagepool.core.rules cimport Group, full_pages, is_state
 from pagepool.core.siphash cimport Digest, hash_after
 
@@ -82,6 +83,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
     ExtraKey **extra_keys     # NULL for most
     int32_t *contexts         # 0 for most
+    int32_t *sessions         # numbers, NO_SESSION for most
     Swapped **swapped         # NULL for most
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
@@ -122,7 +124,9 @@ cdef inline Boundaries *boundaries_of(const Batch *batch, Py_ssize_t row) noexce
 
 
 cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    return Holding(batch.groups, batch.held + row * batch.num_groups, batch.num_groups, boundaries_of(batch, row))
+    return Holding(
+        batch.groups, batch.held + row * batch.num_groups, batch.num_groups, boundaries_of(batch, row), batch.sessions[row]
+    )
 
 
 cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
@@ -139,7 +143,9 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 
 cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
-    return Contents(digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context)
+    return Contents(
+        digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context, batch.sessions[row]
+    )
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -293,6 +299,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
     batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
+    swap_values(&batch.sessions[first], &batch.sessions[second], 1)
     batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
     for g in range(batch.num_groups):
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
@@ -410,8 +417,9 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             first = find_first_twin(batch, row, page_id)
             if find_load_number(batch.pool, &first, 1):
                 continue
-            if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
+            if first != NULL_PAGE and first != page_id and not is_leased(batch.pool, page_id):
                 touch_all(batch.pool, &first, 1)
+                use_in_session(batch.pool, &first, 1, batch.sessions[row])
                 drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
                 put_back_held(batch.pool, page_id)
                 held.ids[place] = first
@@ -451,14 +459,14 @@ cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_compu
             batch.tables[g].version += 1
 
 
-cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
+cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
     """Enter the states of a row whose pages were just given back, as far as they are due."""
     cdef int32_t num_computed = batch.records[row].num_computed
     cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
     contents = contents_of(batch, row, num_computed)
-    enter_states(batch.pool, &holding, &contents, num_computed)
+    enter_states(batch.pool, &holding, &contents, num_computed, term)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -767,10 +775,10 @@ cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t
 
 
 cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
-    """Whether a page at place `start` or behind has other holders, pins aside."""
+    """Whether a page at place `start` or behind has other holders."""
     cdef int32_t i
     for i in range(start, held.num_pages):
-        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].ref_cnt - is_pinned(pool, held.ids[i]) > 1:
+        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].ref_cnt > 1:
             return True
     return False
 

@@ -10,7 +10,7 @@ from pagepool.core.batch cimport (
 from pagepool.core.boundaries cimport find_needed
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.page_table cimport Table
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.running cimport RunningRows
@@ -24,8 +24,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 def check_holders(PageStore store not None, requests, RunningRows rows=None) -> None:
     """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, and
-    `rows` hold, one more for its pins, and one for each lease; and unless rows and tables agree. O(num_pages + pages held +
-    table).
+    `rows` hold, and one for each lease; and unless rows and tables agree. O(num_pages + pages held + table).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
@@ -82,8 +81,8 @@ cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *co
 
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """No page stands in more places, including those in `counts`, than it has references besides those of pins and leases. A
-    copy that is due has one to its source, a load that did not end one to its page.
+    """No page stands in more places, including those in `counts`, than it has references besides those of leases. A copy that
+    is due has one to its source, a load that did not end one to its page.
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
@@ -96,10 +95,9 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     add_transferred(&store.pool, counts, 1)
     for i in range(1, store.pool.num_pages):
         if counts[i] > store.count_holders(i):
-            pins = " and is pinned" if is_pinned(&store.pool, i) else ""
-            leases = " and is leased" if store.leases != NULL and store.leases[i] else ""
+            leases = " and is leased" if is_leased(&store.pool, i) else ""
             ref_cnt = store.pool.pages[i].ref_cnt
-            return f"page {i} stands in {counts[i]} rows and requests{pins}{leases}, its ref count is {ref_cnt}"
+            return f"page {i} stands in {counts[i]} rows and requests{leases}, its ref count is {ref_cnt}"
     return None
 
 

@@ -16,15 +16,16 @@ from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
+from pagepool.core.owners cimport enter_session, use_in_session
 from pagepool.core.pages cimport (
     count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share,
     take_from, take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
-from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, is_counted, push, put_back_held
+from pagepool.core.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, is_counted, push, put_back_held
 from pagepool.core.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard, is_free,
-    is_pinned, learns, reserve_items, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, UNKNOWN, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard,
+    is_free, reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, Rules, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
@@ -51,6 +52,7 @@ cdef struct Holding:
     Held *held                # [num_groups]
     Py_ssize_t num_groups
     Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
+    int32_t session           # number, or NO_SESSION
 
 
 cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
@@ -165,7 +167,7 @@ cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) n
     cdef const Held *held
     cdef int64_t num_known
     cdef Py_ssize_t g
-    if pool.num_parts == 0 or not learns(pool):
+    if pool.policy == NULL:
         return BLANK
     g = find_longest_group(holding)
     held = &holding.held[g]
@@ -179,7 +181,7 @@ cdef inline bint leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, in
     """Give back a page that a window has left. Returns whether a policy is to count it."""
     cdef int32_t page_id = holding.held[g].ids[place]
     cdef Page *page = &pool.pages[page_id]
-    if page_id == NULL_PAGE or page.ref_cnt <= is_pinned(pool, page_id) or is_free(pool, page_id):
+    if page_id == NULL_PAGE or page.ref_cnt <= 0 or is_free(pool, page_id):
         return False
     page.ref_cnt -= 1
     if page.ref_cnt:
@@ -220,7 +222,7 @@ cdef inline void keep_window(const Holding *holding, int32_t num_tokens) noexcep
 cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
     """Give back the pages of a group before place `stop`, which has one, the last first. A policy counts them as one call."""
     cdef Held *held = &holding.held[g]
-    cdef bint is_rated = holding.boundaries != NULL or pool.num_parts
+    cdef bint is_rated = holding.boundaries != NULL or pool.policy != NULL
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
     if holding.boundaries != NULL:
@@ -497,6 +499,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
         held.ranking = Ranking(hits.num, 0)
         if not demand.num_adopted or not is_state(&group.rules):
             touch_all(pool, hits.ids, hits.num)
+            use_in_session(pool, hits.ids, hits.num, holding.session)
         if hits.num and not is_state(&group.rules):
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
@@ -542,6 +545,7 @@ cdef struct Contents:         # of the pages of a request or row
     const int32_t *token_ids
     Py_ssize_t num_token_ids
     int32_t context           # see `Origin`
+    int32_t session
 
 cdef struct PageToHash:
     Digest parent
@@ -556,6 +560,7 @@ cdef struct PageToEnter:
     int32_t group
     int32_t place             # in its request or row
     Held *held
+    int32_t session
     const Digest *parent      # NULL for the first page; this and the rest only for a journal
     int32_t context
 
@@ -600,13 +605,14 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     for i in range(waiting.num_to_enter):
         page = &waiting.to_enter[i]
         if pool.pages[page.page_id].group == NO_GROUP:
-            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.num_parts != 0):
+            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.policy != NULL):
                 rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
             if is_journaled(pool):
                 record_entry(
                     pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
                 )
             keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
+            enter_session(pool, page.page_id, page.session)
     waiting.num_to_enter = 0
 
 
@@ -635,7 +641,7 @@ cdef inline void enter_full_pages(
         page = &waiting.to_enter[waiting.num_to_enter]
         waiting.num_to_enter += 1
         page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
-        page.digest = &contents.digests[last_hash(group, place)]
+        page.digest, page.session = &contents.digests[last_hash(group, place)], contents.session
         page.token_ids = contents.token_ids + <Py_ssize_t>place * size
         page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
         fetch(&waiting.pool.pages[page.page_id])
@@ -658,6 +664,7 @@ cdef inline void enter_page(
     cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
     cdef Origin origin = Origin(parent, <int32_t>last if is_state(&group.rules) else place, contents.context)
     enter_alone(pool, page_id, contents.digests[last], group.id, origin)
+    enter_session(pool, page_id, contents.session)
     if first * size + num_tokens > contents.num_token_ids:
         num_tokens = 0
     keep_tokens(pool, page_id, contents.token_ids + first * size, num_tokens)
@@ -723,13 +730,14 @@ cdef inline bint keep_state(
 
 
 cdef inline void enter_states(
-    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed
+    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed, int32_t term
 ) noexcept nogil:
-    """Enter the states that are due of a request or row that ends, right after its pages were given back."""
+    """Enter the states that are due of a request or row that ends, right after its pages were given back with a term."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
+            if enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
+                expect_page(pool, holding.held[g].ids[0], term)
 
 
 # Copies of pages are due before the next step. They are queued here, and done by whoever takes the list (`Copies`). Each has a
@@ -1060,6 +1068,7 @@ cdef inline void fork_group(
             share(pool, source.ids[i])
     if n:
         memcpy(ids, source.ids, n * sizeof(int32_t))
+        use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
     if not is_state(&group.rules):

@@ -40,6 +40,13 @@ cdef class PageIds:
 
 cpdef tuple lists_of(tuple groups)
 cdef tuple new_ids(Py_ssize_t num_groups)
+
+
+cdef inline const int32_t *ids_in(PageIds ids) noexcept:
+    """The ids; NULL for None, and for no ids."""
+    return ids.ids if ids is not None and ids.num else NULL
+
+
 cdef PageIds as_page_ids(object values, str name=*)
 cdef PageIds as_own_ids(object values, str name)
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1

@@ -14,13 +14,14 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport BLANK, discount, hash_key, is_sampled, recall
+from pagepool.core.adaptive cimport BLANK, NEW, hash_key, is_sampled, recall
+from pagepool.core.owners cimport leave_session
 from pagepool.core.platform cimport rare
-from pagepool.core.queue cimport lose_level, lose_pins, pull, push
+from pagepool.core.queue cimport lose_term, pull, push, take_out
 from pagepool.core.records cimport (
-    FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin,
-    Page, Pool, Range, Ranking, Removal, Slot, digest_of, has_level, is_free, is_pinned, learns, link_after, num_slots_of,
-    resize, shard_of, unlink,
+    FLAGS, MAX_GROUP, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, UNKNOWN, WATCHED, Context, Journal, Links, Note, Origin,
+    Page, Pool, Range, Ranking, Removal, Slot, digest_of, is_free, link_after, num_slots_of, resize, shard_of,
+    term_of, unlink,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -260,7 +261,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_entries += 1
     if rare(pool.tier != NULL):
         pool.tier.record_cached(pool, page_id)
-    if rare(pool.num_parts != 0) and pool.policy.marks[page_id] != pool.policy.new_part:
+    if rare(pool.num_parts != 0):
         make_new(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
         join_twins(pool, slot.page_id, page_id)
@@ -271,12 +272,12 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
 
 
 cdef inline void make_new(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page that was blank, in the queue or taken out of it as it is, a new one."""
+    """Make a page that was blank, in the queue or taken out of it as it is, a new one. It has just been given its entry."""
     cdef bint was_free = is_free(pool, page_id)
     if was_free:
         pull(pool, page_id)
-    if was_free or pool.policy.marks[page_id] == BLANK:
-        pool.policy.marks[page_id] = pool.policy.new_part
+    if pool.policy != NULL and pool.policy.marks[page_id] == BLANK:
+        pool.policy.marks[page_id] = NEW
     if was_free:
         push(pool, page_id)
 
@@ -285,13 +286,12 @@ cdef inline void rank(
     Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
 ) noexcept nogil:
     """Let the policy rank a page of a request that misses: by what it knows of its key, and so the pages since the last that it
-    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new. Do nothing
-    in a pool that has levels and no policy.
+    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new.
     """
     cdef uint64_t word
     cdef uint32_t part
     cdef int32_t i
-    if ranking.num_unseen == MAX_UNSEEN or not learns(pool):
+    if ranking.num_unseen == MAX_UNSEEN:
         return
     word = hash_key(key, group)
     if not is_sampled(word):
@@ -342,7 +342,7 @@ cdef inline Py_ssize_t enter_all(
     for i in range(span.start, span.stop if bad < 0 else span.start):
         if ids[i] == NULL_PAGE:
             continue
-        if enter(pool, ids[i], digests[i], group) and pool.num_parts:
+        if enter(pool, ids[i], digests[i], group) and pool.policy != NULL:
             rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
             record_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
@@ -352,7 +352,7 @@ cdef inline Py_ssize_t enter_all(
 cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t group, Origin origin) noexcept nogil:
     """Enter a page without an entry, let the policy rank it by its key alone, and record where it came from."""
     cdef Ranking ranking = Ranking(0, 0)
-    if enter(pool, page_id, key, group) and pool.num_parts:
+    if enter(pool, page_id, key, group) and pool.policy != NULL:
         rank(pool, &ranking, &page_id, 0, key, group)
     if is_journaled(pool):
         record_entry(pool, page_id, origin)
@@ -397,8 +397,7 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
 
 
 cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the prefix entry of a page that has one, and its pins: if nothing else holds it, it goes to the back of the queue.
-    """
+    """Take the prefix entry of a page that has one."""
     cdef Page *page = &pool.pages[page_id]
     cdef Slot *slot = slot_of(pool, page_id, tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
@@ -414,8 +413,8 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_dropped += 1
     if rare(pool.num_parts != 0):
         leave_part(pool, page_id)
-    if rare(is_pinned(pool, page_id)):
-        lose_pins(pool, page_id)
+    if rare(pool.sessions.owners != NULL):
+        leave_session(pool, page_id)
 
 
 cdef inline void drop_all(Pool *pool) noexcept nogil:
@@ -429,13 +428,14 @@ cdef inline void drop_all(Pool *pool) noexcept nogil:
 
 
 cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the level of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
-    cdef bint is_moved = is_free(pool, page_id) and (pool.policy.marks[page_id] != BLANK or has_level(pool, page_id))
+    """Take the term of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
+    cdef bint is_moved = is_free(pool, page_id)
+    if pool.policy != NULL:
+        is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
     if is_moved:
-        discount(pool.policy, page_id)
-        pull(pool, page_id)
-        pool.policy.marks[page_id] = BLANK
-    if has_level(pool, page_id):
-        lose_level(pool, page_id)
+        take_out(pool, page_id)
+    lose_term(pool, page_id)
     if is_moved:
+        if pool.policy != NULL:
+            pool.policy.marks[page_id] = BLANK
         push(pool, page_id)

@@ -7,6 +7,7 @@ from libc.string cimport memcmp
 from pagepool.core.arguments cimport as_long_long, require_instance, size_of
 from pagepool.core.ids cimport as_page_ids, new_ids
 from pagepool.core.index cimport find, find_within, has_key, home_of
+from pagepool.core.pages cimport end_leases
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
@@ -324,6 +325,7 @@ cdef class Refusal:
         """Whether a request is short that has all its hits still; False for one that lost hits."""
         cdef bint is_short
         with self.chain.lock, self.store.lock:
+            end_leases(&self.store.pool)
             is_short = self.finds_hits(&self.store.pool) and self.watch.num_pages == (<PageIds>self.hits[0]).num
             is_short = is_short and self.is_short(&self.store.pool, num_pages, num_reserved)
         return is_short

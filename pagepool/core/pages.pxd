@@ -2,15 +2,16 @@
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
-from pagepool.core.adaptive cimport BLANK, count_release, hash_key, is_sampled, record_hit, remember
+from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    end_of_queue, end_retention, is_counted, is_page, pick, pull, push, push_first, put_back, record_behind, start_of_part,
+    age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back, record_behind,
+    start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    FILLING, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, WATCHED, Histogram, Page, Pool, Stay, Tier, Transfer,
-    digest_of, has_level, is_free, is_kept, is_pinned, learns, reserve_items,
+    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram, LeasedSpan, Page,
+    Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -115,18 +116,19 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool with parts and no shards, unless others come first. Returns how many."""
+    """Pull up to `n` blank pages of a pool with parts and no shards. Returns how many."""
     cdef Py_ssize_t count
-    if pool.num_shards or pool.num_parts == 0 or (pool.num_low_free and not learns(pool)):
+    if pool.num_shards or pool.num_parts == 0:
         return 0
     count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
-    pool.policy.num_in_part[BLANK] -= count
+    if pool.policy != NULL:
+        pool.policy.num_in_part[BLANK] -= count
     return count
 
 
 cdef inline void count_request(Pool *pool) noexcept nogil:
     """Tell the policy, if there is one, that a request begins to take pages."""
-    if rare(pool.num_parts != 0):
+    if rare(pool.policy != NULL):
         pool.policy.num_requests += 1
 
 
@@ -140,18 +142,18 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
     """`claim`, of which the policy gets to know, if there is one."""
-    if pool.pages[page_id].group != NO_GROUP and pool.num_parts and learns(pool):
+    if pool.pages[page_id].group != NO_GROUP and pool.policy != NULL:
         remember_evicted(pool, page_id)
     claim(pool, page_id)
-    if pool.num_parts:
-        pool.policy.marks[page_id] = pool.policy.new_part
+    if pool.policy != NULL:
+        pool.policy.marks[page_id] = NEW
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
     cdef Py_ssize_t i, num_blank
     if n:
-        end_retention(pool)
+        age_pages(pool)
     num_blank = pull_blank(pool, out, n)
     for i in range(num_blank, n):
         out[i] = pick(pool, shard)
@@ -201,19 +203,22 @@ cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexce
 
 
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference but that of pins; -1: there is none."""
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
     cdef Py_ssize_t i
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
             continue
-        if pool.pages[ids[i]].ref_cnt <= is_pinned(pool, ids[i]) or (pool.num_held_free and is_free(pool, ids[i])):
+        if pool.pages[ids[i]].ref_cnt <= 0 or (pool.num_held_free and is_free(pool, ids[i])):
             return i
     return -1
 
 
-cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
-    Returns -1, or, with nothing changed, the index of a page that has no reference to give: that of pins stays.
+cdef inline Py_ssize_t give_back(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms=NULL
+) noexcept nogil:
+    """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue, with the
+    `terms` at the same places, unless these are UNKNOWN. Returns -1, or, with nothing changed, the index of a page that has no
+    reference to give.
     """
     cdef Py_ssize_t i, at
     cdef Page *page
@@ -223,14 +228,14 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         if at >= 0:
             return at
     if rare(pool.num_parts != 0):
-        return give_back_to_parts(pool, ids, n, tail_first)
+        return give_back_to_parts(pool, ids, n, tail_first, terms)
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
             continue
         page = &pool.pages[ids[at]]
         left = page.ref_cnt - 1
-        if left == 0 and not is_pinned(pool, ids[at]):  # the common case first: it needs no other check
+        if left == 0:  # the common case first: it needs no other check
             page.ref_cnt = 0
             push(pool, ids[at])
             pool.num_freed += 1
@@ -242,8 +247,10 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
     return -1
 
 
-cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """`give_back` with a policy, which gets to know how many pages come before the first does."""
+cdef inline Py_ssize_t give_back_to_parts(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms
+) noexcept nogil:
+    """`give_back` with parts. A policy gets to know how many pages come before the first does."""
     cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
     cdef Page *page
     for i in range(n):
@@ -251,7 +258,7 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
         if ids[at] == NULL_PAGE:
             continue
         page = &pool.pages[ids[at]]
-        if GUARDS and page.ref_cnt <= is_pinned(pool, ids[at]):
+        if GUARDS and page.ref_cnt <= 0:
             undo_give_back(pool, ids, n, i, tail_first)
             return at
         page.ref_cnt -= 1
@@ -265,14 +272,79 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
         if ids[at] != NULL_PAGE and page.ref_cnt == 0 and page.next_free == i and not is_free(pool, ids[at]):
+            if terms != NULL and terms[at] != UNKNOWN:
+                expect_page(pool, ids[at], terms[at])
             push(pool, ids[at])
     pool.num_freed += num_released
     return -1
 
 
+# Leases.
+
+
+cdef inline void begin_lease(
+    Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
+) noexcept nogil:
+    """Begin a lease of pages, to each of which it has a reference; with a duration it is one of a span."""
+    lease[0] = LeasedSpan(ids, n, 0, NULL, True, True)
+    if duration:
+        lease.next = pool.leases.first
+        pool.leases.first = lease
+        pool.leases.num_pages += n
+        set_end(pool, lease, duration)
+
+
+cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
+    lease.end = now_of(pool) + duration
+    if pool.leases.next_end == 0 or lease.end < pool.leases.next_end:
+        pool.leases.next_end = lease.end
+
+
+cdef inline void end_leases(Pool *pool) noexcept nogil:
+    """Give back the pages of leases that are over: before pages are taken."""
+    if rare(pool.leases.next_end != 0) and now_of(pool) >= pool.leases.next_end:
+        end_due_leases(pool)
+
+
+cdef inline void end_due_leases(Pool *pool) noexcept nogil:
+    """Give back the pages of leases that are over, except one of which somebody else gave back a page: its `release` tells
+    that. O(leases of spans, and pages of those that end).
+    """
+    cdef LeasedSpan *lease = pool.leases.first
+    cdef LeasedSpan *following
+    cdef int64_t now = now_of(pool)
+    pool.leases.next_end = 0
+    while lease != NULL:
+        following = lease.next
+        if lease.end <= now and end_lease(pool, lease) < 0:
+            pool.leases.num_ended += 1
+        elif lease.end > now and (pool.leases.next_end == 0 or lease.end < pool.leases.next_end):
+            pool.leases.next_end = lease.end
+        lease = following
+
+
+cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
+    """Give back the pages of a lease that is held, the last first. Returns -1, or, with nothing changed, the index of a page
+    that somebody else gave back. O(pages), and O(leases of spans) for one of them.
+    """
+    cdef LeasedSpan **place = &pool.leases.first
+    cdef Py_ssize_t i, bad = give_back(pool, lease.ids, lease.num, True)
+    if bad >= 0:
+        return bad
+    for i in range(lease.num):
+        pool.leases.counts[lease.ids[i]] -= 1
+    if lease.end:
+        while place[0] != lease:
+            place = &place[0].next
+        place[0] = lease.next
+        pool.leases.num_pages -= lease.num
+    lease.end = lease.is_held = 0
+    return -1
+
+
 cdef inline bint is_worthless(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a page that has left a window does not stay cached without holders."""
-    return not is_kept(&pool.pages[page_id]) and not is_pinned(pool, page_id) and not has_level(pool, page_id)
+    return not is_kept(&pool.pages[page_id])
 
 
 cdef inline void discard(Pool *pool, int32_t page_id) noexcept nogil:
@@ -284,14 +356,14 @@ cdef inline void discard(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline Py_ssize_t give_back_held(
-    Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n
+    Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n, const int32_t *terms
 ) noexcept nogil:
     """`give_back`, except that pages from `num_staying` on, which are worthless, are discarded with their last reference."""
     cdef Py_ssize_t i, num_left = num_staying, bad = -1
     while num_left < n and pool.pages[ids[num_left]].ref_cnt and not is_free(pool, ids[num_left]):
         pool.pages[ids[num_left]].ref_cnt -= 1
         num_left += 1
-    bad = give_back(pool, ids, num_staying, False) if num_left == n else num_left
+    bad = give_back(pool, ids, num_staying, False, terms) if num_left == n else num_left
     for i in range(num_staying, num_left):
         if bad >= 0:
             pool.pages[ids[i]].ref_cnt += 1
@@ -373,7 +445,7 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
 
 
 cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """`touch_all` with a policy."""
+    """`touch_all` with parts."""
     cdef Py_ssize_t i
     cdef bint was_free
     for i in range(n):
@@ -381,10 +453,11 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
             was_free = is_free(pool, ids[i])
             if was_free:
                 reuse(pool, ids[i])
-            pool.policy.num_free_hits += was_free
-            pool.policy.num_shared_hits += not was_free
-            if learns(pool):
+            if pool.policy != NULL:
+                pool.policy.num_free_hits += was_free
+                pool.policy.num_shared_hits += not was_free
                 record_hit(pool.policy, ids[i], was_free)
+            use_page(pool, ids[i])
             add_reference(pool, ids[i])
 
 
@@ -430,9 +503,9 @@ cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t grou
 
 
 cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have a page that is evicted saved, unless another one has its content."""
+    """Have a page that is evicted saved, unless another one has its content, or nobody expects it back."""
     cdef const Page *page = &pool.pages[page_id]
-    if not page.group & TWIN:
+    if not page.group & TWIN and term_of(pool, page_id) != NEVER:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
 
 

@@ -1,6 +1,6 @@
 # What the operating system and the compiler provide.
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 cdef extern from *:
     """
@@ -38,6 +38,23 @@ cdef extern from *:
     }
     """
     int64_t monotonic_ns "pagepool_monotonic_ns" () noexcept nogil
+
+cdef extern from *:
+    """
+    #if defined(CLOCK_MONOTONIC_COARSE)
+    #define PAGEPOOL_COARSE_CLOCK CLOCK_MONOTONIC_COARSE  /* a few ms behind, and read in a few ns */
+    #else
+    #define PAGEPOOL_COARSE_CLOCK CLOCK_MONOTONIC
+    #endif
+    static inline int64_t pagepool_coarse_time(int32_t units_a_second) {
+        struct timespec now;
+        clock_gettime(PAGEPOOL_COARSE_CLOCK, &now);
+        return (int64_t)now.tv_sec * units_a_second + now.tv_nsec / (1000000000 / units_a_second);
+    }
+    static inline int32_t pagepool_highest_bit(uint32_t word) { return 31 - __builtin_clz(word); }  /* not of 0 */
+    """
+    int64_t coarse_time "pagepool_coarse_time" (int32_t units_a_second) noexcept nogil
+    int32_t highest_bit "pagepool_highest_bit" (uint32_t word) noexcept nogil
 
 cdef extern from *:
     """

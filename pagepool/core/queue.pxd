@@ -1,19 +1,24 @@
 # The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
-# before each part. The blank part of the policy is first, unless pages were retained: then the parts of the low priorities come
-# before the policy's, and those of the high priorities and of protected pages behind.
+# before each part: those of the policy, or, without one, a blank part and one of cached pages; and once pages were expected
+# back, one for each term, the longest first.
 #
-# Always: a free page is in the part for its level, or, without one, in the part that the lowest bits of its mark name; the
-# policy counts the pages of each of its parts.
+# Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
+# policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
+#
+# A page is evicted that is blank, or that nobody expects back; else the one that is furthest off of two: the oldest of the
+# longest term that any page has, and the one that the policy picks, which has been idle for half of the time until it is used
+# again, as far as anybody knows. They are compared by terms, and of equal ones the one that was released earlier goes.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.adaptive cimport (
-    BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, make_policy, stamp_page, value_of,
+    BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, stamp_page, value_of,
 )
-from pagepool.core.platform cimport monotonic_ns, rare
+from pagepool.core.owners cimport is_shared
+from pagepool.core.platform cimport coarse_time, highest_bit, rare
 from pagepool.core.records cimport (
-    NORMAL, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PROTECTED, TWIN, Deadlines, Links,
-    Page, Pool, count_policy_parts, has_level, is_free, is_pinned, learns, link_after, shard_of, unlink,
+    LAST_TERM, NEVER, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, OVERDUE, SECOND, UNKNOWN, Links, Page, Pool, count_plain_parts,
+    is_free, link_after, shard_of, term_of, unlink,
 )
 
 
@@ -24,24 +29,30 @@ cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil
 
 cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The record before the pages of a part."""
-    part += pool.first_part
     return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
 
 
 cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The record behind the pages of a part; without parts behind all pages."""
-    if pool.first_part + part + 1 < pool.num_parts:
+    if part + 1 < pool.num_parts:
         return start_of_part(pool, part + 1, shard)
     return end_of_queue(pool, shard)
 
 
-cdef inline int32_t part_of_level(const Pool *pool, uint8_t level) noexcept nogil:
-    """The part of the queue for pages with a level, which is not 0."""
-    if level & PROTECTED:
-        return pool.num_parts - pool.first_part - 1
-    if level <= NUM_LOW:
-        return <int32_t>level - 1 - NUM_LOW
-    return count_policy_parts(pool) + level - 2 - NORMAL
+cdef inline int32_t part_of_term(const Pool *pool, int32_t term) noexcept nogil:
+    """The part of the queue for pages with a term, which is not UNKNOWN."""
+    return count_plain_parts(pool) + NEVER - term
+
+
+cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The part of the queue in which a page belongs; NO_PART without any."""
+    if pool.num_parts == 0:
+        return NO_PART
+    if term_of(pool, page_id) != UNKNOWN:
+        return part_of_term(pool, term_of(pool, page_id))
+    if pool.policy != NULL:
+        return <int32_t>(pool.policy.marks[page_id] & PART)
+    return BLANK if pool.pages[page_id].group == NO_GROUP else NEW
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
@@ -100,10 +111,15 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page into its part, by its mark, and into the queue of its shard."""
-    cdef int32_t shard, part = NO_PART
-    if pool.num_parts:
-        part = enter_part(pool, page_id)
+    """`push` to the back of the part in which the page belongs, and of that of its shard."""
+    mark_queued(pool, page_id)
+    place(pool, page_id)
+
+
+cdef inline void place(Pool *pool, int32_t page_id) noexcept nogil:
+    """Link a page into its part, and into that of its shard, at the back."""
+    cdef int32_t shard, part = part_of(pool, page_id)
+    count_in_part(pool, page_id, 1)
     link_page(pool, page_id, end_of_part(pool, part, -1))
     if pool.num_shards:
         shard = shard_of(pool, page_id)
@@ -121,8 +137,8 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry to the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
-    if pool.num_parts:
-        enter_part(pool, page_id)
+    mark_queued(pool, page_id)
+    count_in_part(pool, page_id, 1)
     link_page(pool, page_id, record_behind(pool, front_of_blank(pool, -1), -1))
     if pool.num_shards:
         shard = shard_of(pool, page_id)
@@ -134,27 +150,53 @@ cdef inline int32_t front_of_blank(const Pool *pool, int32_t shard) noexcept nog
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
-cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """Mark a page as one of the part that its mark names, or, without an entry, of the blank one. Returns the part, or that of
-    its level.
+cdef inline void mark_queued(Pool *pool, int32_t page_id) noexcept nogil:
+    """Mark a page that is put into the queue as one of the policy's part that its mark names, or, without an entry, of the
+    blank one, and stamp it.
     """
-    cdef uint32_t part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
-    if part == BLANK:
-        pool.policy.marks[page_id] = BLANK
-    else:
-        stamp_page(pool.policy, page_id, part)
-    count_in_part(pool, page_id, 1)
-    return part_of_level(pool, pool.levels[page_id]) if has_level(pool, page_id) else <int32_t>part
+    cdef uint32_t part
+    if pool.policy != NULL:
+        part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
+        if part == BLANK:
+            pool.policy.marks[page_id] = BLANK
+        else:
+            stamp_page(pool.policy, page_id, part)
+    if pool.expected.terms != NULL:
+        pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
+        if term_of(pool, page_id) != UNKNOWN:
+            wait_for(pool, limit_of(term_of(pool, page_id)))
+
+
+cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
+    """The time of stamps."""
+    return pool.expected.fixed_time or coarse_time(SECOND)
+
+
+cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id) noexcept nogil:
+    return <uint32_t>now_of(pool) - pool.expected.stamps[page_id]
+
+
+cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
+    """The idle time at which a term is over."""
+    return <uint32_t>SECOND << term
+
+
+cdef inline void wait_for(Pool *pool, uint32_t time) noexcept nogil:
+    """Expect the end of a term after a time from now."""
+    pool.expected.next_due = min(pool.expected.next_due, now_of(pool) + time)
 
 
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """Count a page that comes into its part, or leaves it."""
-    if not has_level(pool, page_id):
+    cdef int32_t term = term_of(pool, page_id)
+    if term != UNKNOWN:
+        pool.expected.num_free[term] += change
+        if pool.expected.num_free[term]:
+            pool.expected.free_terms |= <uint32_t>1 << term
+        else:
+            pool.expected.free_terms &= ~(<uint32_t>1 << term)
+    elif pool.policy != NULL:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
-    elif pool.levels[page_id] <= NUM_LOW:
-        pool.num_low_free += change
-    else:
-        pool.num_high_free += change
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
@@ -187,8 +229,14 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
-    if pool.num_parts:
-        count_in_part(pool, page_id, -1)
+    count_in_part(pool, page_id, -1)
+
+
+cdef inline void take_out(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a page out of the queue that is not used: it loses its entry, or is put there again."""
+    if pool.policy != NULL:
+        discount(pool.policy, page_id)
+    pull(pool, page_id)
 
 
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
@@ -206,63 +254,28 @@ cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogi
     pages[end].prev_free = mark
 
 
-cdef inline bint begin_blank_part(Pool *pool) noexcept nogil:
-    """Make all pages of a pool without parts, whose records have room for one, those of the blank part; False where memory is
-    short.
-    """
-    pool.policy = make_policy(pool.num_pages, False)
-    if pool.policy == NULL:
-        return False
-    pool.policy.num_in_part[BLANK] = pool.num_free
-    pool.num_parts, pool.is_divided = 1, True
-    link_mark(pool.pages, pool.num_pages, pool.pages[NULL_PAGE].next_free)
-    return True
-
-
-cdef inline void begin_level_parts(Pool *pool) noexcept nogil:
-    """Link the marks of the parts of levels, for which there is room, into the pool's queue, which has parts already."""
+cdef inline void begin_terms(Pool *pool) noexcept nogil:
+    """Divide the pool's queue by terms, for which there is memory. Free pages count as released now. O(num_pages)."""
     cdef Page *pages = pool.pages
-    cdef int32_t part, mark, num_policy_parts = pool.num_parts
-    for part in range(num_policy_parts - 1, -1, -1):
-        mark = start_of_part(pool, part, -1)
-        pages[mark + NUM_LOW] = pages[mark]
-        pages[pages[mark].prev_free].next_free = pages[pages[mark].next_free].prev_free = mark + NUM_LOW
-    pool.first_part = NUM_LOW
-    pool.num_parts += NUM_LEVEL_PARTS
-    for part in range(-NUM_LOW, BLANK):
-        link_mark(pages, start_of_part(pool, part, -1), start_of_part(pool, BLANK, -1))
-    for part in range(num_policy_parts, pool.num_parts - NUM_LOW):
+    cdef bint is_plain = pool.num_parts == 0
+    cdef int32_t part, page_id, following, num_plain_parts = count_plain_parts(pool)
+    pool.num_parts, pool.is_divided = num_plain_parts + NEVER, True
+    for page_id in range(pool.num_pages):
+        pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
+    for part in range(NEW, BLANK - 1 if is_plain else NEW, -1):
+        link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
+    for part in range(num_plain_parts, pool.num_parts):
         link_mark(pages, start_of_part(pool, part, -1), NULL_PAGE)
-
-
-cdef inline void blank_all(Pool *pool) noexcept nogil:
-    """Make all free pages part of the blank one, in the order of the queue, without levels. O(num_pages)."""
-    cdef int32_t page_id, part
-    for page_id in range(1, pool.num_pages):
-        if is_free(pool, page_id):
-            discount(pool.policy, page_id)
-            count_in_part(pool, page_id, -1)
-            if pool.levels != NULL:
-                pool.levels[page_id] = 0
-            pool.policy.marks[page_id] = BLANK
-            count_in_part(pool, page_id, 1)
-    for part in range(BLANK, -pool.first_part - 1, -1):
-        move_mark(pool, part, True)
-    for part in range(BLANK + 1, pool.num_parts - pool.first_part):
-        move_mark(pool, part, False)
-
-
-cdef inline void move_mark(Pool *pool, int32_t part, bint to_front) noexcept nogil:
-    """Move the start of a part to the front, or to the end, of the pool's queue and of each shard's."""
-    cdef Page *pages = pool.pages
-    cdef int32_t shard, end, mark = start_of_part(pool, part, -1)
-    pages[pages[mark].prev_free].next_free = pages[mark].next_free
-    pages[pages[mark].next_free].prev_free = pages[mark].prev_free
-    link_mark(pages, mark, pages[NULL_PAGE].next_free if to_front else <int32_t>NULL_PAGE)
-    for shard in range(pool.num_shards):
-        end, mark = end_of_queue(pool, shard), start_of_part(pool, part, shard)
-        unlink(pool.shard_links, mark)
-        link_after(pool.shard_links, end if to_front else pool.shard_links[end].prev, mark)
+    page_id = pages[start_of_part(pool, NEW, -1)].next_free
+    while is_plain and is_page(pool, page_id):
+        following = pages[page_id].next_free
+        if pages[page_id].group == NO_GROUP:
+            pages[pages[page_id].prev_free].next_free = following
+            pages[following].prev_free = pages[page_id].prev_free
+            pages[page_id].prev_free = NOT_FREE
+            pool.num_free -= 1
+            link_page(pool, page_id, start_of_part(pool, NEW, -1))
+        page_id = following
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
@@ -277,7 +290,7 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
     page_id = pool.pages[NULL_PAGE].next_free
     while page_id != NULL_PAGE:
         if page_id >= pool.num_pages:
-            part = page_id - pool.num_pages - pool.first_part
+            part = page_id - pool.num_pages
         else:
             shard = shard_of(pool, page_id)
             push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
@@ -319,7 +332,7 @@ cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noe
     cdef int32_t before, page_id = newest_in(pool, part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
-    if known[0] != NULL_PAGE and is_free(pool, known[0]) and not has_level(pool, known[0]):
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and term_of(pool, known[0]) == UNKNOWN:
         if marks[known[0]] == marks[page_id]:
             page_id = known[0]
     before = record_before(pool, page_id, shard)
@@ -386,25 +399,54 @@ cdef inline int32_t pick_least_value(Pool *pool, int32_t shard) noexcept nogil:
     return page_id
 
 
+cdef inline int32_t pick_plain(Pool *pool, int32_t shard) noexcept nogil:
+    """The page without a term that the policy picks, or that was released first; NULL_PAGE: there is none, but blank ones."""
+    if pool.policy == NULL:
+        return oldest_in(pool, NEW, shard)
+    if pool.expected.free_terms and oldest_in_parts(pool, NEW, NUM_PARTS, shard) == NULL_PAGE:
+        return NULL_PAGE
+    return pick_least_value(pool, shard)
+
+
+cdef inline int32_t pick_expected(const Pool *pool, int32_t shard) noexcept nogil:
+    """The oldest page of the longest term that any has, or NULL_PAGE."""
+    cdef uint32_t terms = pool.expected.free_terms
+    cdef int32_t page_id = NULL_PAGE
+    while terms and page_id == NULL_PAGE:
+        page_id = oldest_in(pool, part_of_term(pool, highest_bit(terms)), shard)
+        terms ^= <uint32_t>1 << highest_bit(terms)
+    return page_id
+
+
+cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
+    """The term of a page of which nothing is known but how long it has been idle: it is expected in twice that time."""
+    return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
+
+
+cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+    """Whether the return of a page without a term is further off than that of one with a term."""
+    cdef uint32_t idle = idle_time(pool, page_id)
+    cdef int32_t term = term_from_idle(idle)
+    if term != term_of(pool, other):
+        return term > term_of(pool, other)
+    return idle >= idle_time(pool, other)
+
+
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front. Else a blank one, if the
-    policy learns; or one of the lowest priority below the normal one; or the one that the policy picks, or the oldest, where it
-    does not learn; or one of the lowest level above.
-    """
-    cdef int32_t num_parts, page_id = NULL_PAGE
+    """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front."""
+    cdef int32_t plain, page_id
     if pool.num_parts == 0:
         return record_behind(pool, end_of_queue(pool, shard), shard)
-    if learns(pool):
-        page_id = oldest_in(pool, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_low_free:
-        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
-    if page_id == NULL_PAGE and pool.num_high_free:
-        num_parts = count_policy_parts(pool)
-        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
-            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
+    page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id
-    return pick_least_value(pool, shard) if learns(pool) else oldest_in(pool, BLANK, shard)
+    page_id = pick_expected(pool, shard)
+    if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
+        return page_id
+    plain = pick_plain(pool, shard)
+    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id)):
+        return plain
+    return page_id
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
@@ -452,7 +494,7 @@ cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num
     return num_pages <= count_free_in(pool, shard)
 
 
-# References given back page by page, and pins: one reference of the pool's own to a page, however often it is pinned.
+# References given back page by page.
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
@@ -474,7 +516,7 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
 
 cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a policy counts a page that is put into the queue: blank pages would only wear its clock out."""
-    if pool.num_parts == 0 or pool.pages[page_id].group == NO_GROUP:
+    if pool.policy == NULL or pool.pages[page_id].group == NO_GROUP:
         return False
     return pool.policy.marks[page_id] & PART != BLANK
 
@@ -487,119 +529,75 @@ cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
-    """`put_back`, except for the null page and for a page without references other than that of its pins."""
-    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > is_pinned(pool, page_id) and not is_free(pool, page_id):
+    """`put_back`, except for the null page and for a page without references."""
+    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > 0 and not is_free(pool, page_id):
         put_back(pool, page_id)
 
 
-cdef inline void lose_pins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Unpin a pinned page, however often it is pinned."""
-    pool.pins[page_id] = 0
-    pool.num_pinned -= 1
-    put_back_held(pool, page_id)
+# Terms of cached pages. A page gets one while it is held, or free; the time runs from then on, or from when it is released. Its
+# next use, and the loss of its entry, end the term.
 
 
-cdef inline void take_pin_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a pin from a pinned page; without any left it is not pinned any more."""
-    if pool.pins[page_id] == 1:
-        lose_pins(pool, page_id)
-    else:
-        pool.pins[page_id] -= 1
-
-
-cdef inline int32_t find_pinned(const Pool *pool, int32_t first) noexcept nogil:
-    """The pinned page cached first with the content of `first`, or NULL_PAGE. O(pages of equal content)."""
-    cdef int32_t page_id = first
-    while page_id != NULL_PAGE and not is_pinned(pool, page_id):
-        page_id = pool.twins[page_id].next if pool.pages[page_id].group & TWIN else first
-        if page_id == first:
-            return NULL_PAGE
-    return page_id
-
-
-# Levels of cached pages: the priority with which a page is retained, for how long, and whether it is protected. A page keeps
-# its level while it is held, and loses it with its entry.
-
-
-cdef inline void set_level(Pool *pool, int32_t page_id, uint8_t level) noexcept nogil:
-    """Give a cached page of a pool with levels another one; 0: none. A free page whose part changes is queued as if it had been
-    freed now.
+cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
+    """Give a cached page another term, or UNKNOWN. A free page is queued as if it had been released now. One that sessions
+    share only gets a shorter one, so that none of them puts off what the others use.
     """
-    cdef uint8_t old = pool.levels[page_id]
-    cdef bint is_moved = level != old and not level & old & PROTECTED and is_free(pool, page_id)
+    cdef bint is_moved = is_free(pool, page_id)
+    if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(pool, page_id) == UNKNOWN):
+        return
+    if rare(is_shared(pool, page_id)) and (term == UNKNOWN or term >= own_term(pool, page_id)):
+        return
     if is_moved:
-        discount(pool.policy, page_id)
-        pull(pool, page_id)
-    pool.levels[page_id] = level
+        take_out(pool, page_id)
+    pool.expected.terms[page_id] = <uint8_t>term
+    pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
     if is_moved:
         push(pool, page_id)
 
 
-cdef inline void lose_level(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the level of a page outside the queue, and its deadline."""
-    pool.levels[page_id] = 0
-    remove_deadline(&pool.deadlines, page_id)
+cdef inline int32_t own_term(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The term of a page, or that from its idle time."""
+    if term_of(pool, page_id) != UNKNOWN:
+        return term_of(pool, page_id)
+    return term_from_idle(idle_time(pool, page_id)) if is_free(pool, page_id) else 1
 
 
-cdef inline bint is_sooner(const Deadlines *deadlines, int32_t page_id, int32_t other) noexcept nogil:
-    cdef int64_t time = deadlines.times[page_id], other_time = deadlines.times[other]
-    return time < other_time or (time == other_time and page_id < other)
-
-
-cdef inline void put_in_heap(Deadlines *deadlines, int32_t page_id, int32_t place) noexcept nogil:
-    deadlines.heap[place] = page_id
-    deadlines.places[page_id] = place + 1
-
-
-cdef inline void move_in_heap(Deadlines *deadlines, int32_t page_id, int32_t place) noexcept nogil:
-    """Put a page where it belongs in the heap, in which `place` is left to it."""
-    cdef int32_t above = (place - 1) // 2, below
-    while place and is_sooner(deadlines, page_id, deadlines.heap[above]):
-        put_in_heap(deadlines, deadlines.heap[above], place)
-        place = above
-        above = (place - 1) // 2
-    while 2 * place + 1 < deadlines.num:
-        below = 2 * place + 1
-        below += below + 1 < deadlines.num and is_sooner(deadlines, deadlines.heap[below + 1], deadlines.heap[below])
-        if is_sooner(deadlines, page_id, deadlines.heap[below]):
-            break
-        put_in_heap(deadlines, deadlines.heap[below], place)
-        place = below
-    put_in_heap(deadlines, page_id, place)
-
-
-cdef inline void remove_deadline(Deadlines *deadlines, int32_t page_id) noexcept nogil:
-    """Take the deadline of a page, if it has one. O(log(pages with one))."""
-    cdef int32_t place
-    if deadlines.num == 0 or deadlines.places[page_id] == 0:
+cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
+    """End the term, if there is one, of a page outside the queue that is used, and count whether it was used in time."""
+    cdef int32_t term = term_of(pool, page_id)
+    cdef bint is_late
+    if term == UNKNOWN:
         return
-    place = deadlines.places[page_id] - 1
-    deadlines.places[page_id] = 0
-    deadlines.num -= 1
-    if place < deadlines.num:
-        move_in_heap(deadlines, deadlines.heap[deadlines.num], place)
+    if pool.expected.terms[page_id] != NEVER:
+        is_late = pool.expected.terms[page_id] & OVERDUE or idle_time(pool, page_id) >= limit_of(term)
+        pool.expected.num_late += is_late
+        pool.expected.num_in_time += not is_late
+    pool.expected.terms[page_id] = UNKNOWN
 
 
-cdef inline void set_deadline(Deadlines *deadlines, int32_t page_id, int64_t time) noexcept nogil:
-    """Let the priority of a page end at a time. O(log(pages with a deadline))."""
-    remove_deadline(deadlines, page_id)
-    deadlines.times[page_id] = time
-    deadlines.num += 1
-    move_in_heap(deadlines, page_id, deadlines.num - 1)
+cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
+    """End the term, if there is one, of a page outside the queue that has lost its entry."""
+    if term_of(pool, page_id) != UNKNOWN:
+        pool.expected.num_unused += pool.expected.terms[page_id] != NEVER
+        pool.expected.terms[page_id] = UNKNOWN
 
 
-cdef inline void forget_deadlines(Deadlines *deadlines) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(deadlines.num):
-        deadlines.places[deadlines.heap[i]] = 0
-    deadlines.num = 0
+cdef inline void age_pages(Pool *pool) noexcept nogil:
+    """Let pages that have been idle for their whole term have the next one: before any is taken."""
+    if rare(pool.expected.free_terms != 0) and now_of(pool) >= pool.expected.next_due:
+        age_due(pool)
 
 
-cdef inline void end_retention(Pool *pool) noexcept nogil:
-    """Take the priorities of pages whose time is up. O(log(pages with a deadline)) each."""
-    cdef int64_t now = monotonic_ns() if pool.deadlines.num else 0
-    cdef int32_t page_id
-    while pool.deadlines.num and pool.deadlines.times[pool.deadlines.heap[0]] <= now:
-        page_id = pool.deadlines.heap[0]
-        remove_deadline(&pool.deadlines, page_id)
-        set_level(pool, page_id, pool.levels[page_id] & PROTECTED)
+cdef inline void age_due(Pool *pool) noexcept nogil:
+    """Give the oldest pages of each term, as long as they have been idle for it, the next one. O(1) each."""
+    cdef int32_t term, page_id
+    pool.expected.next_due = INT64_MAX
+    for term in range(UNKNOWN + 1, NEVER):
+        page_id = oldest_in(pool, part_of_term(pool, term), -1)
+        while page_id != NULL_PAGE and idle_time(pool, page_id) >= limit_of(term):
+            pull(pool, page_id)
+            pool.expected.terms[page_id] = <uint8_t>(OVERDUE | (term + 1))
+            place(pool, page_id)
+            page_id = oldest_in(pool, part_of_term(pool, term), -1)
+        if page_id != NULL_PAGE:
+            wait_for(pool, limit_of(term) - idle_time(pool, page_id))

@@ -6,14 +6,12 @@
 #   that is evicted first, `prev_free` the one that was freed last. With parts more records stand behind those of the pages.
 # * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
-# * A retained or protected page has a level, and a prefix entry. The heap of deadlines has each page whose priority ends once.
-# * A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
-#   takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each
-#   lease.
+# * A page with a term, which says when it is expected back, has a prefix entry.
+# * A leased page has a reference for each lease, and is outside the free queue.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.adaptive cimport BLANK, NUM_PARTS, Policy
+from pagepool.core.adaptive cimport NEW, NUM_PARTS, Policy
 from pagepool.core.platform cimport raw_realloc
 from pagepool.core.siphash cimport Digest
 
@@ -30,10 +28,14 @@ cdef enum:
     MAX_GROUP = KEPT - 1
     MAX_PAGES = 1 << 30
     NO_PART = -1
-    NORMAL = 50               # priority of pages that are not retained
-    NUM_LOW = NORMAL          # lower priorities
-    NUM_LEVEL_PARTS = 2 * NORMAL + 1  # a part for each other priority, and one for protected pages
-    PROTECTED = 1 << 7        # flag in a page's level, behind its priority + 1, or 0
+    UNKNOWN = 0               # term of a page of which nobody said when it is expected back
+    LAST_TERM = 18            # term n: in less than 2**n seconds; this one and longer times
+    NEVER = 19                # term of a page that nobody expects back
+    TERM = 31                 # bits of a term
+    OVERDUE = 1 << 7          # flag in a page's term: it was shorter once
+    SECOND = 16               # units of the clock of stamps
+    NO_SESSION = 0
+    SHARED = -1               # owner of a page that two sessions have used
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -113,11 +115,44 @@ cdef struct Copies:           # that are due before the next step; each has a re
     Py_ssize_t capacity
     uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
 
-cdef struct Deadlines:        # of retained pages
-    int64_t *times            # [num_pages] ns of the monotonic clock; NULL: no page had one yet
-    int32_t *heap             # [num_pages] behind that: pages, the one whose time is up next first, as a binary heap
-    int32_t *places           # [num_pages] behind that: 1 + the place of a page in the heap; 0: it has no deadline
-    int32_t num
+cdef struct Expectations:     # when pages are expected back
+    uint8_t *terms            # [num_pages] UNKNOWN for most; NULL: none was given yet
+    uint32_t *stamps          # [num_pages] when a free page was released, or given its term
+    int32_t num_free[NEVER + 1]  # pages by term
+    uint32_t free_terms       # bit n: free pages have term n
+    int64_t next_due          # no free page is idle for its whole term before
+    int64_t fixed_time        # that a test has set; 0: the clock's
+    int64_t num_in_time       # pages with a term that were used before it was over; these three without `NEVER`
+    int64_t num_late          # that were used later
+    int64_t num_unused        # that lost their entry
+
+cdef struct Session:
+    int32_t first             # of its pages; NULL_PAGE: it has none
+    int32_t num_pages
+    int32_t num_holders       # rows, requests, and callers that are about to make some
+
+cdef struct Sessions:         # see `owners.pxd`
+    int32_t *owners           # [num_pages] numbers of sessions; NULL: there were none
+    Links *links              # [num_pages] rings of the pages of a session
+    Session *items            # [num], and room for `capacity`; the first stands for none
+    Py_ssize_t num
+    Py_ssize_t capacity
+    int32_t num_live
+
+cdef struct LeasedSpan:       # of pages, by page ids or as a span of tokens
+    const int32_t *ids        # [num]
+    Py_ssize_t num
+    int64_t end               # of a lease of a span that is held, on the clock of stamps; 0 for others
+    LeasedSpan *next          # the next one of a span that is held
+    uint8_t has_begun
+    uint8_t is_held
+
+cdef struct Leases:
+    int32_t *counts           # [num_pages] references of leases; NULL: there were none
+    LeasedSpan *first         # of spans
+    int64_t num_pages         # of spans, each page once for each lease
+    int64_t next_end          # no lease ends before; 0: none has an end
+    Py_ssize_t num_ended      # leases that ended by themselves since they were listed last
 
 cdef struct Transfer:         # of a page between a pool and its tier
     Digest key                # of the page
@@ -177,8 +212,8 @@ cdef struct Pool:
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: no shards yet
     int32_t *shard_num_free   # [num_shards] behind them
-    Policy *policy            # NULL: the page that was released first is evicted first
-    int32_t num_parts         # of the queues; 0 without a policy
+    Policy *policy            # NULL: the page that was released first is evicted first, unless terms say otherwise
+    int32_t num_parts         # of the queues; 0 with neither a policy nor expectations
     bint is_divided           # whether there are shards or parts
     int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
@@ -207,14 +242,10 @@ cdef struct Pool:
     int64_t num_hit
     Journal journal
     Residency *residency
-    int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
-    int32_t num_pinned        # pages with pins
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
-    uint8_t *levels           # [num_pages] of each cached page, 0 for most; NULL: none was retained or protected yet
-    int32_t first_part        # parts before those of the policy, which begin with number 0
-    int32_t num_low_free      # free pages with a priority below the normal one, and not protected
-    int32_t num_high_free     # free pages with another level
-    Deadlines deadlines
+    Expectations expected
+    Leases leases
+    Sessions sessions
     Copies copies
     Tier *tier                # NULL: none
 
@@ -260,12 +291,12 @@ cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
 
 
-cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
-    return pool.pins != NULL and pool.pins[page_id] != 0
+cdef inline int32_t term_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.expected.terms[page_id] & TERM if pool.expected.terms != NULL else UNKNOWN
 
 
-cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
-    return pool.levels != NULL and pool.levels[page_id] != 0
+cdef inline bint is_leased(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.leases.counts != NULL and pool.leases.counts[page_id] > 0
 
 
 cdef inline bint is_kept(const Page *page) noexcept nogil:
@@ -273,13 +304,11 @@ cdef inline bint is_kept(const Page *page) noexcept nogil:
     return page.group != NO_GROUP and page.group & KEPT
 
 
-cdef inline bint learns(const Pool *pool) noexcept nogil:
-    """Whether a pool with parts has a policy that learns. Otherwise it has levels."""
-    return pool.policy.new_part != BLANK
-
-
-cdef inline int32_t count_policy_parts(const Pool *pool) noexcept nogil:
-    return pool.num_parts - NUM_LEVEL_PARTS if pool.first_part else pool.num_parts
+cdef inline int32_t count_plain_parts(const Pool *pool) noexcept nogil:
+    """Count the parts of pages without a term, in a pool that is divided by terms, or will be: those of the policy, or a
+    blank one and one of cached pages.
+    """
+    return NUM_PARTS if pool.policy != NULL else NEW + 1
 
 
 cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:
@@ -312,4 +341,4 @@ cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards
 
 cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Links in the place of which `shard_newest` is, two ids in each."""
-    return num_shards * NUM_PARTS // 2 if pool.num_parts else 0
+    return num_shards * NUM_PARTS // 2 if pool.policy != NULL else 0

@@ -29,6 +29,7 @@ cdef struct Step:             # the next tokens of a request
     int64_t num_computed      # tokens that are computed before it
     int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
     int32_t context           # see `Origin`
+    int32_t session           # of a request without pages
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
     int64_t num_changes       # of the index, until it was refused for want of pages
@@ -57,7 +58,7 @@ cdef class RequestPages:
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
 
 
-cdef Contents contents_of(HashChain chain, int32_t context) noexcept
+cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
 cdef bint list_last_first(

@@ -15,12 +15,13 @@ from pagepool.core.holdings cimport (
     find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, price,
     put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.ids cimport new_ids
+from pagepool.core.ids cimport new_ids, ids_in
 from pagepool.core.index cimport is_entered_otherwise
+from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport give_back, is_worthless, touch_all
-from pagepool.core.platform cimport GIL_DISABLED
+from pagepool.core.platform cimport GIL_DISABLED, rare
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, count_changes, resize, shard_of
+from pagepool.core.records cimport NEVER, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, count_changes, resize, shard_of
 from pagepool.core.rules cimport (
     MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, last_hash, pages_for,
 )
@@ -39,13 +40,13 @@ cdef void unlock_chain(HashChain chain) noexcept:
         chain.lock.release()
 
 
-cdef Contents contents_of(HashChain chain, int32_t context) noexcept:
+cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return what is known of the pages of a request by its locked chain: nothing without one."""
     if chain is None:
-        return Contents(NULL, 0, NULL, 0, context)
+        return Contents(NULL, 0, NULL, 0, context, session)
     if chain.token_ids is None:
-        return Contents(chain.digests, chain.num, NULL, 0, context)
-    return Contents(chain.digests, chain.num, chain.token_ids.ids, chain.token_ids.num, context)
+        return Contents(chain.digests, chain.num, NULL, 0, context, session)
+    return Contents(chain.digests, chain.num, chain.token_ids.ids, chain.token_ids.num, context, session)
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
@@ -177,7 +178,7 @@ cdef class RequestPages:
             if groups.groups[g].id != NO_GROUP:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
         self.store, self.groups = store, groups
-        self.holding = Holding(groups.groups, <Held *>calloc(max(1, groups.num), sizeof(Held)), groups.num, NULL)
+        self.holding = Holding(groups.groups, <Held *>calloc(max(1, groups.num), sizeof(Held)), groups.num, NULL, NO_SESSION)
         if self.holding.held == NULL:
             raise MemoryError("the pages of a request")
         if groups.boundaries.multiple:
@@ -190,6 +191,9 @@ cdef class RequestPages:
         for g in range(self.holding.num_groups if self.holding.held != NULL else 0):
             free(self.holding.held[g].ids)
         free(self.holding.held)
+        if self.holding.session != NO_SESSION and self.store is not None:  # it gave all pages back otherwise than at once
+            with self.store.lock:
+                set_session(&self.store.pool, &self.holding.session, NO_SESSION)
 
     def __reduce__(self):
         raise ArgumentTypeError("what a request holds cannot be pickled")
@@ -302,6 +306,7 @@ cdef class RequestPages:
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
+        step.session = NO_SESSION
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
         outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
@@ -332,12 +337,14 @@ cdef class RequestPages:
             free(array)
         return outcome
 
-    def fork(self, RequestPages target not None, num_computed_tokens) -> bool:
-        """Let `target`, which holds nothing, go on from the computed tokens of the request: full pages are shared, others
-        copied, within the shard of the first page, if the pool is divided. False, and nothing changed, if too few pages are
-        free. PageIdError for a page that cannot be shared. O(pages).
+    def fork(self, RequestPages target not None, num_computed_tokens, session=0) -> bool:
+        """Let `target`, which holds nothing, go on from the computed tokens of the request, in its session, or in another
+        `session` of `PageSessions.hold`, unless that is 0: full pages are shared, others copied, within the shard of the first
+        page, if the pool is divided. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot
+        be shared. O(pages).
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
+        cdef int32_t checked_session = self.store.checked_session(session)
         cdef Pool *pool = &self.store.pool
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         cdef Py_ssize_t g
@@ -352,6 +359,7 @@ cdef class RequestPages:
                 outcome = check_fork(pool, &self.holding, <int32_t>num_computed, 1, shard)
             if outcome == FORKED:
                 target.boundaries = self.boundaries
+                set_session(pool, &target.holding.session, checked_session or self.holding.session)
             for g in range(self.holding.num_groups if outcome == FORKED else 0):
                 fork_group(pool, &self.holding, &target.holding, <int32_t>g, <int32_t>num_computed, shard)
             self.plan()
@@ -415,8 +423,11 @@ cdef class RequestPages:
             self.store.check_untaken(step.wrong_page)
         raise MemoryError("the page ids of a request")
 
-    def give_back(self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0) -> None:
-        """Give back all pages, group by group, the last page first; nothing is held then. O(pages).
+    def give_back(
+        self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0, term=0
+    ) -> None:
+        """Give back all pages, group by group, the last page first; nothing is held then. Those without other holders get a
+        term of `term_of`, unless it is 0. O(pages).
 
         States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens`
         on, which were not computed, lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing
@@ -429,33 +440,39 @@ cdef class RequestPages:
         cdef int32_t checked_context = self.store.checked_context(context)
         cdef Contents contents
         cdef Py_ssize_t num_staying = 0, bad = -1
+        cdef int32_t checked_term = <int32_t>size_of(term, "term", 0, NEVER)
+        cdef PageIds given = PageIds([checked_term]) if checked_term != UNKNOWN else None
+        cdef PageIds terms = None if given is None else PageIds.__new__(PageIds)
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
         has_room = list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
+        if has_room and given is not None:
+            has_room = self.store.make_terms(given) and self.store.list_terms(terms, checked_term, num_staying)
         if has_room:
-            bad = self.store.give_back_row(ids, num_staying)
+            bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
-            contents = contents_of(chain, checked_context)
+            contents = contents_of(chain, checked_context, self.holding.session)
             if chain is not None and num_last <= chain.num * chain.page_size and not awaits_copies(pool, &self.holding):
-                enter_states(pool, &self.holding, &contents, <int32_t>num_last)
+                enter_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
             empty(&self.holding)
+            set_session(pool, &self.holding.session, NO_SESSION)
             self.plan()
         self.store.lock.release()
         unlock_chain(chain)
         if not has_room:
-            raise MemoryError("the page ids of a request")
+            raise MemoryError("the page ids of a request, or their terms")
         if bad >= 0:
             self.store.refuse_give_back(ids, bad)
 
     def count_shared(self, group, num_holders) -> int:
-        """Return how many leading pages of a group have at least `num_holders` references, besides those of pins, leases,
-        copies and loads. 0 without caching, and unless it is full attention. O(pages of the answer).
+        """Return how many leading pages of a group have at least `num_holders` references, besides those of leases, copies
+        and loads. 0 without caching, and unless it is full attention. O(pages of the answer).
         """
         cdef Py_ssize_t checked_group = size_of(group, "group", 0, self.holding.num_groups - 1)
         cdef Held *held = &self.holding.held[checked_group]
@@ -479,7 +496,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef bint is_rewound = step.num_computed < request.num_cached_tokens
     cdef bint is_past_skip = is_rewound or step.num_computed >= request.limits.num_skip
     cdef bint has_states = request.has_states_due(step.num_computed)
-    cdef Contents contents = contents_of(chain, step.context)
+    cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
     cdef Py_ssize_t g
     cdef Outcome outcome = check(pool, holding, step, &contents, is_past_skip)
     if outcome != DONE:
@@ -491,6 +508,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         skip_pages(pool, holding, g, num_computed)
     if step.stays_in_shard:
         stay_in_shard(pool, holding, demand)
+    if rare(step.session != NO_SESSION):
+        set_session(pool, &holding.session, step.session)
     if demand.num_new or demand.hits != NULL:
         outcome = take(pool, holding, demand, new)
         step.num_changes = count_changes(pool)
@@ -499,6 +518,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         keep_states(pool, holding, step, &contents, contents.num_digests * chain.page_size if chain is not None else 0, new)
     if outcome == DONE and step.num_to_cache and contents.num_digests:
         enter_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
+    if rare(step.session != NO_SESSION) and outcome != DONE:
+        set_session(pool, &holding.session, NO_SESSION)
     request.plan()
     return outcome
 
@@ -661,7 +682,7 @@ cdef int enter_computed(
     step.num_to_cache, step.num_computed = num_tokens, num_computed
     lock_chain(chain)
     request.store.lock.acquire()
-    contents = contents_of(chain, checked_context)
+    contents = contents_of(chain, checked_context, holding.session)
     is_right = not has_foreign_entry(pool, holding, &step, &contents)
     if is_right:
         rewind(request, num_computed)

@@ -19,10 +19,11 @@ from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
 )
+from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.records cimport NO_SESSION, NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows
@@ -66,6 +67,7 @@ cdef class RowRequest:
     cdef PageIds resume_at          # numbers of tokens; None: no further ones
     cdef int32_t shard              # while the row is claimed, as are the next
     cdef int32_t context
+    cdef int32_t session
     cdef int64_t num_full_hits      # tokens, see `begin_boundaries`
 
     def __cinit__(
@@ -85,23 +87,26 @@ cdef class RowRequest:
             rows.refuse_length(self.row, self.token_ids.num)
         self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, checked_interval, num_external)
 
-    def admit(self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None) -> int | None:
+    def admit(
+        self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0
+    ) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
 
         `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. The longest cached prefix is hit if it
-        `takes_hits`, and loaded where only the tier has it. The row has a `context` of `EntryJournal.add_context`. `counter`
-        counts an admitted request.
+        `takes_hits`, and loaded where only the tier has it. The row has a `context` of `EntryJournal.add_context`, and is of a
+        `session` of `PageSessions.hold`. `counter` counts an admitted request.
         """
         cdef RunningRows rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
         cdef object result = None
         cdef int32_t checked_context = rows.store.checked_context(context)
+        cdef int32_t checked_session = rows.store.checked_session(session)
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim()
-        self.shard, self.context = checked_shard, checked_context
+        self.shard, self.context, self.session = checked_shard, checked_context, checked_session
         try:
             self.set_contents(keys)
             result = self.take(takes_hits and rows.batch.hash_page_size)
@@ -223,7 +228,7 @@ cdef class RowRequest:
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
             digests_of(batch, self.row), batch.records[self.row].num_hashed, tokens_of(batch, self.row), self.tokens.num_known,
-            self.context,
+            self.context, NO_SESSION,
         )
         cdef Query query = query_of(
             rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,
@@ -263,6 +268,8 @@ cdef class RowRequest:
         cdef Holding holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
         set_context(batch, self.row, self.context)
+        set_session(batch.pool, &batch.sessions[self.row], self.session)
+        holding.session = self.session
         if batch.boundaries != NULL:
             begin_boundaries(
                 self.rows.groups, &batch.boundaries[self.row], self.tokens.num_known, self.num_full_hits, self.resume_at

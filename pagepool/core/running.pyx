@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.arguments cimport array_of, digest_of_bytes, require_instance, size_of
+from pagepool.core.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
 from pagepool.core.batch cimport (
     Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
     can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
@@ -23,10 +23,11 @@ from pagepool.core.holdings cimport (
     find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages, record_loads, record_taken,
     reserve_copies, skip_unread, waits_for_loads,
 )
-from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, lists_of, new_ids, refuse_negative
+from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.owners cimport set_session, use_in_session
 from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pages cimport (
     find_oldest_load, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
@@ -34,13 +35,16 @@ from pagepool.core.pages cimport (
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
 from pagepool.core.records cimport (
-    FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
+    FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, Page, Pool, Ranking, Tier, Transfer, digest_of,
+    ids_in_shard,
 )
 from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first
 from pagepool.core.rules cimport MAX_TOKENS, Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
+
+from numbers import Real
 
 import numpy as np
 
@@ -137,6 +141,7 @@ cdef int32_t ZERO = 0
 
 
 cdef PageIds ONE = PageIds([1])
+cdef PageIds NO_TERMS = PageIds([UNKNOWN])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
@@ -148,6 +153,14 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
     if amounts.num != num_rows:
         raise ArgumentError(f"{name}: got {amounts.num}, allowed: one, or as many as rows, {num_rows}")
     return amounts
+
+
+cdef PageIds as_terms(object seconds, Py_ssize_t num_rows):
+    """Return the terms of `seconds`, a number or None for each row or one number for all."""
+    cdef list each = [seconds] if isinstance(seconds, Real) else as_list(seconds, "seconds")
+    if len(each) not in (num_rows, 1) or (len(each) != num_rows and each[0] is not seconds):
+        raise ArgumentError(f"seconds: got {len(each)}, allowed: one, or as many as rows, {num_rows}")
+    return PageIds([term_of_seconds(item) for item in each])
 
 
 cdef Amounts amounts_in(PageIds amounts) noexcept:
@@ -374,36 +387,46 @@ cdef class RunningRows:
 
     # Coming, going, changing places.
 
-    def release(self, rows, num_computed_tokens=None) -> None:
+    def release(self, rows, num_computed_tokens=None, seconds=None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
+
+        `seconds`, a number for each row or one for all, says when the row's next request is expected: pages that nothing else
+        holds are evicted before those that are wanted sooner (see `CacheManager.expect`). Infinity: never again; None: nothing
+        is known but what `expect` said.
 
         After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were computed
         indeed: pages that a row entered in the prefix index with tokens from there on lose their entries, held by others or
         not. Release others that hit them since as well.
 
-        ArgumentError, and nothing changed, for more tokens than a row has slots for, DoubleFreeError if somebody else gave
+        ArgumentError, and nothing changed, for more tokens than a row has slots for, and for seconds below 0 or another number
+        of them, DoubleFreeError if somebody else gave
         one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds counts
         cdef Amounts computed = Amounts(NULL, 0)
-        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
+        cdef Amounts terms
         cdef Py_ssize_t num_right, num_staying = 0, bad = -1
         cdef bint has_room = True
         if num_computed_tokens is not None:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
             computed = amounts_in(counts)
+        if seconds is not None:
+            row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
+        terms = amounts_in(row_terms)
         self.enter_call()
         num_right = check_release(self, row_ids, &computed)
         if num_right == row_ids.num:
-            has_room = list_rows(&self.batch, num_right, &computed, ids, &num_staying)
+            has_room = num_right == 0 or self.store.make_terms(row_terms)
+            has_room = has_room and list_rows(self, num_right, &computed, ids, &num_staying, &terms, page_terms)
         if num_right == row_ids.num and has_room:
-            bad = release_checked(self, ids, num_staying, num_right, &computed)
+            bad = release_checked(self, ids, num_staying, num_right, &computed, &terms, page_terms)
         self.let_go()
         if num_right < row_ids.num:
             refuse_release(self, row_ids, &computed, num_right)
         if not has_room:
-            raise MemoryError("the pages of the rows")
+            raise MemoryError("the pages of the rows, or their terms")
         if bad >= 0:
             raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
 
@@ -727,6 +750,7 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     running.extra_key_bytes = [None] * n
     running.refusals = [None] * n
     running.batch.contexts = new_buffer(running, n, 1)
+    running.batch.sessions = new_buffer(running, n, 1)
     running.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
     running.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
     if running.batch.extra_keys == NULL or running.batch.swapped == NULL:
@@ -838,10 +862,14 @@ cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
     return MAX_TOKENS if computed.values == NULL else amount(computed, i)
 
 
-cdef bint list_rows(Batch *batch, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying) noexcept:
-    """List the pages of the copied rows in the order in which they go back, those that stay cached first. False where memory is
-    short.
+cdef bint list_rows(
+    RunningRows running, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms,
+    PageIds page_terms,
+) noexcept:
+    """List the pages of the copied rows in the order in which they go back, those that stay cached first, and the terms of
+    these. False where memory is short.
     """
+    cdef Batch *batch = &running.batch
     cdef Holding holding
     cdef Py_ssize_t i
     cdef int are_worthless
@@ -853,27 +881,32 @@ cdef bint list_rows(Batch *batch, Py_ssize_t n, const Amounts *computed, PageIds
             holding = holding_of(batch, batch.checked_rows[i])
             if not list_last_first(batch.pool, &holding, computed_by(computed, i), ids, are_worthless):
                 return False
+            if page_terms is not None and not are_worthless:
+                if not running.store.list_terms(page_terms, amount(terms, i), ids.num):
+                    return False
         if not are_worthless:
             num_staying[0] = ids.num
     return True
 
 
 cdef Py_ssize_t release_checked(
-    RunningRows running, PageIds ids, Py_ssize_t num_staying, Py_ssize_t num_rows, const Amounts *computed
+    RunningRows running, PageIds ids, Py_ssize_t num_staying, Py_ssize_t num_rows, const Amounts *computed,
+    const Amounts *terms, PageIds page_terms,
 ) noexcept:
     """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
     cdef Holding holding
-    cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying)
+    cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying, ids_in(page_terms))
     for i in range(num_rows if bad < 0 else 0):
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
         if running.batch.keeps_states and not awaits_copies(&running.store.pool, &holding):
             if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
-                keep_last_states(&running.batch, row)
+                keep_last_states(&running.batch, row, amount(terms, i))
         drop_copies(&running.store.pool, &holding)
         if computed.values != NULL:
             forget_row(&running.batch, row, amount(computed, i))
         set_context(&running.batch, row, 0)
+        set_session(running.batch.pool, &running.batch.sessions[row], NO_SESSION)
         empty_row(&running.batch, row)
     return bad
 
@@ -943,7 +976,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 
 
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
-    """Let a free row go on as another does: with its tokens, digests and context, and the pages that a fork gets."""
+    """Let a free row go on as another does: with its tokens, digests, context and session, and the pages that a fork gets."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
     cdef int32_t g
@@ -952,9 +985,11 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
     record[0] = batch.records[source]
     record.stamp = batch.stamp
     set_context(batch, row, batch.contexts[source])
+    set_session(batch.pool, &batch.sessions[row], batch.sessions[source])
     begin_admission(batch, row)
     if batch.boundaries != NULL:
         batch.boundaries[row] = batch.boundaries[source]
+    new.session = batch.sessions[row]
     for g in range(batch.num_groups):
         fork_group(batch.pool, &forked, &new, g, record.num_computed, record.shard)
     show_row(batch, row)
@@ -1166,6 +1201,7 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             )
         num_missing += ids[i] == NULL_PAGE
         touch_all(batch.pool, &ids[i], 1)
+        use_in_session(batch.pool, &ids[i], 1, batch.sessions[row])
     return num_missing
 
 

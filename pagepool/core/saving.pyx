@@ -9,10 +9,10 @@ from pagepool.core.adaptive cimport (
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.queue cimport pull, push, push_marked, put_back
+from pagepool.core.queue cimport now_of, pull, push, push_marked, put_back
 from pagepool.core.records cimport (
-    KEPT, MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, count_policy_parts,
-    count_queue_links, count_remembered, is_free, is_pinned, learns, num_slots_of,
+    KEPT, MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts,
+    count_queue_links, count_remembered, is_free, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of
@@ -28,13 +28,14 @@ DTYPES = {                        # in the order of `list_arrays`; notes have th
     "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
     "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
-    "pins": np.dtype("i4"), "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
+    "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
-    "times": np.dtype("i8"), "heap": np.dtype("i4"), "places": np.dtype("i4"), "levels": np.dtype("u1"),
+    "terms": np.dtype("u1"), "stamps": np.dtype("u4"), "owners": np.dtype("i4"), "owner_links": np.dtype(LINKS),
+    "sessions": np.dtype([("first", "i4"), ("num_pages", "i4"), ("num_holders", "i4")]),
 }
 cdef enum:
     NUM_ARRAYS = 17
-    FIRST_OF_POLICY = 9       # of its four arrays
+    FIRST_OF_POLICY = 8       # of its four arrays
 
 cdef struct Array:
     void *start
@@ -71,9 +72,9 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
         tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
-        num_pinned=pool.num_pinned, first_part=pool.first_part, num_policy_parts=count_policy_parts(&pool),
-        num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num,
-        counters=counters_of(pool),
+        num_plain_parts=count_plain_parts(&pool), num_free_by_term=list(pool.expected.num_free),
+        free_terms=pool.expected.free_terms, next_due=pool.expected.next_due, now=now_of(&pool),
+        num_live=pool.sessions.num_live, counters=counters_of(pool),
     )
 
 
@@ -92,22 +93,22 @@ cdef Py_ssize_t count_shard_links(const Pool *pool) noexcept nogil:
 cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
     """List the arrays of a pool in the order of `DTYPES`. Those that it does not have are empty."""
     cdef Py_ssize_t i, n = pool.num_pages
-    cdef bint has_policy = pool.num_parts > 0
+    cdef bint has_policy = pool.policy != NULL
     cdef const Policy *policy = pool.policy if has_policy else &NO_POLICY
     cdef const void **starts = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
-        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
+        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
         policy.marks, policy.ghost.entries, &policy.num_in_part[0], &policy.learned,
-        pool.deadlines.times, pool.deadlines.heap, pool.deadlines.places, pool.levels,
+        pool.expected.terms, pool.expected.stamps, pool.sessions.owners, pool.sessions.links, pool.sessions.items,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
         count_shard_links(pool) * sizeof(Links),
         n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
-        n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
+        n * pool.tokens_width * sizeof(int32_t),
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
-        (NUM_POLICY_COUNTS if has_policy else 0) * sizeof(int64_t), sizeof(Learned) if has_policy and learns(pool) else 0,
-        n * sizeof(int64_t), n * sizeof(int32_t), n * sizeof(int32_t), n,
+        (NUM_POLICY_COUNTS if has_policy else 0) * sizeof(int64_t), sizeof(Learned) if has_policy else 0,
+        n * sizeof(uint8_t), n * sizeof(uint32_t), n * sizeof(int32_t), n * sizeof(Links), pool.sessions.num * sizeof(Session),
     ]
     for i in range(NUM_ARRAYS):
         arrays[i] = Array(<void *>starts[i], sizes[i]) if starts[i] != NULL else Array(pool.pages, 0)  # memcpy takes no NULL
@@ -158,7 +159,7 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
     with store.lock:
         if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
-            has_right_counts = max(page_id, ghost_set, count) >= 0 or not learns(pool) or is_right(pool.policy, pool.num_shards)
+            has_right_counts = max(page_id, ghost_set, count) >= 0 or is_right(pool.policy, pool.num_shards)
     if page_id >= 0:
         return describe_mark(pool, page_id)
     if ghost_set >= 0:
@@ -169,17 +170,14 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
 
 
 cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
-    mark, num_parts = pool.policy.marks[page_id], count_policy_parts(pool)
-    return f"page {page_id} has the mark {mark}, allowed: of {num_parts} parts, {<int>BLANK} for part {<int>BLANK}"
+    return f"page {page_id} has the mark {pool.policy.marks[page_id]}, allowed for part {<int>BLANK}: {<int>BLANK}"
 
 
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
-    """The first page with a mark of no part, or of the blank part with a stamp; or -1."""
+    """The first page with a mark of the blank part with a stamp; or -1."""
     cdef Py_ssize_t i
-    cdef uint32_t mark
     for i in range(pool.num_pages):
-        mark = pool.policy.marks[i]
-        if <int32_t>(mark & PART) >= count_policy_parts(pool) or (mark & PART == BLANK and mark != BLANK):
+        if pool.policy.marks[i] & PART == BLANK and pool.policy.marks[i] != BLANK:
             return i
     return -1
 
@@ -192,7 +190,7 @@ cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
     for i in range(<Py_ssize_t>ghost.num_sets * SET_SIZE):
         entry = &ghost.entries[i]
         if entry.tag and not (set_of(ghost, entry.tag) == &ghost.entries[i - i % SET_SIZE]
-                              and BLANK < <int32_t>(entry.mark & PART) < count_policy_parts(pool)):
+                              and entry.mark & PART != BLANK):
             return i // SET_SIZE
         for j in range(i - i % SET_SIZE, i if entry.tag else 0):
             if ghost.entries[j].tag == entry.tag:
@@ -210,13 +208,13 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which a snapshot has these arrays. `kind` is whether prefixes are cached, and the eviction
-    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, whether they stay when they leave windows,
-    and pins, or no pins; `policy` those of the policy, empty without one: marks, ghosts, counts, and what it has learned;
+    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and whether they stay when they leave
+    windows; `policy` those of the policy, empty without one: marks, ghosts, counts, and what it has learned;
     `totals` are the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     enable_caching, eviction = kind
-    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_kept, cached_pins = cached
+    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_kept = cached
     counters, num_shards = totals
     cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
@@ -239,7 +237,6 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     queued_parts = list_parts(&store.pool)
     if saved_parts != queued_parts:
         raise SnapshotError(f"policy_counts: got {saved_parts} free pages in the parts, allowed by the marks: {queued_parts}")
-    load_pins(store, as_own_ids(cached_page_ids, "cached_page_ids"), as_own_ids(cached_pins, "cached_pins"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
     saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
@@ -261,7 +258,7 @@ cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
     cdef bint is_queued
     for i in range(free_ids.num):
         require_once(pool, "free_page_ids", free_ids, i, False)
-        if pool.num_parts:
+        if pool.policy != NULL:
             push_marked(pool, free_ids.ids[i])
         else:
             push(pool, free_ids.ids[i])
@@ -346,39 +343,18 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
     return 0
 
 
-cdef int load_pins(PageStore store, PageIds ids, PageIds pins) except -1:
-    """Pin cached pages as often as `pins` says, which has a number for each, or none."""
-    cdef Py_ssize_t i
-    cdef int32_t page_id
-    if pins.num not in (0, ids.num):
-        raise SnapshotError(f"cached_pins: got {pins.num}, allowed: {ids.num}, one for each cached page, or none")
-    if pins.num and not store.make_pins():
-        raise MemoryError(f"pins of {store.pool.num_pages} pages")
-    for i in range(pins.num):
-        page_id = ids.ids[i]
-        if pins.ids[i] < 0 or (pins.ids[i] and not store.pool.pages[page_id].ref_cnt):
-            raise SnapshotError(
-                f"cached_pins: page {page_id} has {pins.ids[i]} pins and {store.pool.pages[page_id].ref_cnt} references, "
-                "allowed: at least 0 pins, and a reference to a page with pins"
-            )
-        store.pool.pins[page_id] = pins.ids[i]
-        store.pool.num_pinned += pins.ids[i] != 0
-    return 0
-
-
 def give_back_restored(PageStore store not None) -> int | None:
-    """Give back all references of a loaded store, except those of pins, the pages in order of their ids. Returns the number of
-    pages. Returns None, and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
+    """Give back all references of a loaded store, the pages in order of their ids. Returns the number of pages. Returns None,
+    and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
     """
     cdef Pool *pool = &store.pool
-    cdef int32_t page_id, num_kept, num_given = 0
+    cdef int32_t page_id, num_given = 0
     cdef bint is_restored
     with store.lock:
         is_restored = pool.is_restored
         for page_id in range(1, pool.num_pages if is_restored else 1):
-            num_kept = is_pinned(pool, page_id)
-            if pool.pages[page_id].ref_cnt > num_kept:
-                pool.pages[page_id].ref_cnt = num_kept + 1
+            if pool.pages[page_id].ref_cnt > 0:
+                pool.pages[page_id].ref_cnt = 1
                 put_back(pool, page_id)
                 num_given += 1
     return num_given if is_restored else None

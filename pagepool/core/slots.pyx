@@ -12,10 +12,12 @@ from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.records cimport NO_GROUP
+from pagepool.core.records cimport NO_GROUP, NO_SESSION
 from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
 from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
+
+from pagepool.core.sessions import PageSessions, require_session_id
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -83,6 +85,7 @@ cdef class SlotAllocator:
     cdef object coordinator
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
+    cdef readonly object sessions   # `PageSessions`
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
@@ -96,7 +99,7 @@ cdef class SlotAllocator:
         self.coordinator = coordinator
         self.store, self.groups = coordinator.page_pool.store, coordinator.groups
         self.requests, self.hashes = coordinator.requests, hashes
-        self._no_ids = new_ids(self.groups.num)
+        self._no_ids, self.sessions = new_ids(self.groups.num), PageSessions(self.store)
         self.max_num_tokens = coordinator.max_model_len
         self.hash_page_size = coordinator.hash_page_size
         self.interval = coordinator.checkpoint_interval or 0
@@ -248,7 +251,7 @@ cdef class SlotAllocator:
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
-        step.num_computed, step.context = counts.num_computed, 0
+        step.num_computed, step.context, step.session = counts.num_computed, 0, NO_SESSION
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
         if not has_hits and not num_hashed:
@@ -267,10 +270,12 @@ cdef class SlotAllocator:
         cdef tuple new = None, checked = () if hits is self._no_ids else hits
         cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
         cdef HashChain chain = None if hashes is None else hashes.chain
-        cdef object contexts = None
+        cdef object contexts = None, session_id = None
         cdef Outcome outcome
         if needs_pages or self.interval:
             new = new_ids(self.groups.num)
+        if needs_pages and is_admission and self.enables_caching:
+            session_id = require_session_id(getattr(request, "session_id", None))
         if hashes is not None:
             if hashes.page_hashes:
                 self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
@@ -278,6 +283,8 @@ cdef class SlotAllocator:
                 contexts = self.event_source.contexts  # held last, so that no error in between keeps a context
                 step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
+            if session_id is not None:
+                step.session = self.sessions.hold(session_id)
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
             outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
@@ -286,6 +293,8 @@ cdef class SlotAllocator:
                 self.requests.pop(request_id, None)
             if step.context:
                 contexts.release(step.context)
+            if step.session != NO_SESSION:
+                self.sessions.release(step.session)
         if hashes is not None and hashes.page_hashes:
             self.coordinator.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:

@@ -26,15 +26,15 @@ cdef class PageStore:
     cdef readonly object eviction       # name of the policy, a str
     cdef readonly object names          # HashNames
     cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
-    cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
-    cdef int32_t *leases                # by page: references of leases; NULL until there is one
+    cdef dict leases                    # those that are held, and some that have ended, as keys, the oldest first
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef bint make_pins(self) noexcept
+    cdef bint make_terms(self, PageIds terms) noexcept
     cdef bint make_leases(self) noexcept
+    cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
     cdef Page record(self, int32_t page_id) noexcept
     cdef int32_t checked_id(self, object page_id) except -1
@@ -43,11 +43,13 @@ cdef class PageStore:
     cdef Range range_of(self, first_id, stop_id) except *
     cdef int check_fixed(self) except -1
     cdef int32_t checked_context(self, object context) except -1
+    cdef int32_t checked_session(self, object session) except -1
+    cdef int32_t add_session(self) except -1
     cdef int32_t count_holders(self, int32_t page_id) noexcept
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
-    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying) noexcept
+    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=*) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1
     cdef int lock_divided(self, int32_t num_shards) except -1
     cdef CachePage view(self, int32_t page_id)

@@ -4,27 +4,30 @@ cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.ref cimport Py_XDECREF
-from libc.stdint cimport INT32_MAX, INT64_MAX, uint32_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
-from pagepool.core.arguments cimport as_list, as_shard, digest_of_int, group_of, index_of, int_of_digest, page_id_of, size_of
+from pagepool.core.arguments cimport (
+    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
+)
 from pagepool.core.index cimport (
-    drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
+    drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.pages cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take_from,
-    touch_all,
+    count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
+    take_from, touch_all,
 )
-from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
+from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns, raw_realloc
 from pagepool.core.queue cimport (
-    begin_parts, blank_all, count_free_in, end_retention, find_held_free, forget_deadlines, link_shards, lose_pins,
-    page_before, page_behind, pick, push, push_all,
+    age_pages, begin_parts, begin_terms, count_free_in, find_held_free, link_shards, now_of, page_before, page_behind, pick,
+    push, push_all,
 )
 from pagepool.core.records cimport (
-    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
-    Slot, Stay, count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
+    FLAGS, MAX_PAGES, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN, Expectations,
+    Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_plain_parts, count_queue_links, count_remembered,
+    digest_of, is_free, is_leased, reserve_items, resize,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -38,6 +41,8 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_h
 
 cdef enum:
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
+
+cdef double MAX_SECONDS = 2.0 ** 27  # 4 years
 
 EVICTION_POLICIES = ("lru", "adaptive")
 
@@ -108,15 +113,15 @@ cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
 
 
 cdef int divide(PageStore store) except -1:
-    """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
+    """Divide the empty queue into the parts of the policy. Leave room for those of terms, so that records never move."""
     cdef Pool *pool = &store.pool
     cdef size_t num_records
     if store.eviction != "lru":
-        pool.policy = make_policy(pool.num_pages, True)
+        pool.policy = make_policy(pool.num_pages)
         if pool.policy == NULL:
             raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
         pool.num_parts, pool.is_divided = NUM_PARTS, True
-    num_records = <size_t>pool.num_pages + max(1, pool.num_parts) + NUM_LEVEL_PARTS
+    num_records = <size_t>pool.num_pages + count_plain_parts(pool) + NEVER
     if not resize(<void **>&pool.pages, num_records * sizeof(Page)):
         raise MemoryError(f"{pool.num_pages} page records")
     begin_parts(pool)
@@ -162,12 +167,12 @@ cdef void overwrite_count(Pool *pool, int32_t page_id, int32_t count) noexcept:
 
 
 cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) except -1:
-    """One reference more or less; False, and nothing changed, where the count would leave its range. Pins keep theirs."""
+    """One reference more or less; False, and nothing changed, where the count would leave its range."""
     cdef Pool *pool = &store.pool
     cdef bint is_right
     with store.lock:
         is_right = pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
-        is_right = is_right and pool.pages[page_id].ref_cnt + change >= is_pinned(pool, page_id)
+        is_right = is_right and pool.pages[page_id].ref_cnt + change >= 0
         if is_right and page_id != NULL_PAGE:
             overwrite_count(pool, page_id, pool.pages[page_id].ref_cnt + change)
     return is_right
@@ -202,13 +207,13 @@ cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 4 more once a
-    page was pinned, 1 to 5 once one was retained or protected, and 16 once for a time.
+    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 5 more once a
+    page was expected back.
     """
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
         cdef int32_t page_id, num_records
-        self.views = {}
+        self.views, self.leases = {}, {}
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
         self.enable_caching = enable_caching and is_pool
@@ -237,10 +242,12 @@ cdef class PageStore:
         free(self.pool.journal.contexts)
         free(self.pool.residency)
         free_policy(self.pool.policy)
-        free(self.pool.pins)
-        free(self.leases)
-        free(self.pool.levels)
-        free(self.pool.deadlines.times)
+        free(self.pool.leases.counts)
+        free(self.pool.sessions.owners)
+        free(self.pool.sessions.links)
+        free(self.pool.sessions.items)
+        free(self.pool.expected.terms)
+        free(self.pool.expected.stamps)
         free(self.pool.copies.items)
         Py_XDECREF(self.tier)
 
@@ -249,17 +256,47 @@ cdef class PageStore:
 
     # Memory.
 
-    cdef bint make_pins(self) noexcept:
-        """Make room for pins, unless there is; False where memory is short."""
-        if self.pool.pins == NULL:
-            self.pool.pins = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
-        return self.pool.pins != NULL
+    cdef bint make_terms(self, PageIds terms) noexcept:
+        """Divide the queue of the locked pool by terms, unless it is, or caches nothing, or all of these are UNKNOWN; False,
+        and nothing changed, where memory is short.
+        """
+        cdef Pool divided = self.pool
+        cdef Links *links = NULL
+        cdef int32_t all_terms = UNKNOWN
+        cdef Py_ssize_t i
+        for i in range(terms.num):
+            all_terms |= terms.ids[i]
+        if all_terms == UNKNOWN or self.pool.expected.terms != NULL or not self.enable_caching:
+            return True
+        divided.num_parts = count_plain_parts(&self.pool) + NEVER
+        divided.expected.terms = <uint8_t *>calloc(self.pool.num_pages, sizeof(uint8_t))
+        divided.expected.stamps = <uint32_t *>calloc(self.pool.num_pages, sizeof(uint32_t))
+        if self.pool.num_shards:
+            links = new_shard_links(&divided, self.pool.num_shards)
+        if divided.expected.terms == NULL or divided.expected.stamps == NULL or (links == NULL and self.pool.num_shards):
+            free(divided.expected.terms)
+            free(divided.expected.stamps)
+            free(links)
+            return False
+        self.pool.expected = divided.expected
+        begin_terms(&self.pool)
+        if self.pool.num_shards:
+            use_shard_links(&self.pool, links, self.pool.num_shards)
+        return True
+
+    cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept:
+        """Append a term to a list until it has `n`, unless no page of the locked pool has any. False where memory is short."""
+        if self.pool.expected.terms != NULL and not terms.try_reserve(n - terms.num):
+            return False
+        while terms.num < n and self.pool.expected.terms != NULL:
+            terms.put(&term, 1)
+        return True
 
     cdef bint make_leases(self) noexcept:
         """Make room for the counts of leases, unless there is; False where memory is short."""
-        if self.leases == NULL:
-            self.leases = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
-        return self.leases != NULL
+        if self.pool.leases.counts == NULL:
+            self.pool.leases.counts = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
+        return self.pool.leases.counts != NULL
 
     # Figures.
 
@@ -304,8 +341,46 @@ cdef class PageStore:
         return self.read(&self.pool.num_entries)
 
     @property
-    def num_pinned_pages(self) -> int:
-        return self.read(&self.pool.num_pinned)
+    def num_leased_pages(self) -> int:
+        """The pages of leases with an end, each once for each lease."""
+        cdef int64_t num_pages
+        with self.lock:
+            num_pages = self.pool.leases.num_pages
+        return num_pages
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that have pages, rows or requests."""
+        return self.read(&self.pool.sessions.num_live)
+
+    @property
+    def expectations(self) -> tuple:
+        """The numbers of free pages by term, from no term to `NEVER`, and of pages with a term that were used in time, later,
+        and not before they lost their entry.
+        """
+        cdef Expectations copied
+        with self.lock:
+            copied = self.pool.expected
+        return list(copied.num_free), copied.num_in_time, copied.num_late, copied.num_unused
+
+    def set_time(self, seconds) -> None:
+        """Let the clock of expectations and leases stand at a time above 0, for tests; None: it goes. No page was released
+        later than that. O(num_pages).
+        """
+        cdef double time = 0 if seconds is None else float_of(seconds, "seconds")
+        cdef int64_t old
+        cdef Py_ssize_t i
+        cdef bint is_back
+        if not 0 <= time < MAX_SECONDS:
+            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: 0 to {MAX_SECONDS}, or None")
+        with self.lock:
+            old = now_of(&self.pool)
+            self.pool.expected.fixed_time = <int64_t>(time * SECOND)
+            is_back = now_of(&self.pool) < old and self.pool.expected.terms != NULL
+            if is_back:
+                self.pool.expected.next_due = 0
+            for i in range(self.pool.num_pages if is_back else 0):
+                self.pool.expected.stamps[i] = <uint32_t>min(<int64_t>self.pool.expected.stamps[i], now_of(&self.pool))
 
     @property
     def num_kept_token_ids(self) -> int:
@@ -338,7 +413,7 @@ cdef class PageStore:
         for other policies.
         """
         cdef int64_t num_shared, num_free, num_lru
-        if self.eviction != "adaptive" or not self.pool.num_parts:
+        if self.pool.policy == NULL:
             return None
         with self.lock:
             num_shared, num_free = self.pool.policy.num_shared_hits, self.pool.policy.num_free_hits
@@ -384,12 +459,38 @@ cdef class PageStore:
             raise ArgumentError(f"context: got {context}, allowed: 0 to {num_contexts - 1}")
         return <int32_t>checked
 
+    cdef int32_t checked_session(self, object session) except -1:
+        """The number of a session."""
+        return <int32_t>size_of(session, "session", 0, max(1, self.pool.sessions.num) - 1)
+
+    cdef int32_t add_session(self) except -1:
+        """Return the number of a new session without pages and holders."""
+        cdef Sessions *sessions = &self.pool.sessions
+        cdef Py_ssize_t n = self.pool.num_pages
+        cdef bint has_room
+        with self.lock:
+            if sessions.owners == NULL:
+                sessions.links = <Links *>raw_realloc(sessions.links, n * sizeof(Links))
+                if sessions.links != NULL:
+                    sessions.owners = <int32_t *>calloc(n, sizeof(int32_t))
+            has_room = sessions.owners != NULL and reserve_items(
+                <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
+            )
+            if has_room and sessions.num == 0:
+                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0)
+                sessions.num = 1
+            if has_room:
+                sessions.items[sessions.num] = Session(NULL_PAGE, 0, 0)
+                sessions.num += 1
+        if not has_room:
+            raise MemoryError(f"sessions of {n} pages")
+        return <int32_t>sessions.num - 1
+
     # Ref counts.
 
     cdef int32_t count_holders(self, int32_t page_id) noexcept:
-        """The references to a page besides those of pins and leases."""
-        cdef int32_t num_leases = self.leases[page_id] if self.leases != NULL else 0
-        return self.pool.pages[page_id].ref_cnt - is_pinned(&self.pool, page_id) - num_leases
+        """The references to a page besides those of leases."""
+        return self.pool.pages[page_id].ref_cnt - (self.pool.leases.counts[page_id] if is_leased(&self.pool, page_id) else 0)
 
     def ref_counts(self):
         """The ref counts of all pages: int32 array ``[num_pages]``. O(num_pages)."""
@@ -475,14 +576,16 @@ cdef class PageStore:
         go_on(thread)
         return bad
 
-    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying) noexcept:
-        """Give back ids that lie within the pool. Pages from `num_staying` on are discarded with their last reference."""
-        cdef void *thread
+    cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=NULL) noexcept:
+        """Give back ids that lie within the pool. Pages from `num_staying` on are discarded with their last reference; others
+        get the terms at the same places.
+        """
+        cdef void *thread = let_others_run(ids.num)
         cdef Py_ssize_t bad
         if num_staying == ids.num:
-            return self.give_back_ids(ids.ids, ids.num, False)
-        thread = let_others_run(ids.num)
-        bad = give_back_held(&self.pool, ids.ids, num_staying, ids.num)
+            bad = give_back(&self.pool, ids.ids, ids.num, False, terms)
+        else:
+            bad = give_back_held(&self.pool, ids.ids, num_staying, ids.num, terms)
         go_on(thread)
         return bad
 
@@ -528,7 +631,7 @@ cdef class PageStore:
         with self.lock:
             num_free = self.pool.num_free
             if 0 < num <= num_free:
-                end_retention(&self.pool)
+                age_pages(&self.pool)
             while num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1)
                 reuse(&self.pool, ids.ids[ids.num])
@@ -587,12 +690,15 @@ cdef class PageStore:
     # Shards.
 
     cdef int lock_divided(self, int32_t num_shards) except -1:
-        """Take the lock while the pool is divided into `num_shards` (0: as it is); other callers may divide it otherwise."""
+        """Take the lock while the pool is divided into `num_shards` (0: as it is); other callers may divide it otherwise.
+        Leases that have ended give their pages back.
+        """
         self.lock.acquire()
         while num_shards and self.pool.num_shards != num_shards:
             self.lock.release()
             self.set_shards(num_shards)
             self.lock.acquire()
+        end_leases(&self.pool)
         return 0
 
     def set_shards(self, num_shards) -> None:
@@ -717,14 +823,17 @@ cdef class PageStore:
         """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many
         are. O(num_pages).
         """
-        cdef int32_t num_held
+        cdef int32_t num_held, following, page_id
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             if self.pool.tier != NULL:
                 num_held += <int32_t>self.pool.tier.num_swapped
-            if num_held == 0 and self.pool.num_parts:
-                blank_all(&self.pool)
-                forget_deadlines(&self.pool.deadlines)
+            page_id = page_behind(&self.pool, NULL_PAGE, -1) if num_held == 0 else <int32_t>NULL_PAGE
+            while page_id != NULL_PAGE:  # in the order of the queue, which the pages keep
+                following = page_behind(&self.pool, page_id, -1)
+                if self.pool.pages[page_id].group != NO_GROUP:
+                    drop(&self.pool, page_id)
+                page_id = following
             if num_held == 0:
                 drop_all(&self.pool)
             if num_held == 0 and self.pool.tier != NULL:
@@ -771,27 +880,6 @@ cdef class PageStore:
             free(self.pool.page_tokens)
             self.pool.page_tokens = page_tokens
             self.pool.tokens_width = num_values
-
-    # Pins.
-
-    def count_pinned(self, PageIds ids not None) -> int:
-        """Count the pages that are pinned. O(pages)."""
-        cdef PageIds checked = self.checked(ids)
-        cdef Py_ssize_t i, count = 0
-        with self.lock:
-            for i in range(checked.num):
-                count += is_pinned(&self.pool, checked.ids[i])
-        return count
-
-    def unpin_all(self) -> int:
-        """Take back all pins, in order of page ids. Returns how many pages were pinned. O(num_pages)."""
-        cdef int32_t page_id, num_pinned
-        with self.lock:
-            num_pinned = self.pool.num_pinned
-            for page_id in range(1, self.pool.num_pages if num_pinned else 1):
-                if is_pinned(&self.pool, page_id):
-                    lose_pins(&self.pool, page_id)
-        return num_pinned
 
     # Views of pages.
 
@@ -936,7 +1024,7 @@ cdef class CachePage:
             raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
-        """One reference less; DoubleFreeError at 0, and at 1 for a pinned page. The page does not enter the free queue:
+        """One reference less; DoubleFreeError at 0. The page does not enter the free queue:
         `PagePool.free_pages` does that.
         """
         if not add_reference(self.store, self.index, -1):

@@ -7,7 +7,6 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.adaptive cimport discount
 from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
@@ -20,10 +19,10 @@ from pagepool.core.lookups cimport (
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
-from pagepool.core.queue cimport count_free, has_free_pages, let_go, pull, put_back
+from pagepool.core.queue cimport count_free, has_free_pages, let_go, put_back, take_out
 from pagepool.core.records cimport (
-    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of, is_free,
-    reserve_items,
+    FILLED, FLAGS, NO_SESSION, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of,
+    is_free, reserve_items,
 )
 from pagepool.core.request_pages cimport RequestPages, contents_of
 from pagepool.core.rules cimport MAX_TOKENS, Group, last_hash
@@ -462,7 +461,7 @@ def load_prefix(
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
-        contents = contents_of(chain, checked_context)
+        contents = contents_of(chain, checked_context, NO_SESSION)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
         num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
         store.lock.release()
@@ -552,10 +551,8 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             page_id = found.ids[place]
             if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
                 continue
-            if is_held and pool.num_parts:
-                discount(pool.policy, page_id)
             if is_held:
-                pull(pool, page_id)
+                take_out(pool, page_id)
             else:
                 let_go(pool, page_id)
 

@@ -13,7 +13,9 @@ __all__ = ["GROUP", "KEPT", "PART", "Records", "check_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
 BLANK, PART = 0, 3
-NORMAL, PROTECTED = 50, 128  # a level is a priority + 1, or 0, and a flag
+NEVER, TERM, OVERDUE = 19, 31, 128  # a term is 0, or up to the first, in the bits of the second, and a flag
+SECOND, MAX_IDLE = 16, 1 << 31  # on the clock of stamps
+SHARED = -1
 TWIN, KEPT, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, 1 << 28, ~(7 << 28), (1 << 28) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
@@ -39,17 +41,18 @@ class Records(SimpleNamespace):
         """Copy and check the records. IntegrityError if they are damaged. O(num_pages)."""
         super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
-        if len(self.levels) or self.num_deadlines:
-            self.check_levels()
+        if len(self.terms):
+            self.check_terms()
         if self.num_parts:
             self.check_parts()
         self.check_slots()
         self.check_entries()
-        self.check_pins()
         if self.num_shards:
             self.check_shards()
         if len(self.notes):
             self.check_journal()
+        if len(self.owners):
+            self.check_sessions()
         fault = find_policy_fault(store, of_tier)
         if fault is not None:
             raise IntegrityError(fault)
@@ -110,48 +113,48 @@ class Records(SimpleNamespace):
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
         self.require_count(0, self.num_held_free, "free pages have references")
 
-    def check_levels(self) -> None:
-        """Only cached pages have levels. The heap has the pages with a deadline, each behind one whose deadline is earlier."""
-        levels, times, places = self.levels, self.times, self.places
-        priorities = (levels & (PROTECTED - 1)).astype(np.int64) - 1
-        is_wrong = (priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group[: len(levels)] == NO_GROUP) & (levels != 0)
-        text = " has level {}, allowed: 0 unless it is cached, else 1 + priority to {}, without {}, and the flag of protection"
-        self.refuse(is_wrong, range(self.num_pages), text, levels, 2 * NORMAL + 1, NORMAL + 1)
-        if not 0 <= self.num_deadlines <= len(self.heap):
-            raise IntegrityError(f"{self.num_deadlines} pages have a deadline, allowed: 0 to {len(self.heap)}")
-        ids, expected = self.heap[: self.num_deadlines], np.arange(1, self.num_deadlines + 1)
-        self.refuse((ids < 1) | (ids >= self.num_pages), None, "place {} of the deadlines has page {}", expected, ids)
-        found = places.take(ids)
-        self.refuse(found != expected, ids, " is in the deadlines at {}, and has place {}", expected, found)
-        self.require_count(np.count_nonzero(places), self.num_deadlines, "pages have a place in the deadlines")
-        before, own = times.take(ids.take((expected - 2).clip(0) // 2)), times.take(ids)
-        self.refuse(before > own, ids, " has its deadline at {} ns, behind a later one in the heap", own)
-        self.refuse(priorities.take(ids) < 0, ids, " has a deadline, and no priority")
+    def check_terms(self) -> None:
+        """Only cached pages have terms. No free page was released later than now, or has a first term that is over
+        before the pool looks for it."""
+        terms = self.terms & TERM
+        is_wrong = (terms > NEVER) | (self.terms & (255 - TERM - OVERDUE) != 0)
+        is_wrong |= (self.group == NO_GROUP) & (self.terms != 0)
+        text = " has term {}, allowed: 0 unless it is cached, else up to {}, and the flag of overdue ones"
+        self.refuse(is_wrong, range(self.num_pages), text, self.terms, NEVER)
+        stamps = self.stamps.take(self.free_ids)
+        idle = (np.uint32(self.now % (1 << 32)) - stamps).astype(np.int64)
+        self.refuse(idle > MAX_IDLE, self.free_ids, " is free since {}, it is {}", stamps, self.now)
+        expected = terms.take(self.free_ids)
+        num_free = np.bincount(expected, minlength=NEVER + 1)
+        self.require_count([0, *num_free[1:].tolist()], self.num_free_by_term, "free pages have terms")
+        in_use = sum(1 << term for term in range(1, NEVER + 1) if num_free[term])
+        self.require_count(in_use, self.free_terms, "is the set of terms of free pages")
+        dues = self.now + (SECOND << expected.astype(np.int64)) - idle
+        is_wrong = (self.terms.take(self.free_ids) - 1 < NEVER - 1) & (dues < self.next_due)
+        text = " has term {} until {}, the pool looks for it at {}"
+        self.refuse(is_wrong, self.free_ids, text, expected, dues, self.next_due)
 
     def find_parts(self) -> Array:
-        """Return the part to which each free page belongs, by its level, or else by its mark."""
-        parts: Array = (self.marks.take(self.free_ids) & PART).astype(np.int64)
-        if len(self.levels):
-            levels = self.levels.take(self.free_ids).astype(np.int64)
-            by_level = np.where(levels <= NORMAL, levels - 1 - NORMAL, self.num_policy_parts + levels - 2 - NORMAL)
-            by_level[levels >= PROTECTED] = self.num_policy_parts + NORMAL
-            parts = np.where(levels > 0, by_level, parts)
+        """Return the part to which each free page belongs, by its term, or by its mark, or by whether it is cached."""
+        is_cached = self.group.take(self.free_ids) != NO_GROUP
+        parts: Array = ((self.marks.take(self.free_ids) & PART) if len(self.marks) else is_cached).astype(np.int64)
+        if len(self.terms):
+            terms = self.terms.take(self.free_ids).astype(np.int64) & TERM
+            parts = np.where(terms > 0, self.num_plain_parts + NEVER - terms, parts)
         return parts
 
     def check_parts(self) -> None:
         """Each part has the pages that belong to it, the blank one those without an entry."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
-        parts = ((self.queue >= self.num_pages).cumsum() - 1 - self.first_part)[self.queue < self.num_pages]
+        parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
         marked = self.find_parts()
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
-        is_low, is_high = parts < BLANK, parts >= self.num_policy_parts
-        num_in_part = np.bincount(parts[~(is_low | is_high)], minlength=PART + 1).tolist()
-        self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
-        counted = [self.num_low_free, self.num_high_free]
-        self.require_count([is_low.sum(), is_high.sum()], counted, "free pages are in parts before and behind the policy's")
+        if len(self.marks):
+            num_in_part = np.bincount(parts[parts <= PART], minlength=PART + 1).tolist()
+            self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""
@@ -211,19 +214,11 @@ class Records(SimpleNamespace):
             text = " has {} token ids, allowed: 0 to {}"
             self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
 
-    def check_pins(self) -> None:
-        """Pinned pages are cached and held."""
-        pins = self.pins
-        is_wrong = (pins < 0) | (pins > 0) & ((self.pages["ref_cnt"] < 1) | (self.group == NO_GROUP)) if len(pins) else pins > 0
-        text = " has {} pins, allowed: at least 0, and none unless it is cached and held"
-        self.refuse(is_wrong, range(self.num_pages), text, pins)
-        self.require_count(np.count_nonzero(pins), self.num_pinned, "pages are pinned")
-
     def check_shards(self) -> None:
         """Each shard has its pages of the queue and its twins, in the pool's order. The first twins of shards are in rings."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
         num_records = 1 + self.num_parts  # in the queue of each shard, beside its pages
-        num_links, num_remembered = num_pages + n * num_records, n * 2 if self.num_parts else 0
+        num_links, num_remembered = num_pages + n * num_records, n * 2 if len(self.marks) else 0
         records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         shards = np.where(records < num_pages, records // (num_pages // n), copies)
@@ -248,6 +243,24 @@ class Records(SimpleNamespace):
         is_wrong = np.where(is_first, is_head == 0, (found["prev"] != NOT_FIRST) | (found["next"] != NOT_FIRST))
         text = " is linked to {} and {}, allowed: the ring of pages of equal content that are first in their shard, or {}"
         self.refuse(is_wrong, ids, text, found["prev"], found["next"], NOT_FIRST)
+
+    def check_sessions(self) -> None:
+        """Each session has the ring of its pages, which are cached. Shared ones are in none."""
+        owners, sessions = self.owners, self.sessions
+        is_wrong = (owners < SHARED) | (owners >= len(sessions)) | (owners != 0) & (self.group == NO_GROUP)
+        text = " has owner {}, allowed: 0 unless it is cached, else {} to {}"
+        self.refuse(is_wrong, range(self.num_pages), text, owners, SHARED, len(sessions) - 1)
+        counts, firsts = np.bincount(owners[owners > 0], minlength=len(sessions)), sessions["first"]
+        is_wrong = (counts != sessions["num_pages"]) | (sessions["num_holders"] < 0) | ((firsts == 0) != (counts == 0))
+        text = "session {} has {} pages, the first {}, and {} holders, {} pages say that they are its own"
+        columns = range(len(sessions)), sessions["num_pages"], firsts, sessions["num_holders"], counts
+        self.refuse(is_wrong, None, text, *columns)
+        ids = self.walk("the pages of a session", self.owner_links, firsts[firsts > 0])
+        found = owners.take(ids)
+        expected = np.repeat(np.arange(len(sessions)), counts)
+        self.require_count(len(ids), len(expected), "pages are in the rings of sessions")
+        self.refuse(found != expected, ids, " is in the ring of session {}, its owner is {}", expected, found)
+        self.require_count(np.count_nonzero(counts + sessions["num_holders"]), self.num_live, "sessions have pages or holders")
 
     def check_journal(self) -> None:
         """Each cached page has a place, and a context that it uses. New keys are in the index, removed ones are not."""

@@ -38,7 +38,7 @@ class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction is O(num_pages). A page
-    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 4 once one was pinned, 10 with adaptive eviction.
+    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 5 once one was expected back, 10 with adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -94,10 +94,10 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
-        It has ref counts, the free queue, prefix entries with hashes, pins and kept tokens, shards, counters, the state of the
+        It has ref counts, the free queue, prefix entries with hashes and kept tokens, shards, counters, the state of the
         eviction policy, the configuration of the manager, a version and a checksum: 4 bytes a page, 4 more a free page, 24 more
-        a cached page (28 if pages are pinned), 4 a kept token, and the memory of the policy. IntegrityError if the pool is
-        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples.
+        a cached page, 4 a kept token, and the memory of the policy; neither expectations nor leases. IntegrityError if the pool
+        is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples.
         """
         return save(self.store, self.configuration)
 
@@ -105,10 +105,11 @@ class PagePool:
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
         """Return a pool from a result of `snapshot`, or from what `numpy.load` returns. O(num_pages).
 
-        Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
-        for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
-        was used with another algorithm, seed, page size or other groups, and names the difference. The engine restores the
-        contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version.
+        Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
+        key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that was used with another
+        algorithm, seed, page size or other groups, and names the difference. The engine restores the contents of the pages on
+        the device. Pins of older snapshots are dropped. SnapshotError, a ValueError, if the snapshot is damaged or has another
+        version.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -135,9 +136,8 @@ class PagePool:
     def release_all_held(self) -> int:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay pinned
-        (see `unpin_all`), and lose their other references. ArgumentError if the pool was not restored, or if a page was taken
-        or hit since, which a manager, a batch or a caller may hold.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. ArgumentError if the
+        pool was not restored, or if a page was taken or hit since, which a manager, a batch or a caller may hold.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -327,7 +327,7 @@ class PagePool:
         return PageProbe(num_hit_pages, None)
 
     def evict_pages(self, page_ids: AnyPageIds) -> int:
-        """Drop the prefix entries and pins of pages, and return their number. Holders keep their pages. O(pages).
+        """Drop the prefix entries of pages, and return their number. Holders keep their pages. O(pages).
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -344,23 +344,15 @@ class PagePool:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after new weights; the free queue keeps its order. Returns False, without a
-        change, while a page is held or pinned: `unpin_all` first. O(num_pages).
+        change, while a page is held. O(num_pages).
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
-            num_pinned_pages = self.store.num_pinned_pages
-            pinned = f", {num_pinned_pages} of them by pins" if num_pinned_pages else ""
-            logger.warning("prefix cache not reset: %d pages are held%s", num_held_pages, pinned)
+            logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
             return False
         forget_names(self.store)
         logger.info("prefix cache reset")
         return True
-
-    def unpin_all(self) -> int:
-        """Take back all pins of all requests (see `CacheManager.pin`). Returns the number of pages that were pinned.
-        O(num_pages). Pages that nothing else holds go to the back of the free queue in order of their ids.
-        """
-        return self.store.unpin_all()
 
     # Inspection.
 

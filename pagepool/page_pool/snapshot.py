@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore, load_store
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
+from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, SnapshotError
 from pagepool.hashing import PageHash
 from pagepool.page_pool.integrity import GROUP, KEPT, PART, Records, check_store
 
@@ -24,15 +24,14 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION, OLDEST_VERSION = 5, 4
+VERSION, OLDEST_VERSION = 6, 4
 
 
 def _count_parts(records: Records) -> Any:
-    """Return the counts of the eviction policy, those of its parts as if no page had a level."""
-    if records.num_policy_parts > 1:
+    """Return the counts of the eviction policy, those of its parts as if no page were expected back."""
+    if len(records.marks):
         records.policy_counts[: PART + 1] = np.bincount(records.marks.take(records.free_ids) & PART, minlength=PART + 1)
-        return records.policy_counts
-    return []
+    return records.policy_counts
 
 
 FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Records], Any] | None]] = {
@@ -45,20 +44,22 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
     "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
     "cached_kept": (np.uint8, (None,), lambda records: records.cached["group"] & KEPT != 0),
-    "cached_pins": (np.int32, (None,), lambda records: records.pins.take(records.cached_ids) if records.num_pinned else []),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
     "names": (np.uint8, (None,), None),
     "counters": (np.int64, (6,), lambda records: records.counters),
     "num_shards": (np.int64, (1,), lambda records: [records.num_shards]),
     "configuration": (np.uint8, (None,), None),
     "eviction": (np.uint8, (None,), lambda records: _as_bytes(records.store.eviction.encode())),
-    "policy_marks": (np.uint32, (None,), lambda records: records.marks if records.num_policy_parts > 1 else []),
+    "policy_marks": (np.uint32, (None,), lambda records: records.marks),
     "policy_ghosts": (np.uint32, (None, 2), lambda records: records.ghosts.view(np.uint32).reshape(-1, 2)),
     "policy_counts": (np.int64, (None,), _count_parts),
     "policy_learned": (np.uint8, (None,), lambda records: records.learned),
     "checksum": (np.uint8, (32,), None),
 }
 """Type and shape of each array, None for any length, and its values, if they come from checked records alone."""
+
+PINS = {"cached_pins": (np.int32, (None,), None)}
+"""The same of an array that versions before 6 have, of how often pages were pinned."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
@@ -78,16 +79,26 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
             (bool(arrays["enable_caching"][0]), arrays["eviction"].tobytes().decode(errors="replace")),
             arrays["ref_counts"],
             arrays["free_page_ids"],
-            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "kept", "pins")),
+            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "kept")),
             tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
             (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
         )
+        store.give_back(_list_pinned(arrays))
         check_store(store)
-    except (ArgumentError, IntegrityError) as error:
+    except (ArgumentError, DoubleFreeError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
     for key, page_hash in names:
         store.names.add(key, page_hash)
     return store, configuration
+
+
+def _list_pinned(arrays: Snapshot) -> npt.NDArray[np.int32]:
+    """Return the pages that an older version has pinned, with a reference to each."""
+    ids = arrays["cached_page_ids"]
+    pins = arrays.get("cached_pins", ids[:0])
+    if len(pins) not in (0, len(ids)):
+        raise SnapshotError(f"snapshot: 'cached_pins' has {len(pins)} numbers, allowed: {len(ids)}, or none")
+    return ids[pins > 0] if len(pins) else pins
 
 
 def seal(arrays: Snapshot) -> Snapshot:
@@ -99,8 +110,8 @@ def seal(arrays: Snapshot) -> Snapshot:
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes). ArgumentTypeError
-    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed. Of an older version all pages are kept
-    when they leave a window.
+    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed. Of version 4 all pages
+    are kept when they leave a window.
     """
     if not isinstance(snapshot, Mapping):
         raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
@@ -110,7 +121,8 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     version = int(_read(snapshot, "version")[0])
     if not OLDEST_VERSION <= version <= VERSION:
         raise SnapshotError(f"snapshot: version is {version}, allowed: {OLDEST_VERSION} to {VERSION}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version == VERSION or name != "cached_kept"}
+    fields = FIELDS.keys() - ({"cached_kept"} if version == 4 else set()) | (PINS.keys() if version < VERSION else set())
+    arrays = {name: _read(snapshot, name) for name in fields}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
     return {"cached_kept": np.ones(len(arrays["cached_page_ids"]), np.uint8)} | arrays
@@ -124,7 +136,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
     except Exception as error:  # a file is read only here, and may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
-    dtype, shape, _ = FIELDS[name]
+    dtype, shape, _ = (FIELDS | PINS)[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")

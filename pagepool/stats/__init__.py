@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "HostTierStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
+__all__ = ["CacheStats", "ExpectationCounts", "HostTierStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
 
 
 class TimeHistogram(NamedTuple):
@@ -67,6 +67,26 @@ class QueryCounts:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
+class ExpectationCounts(NamedTuple):
+    """What was said of pages, see `CacheManager.expect`, and what came of it.
+
+    State: free pages that are not wanted again, that are expected within a minute, and later. Counters of pages that were
+    expected at some time, since the pool was made: used by then, used later, and evicted or dropped unused.
+    """
+
+    num_never_pages: int
+    num_pages_within_a_minute: int
+    num_later_pages: int
+    num_pages_in_time: int
+    num_late_pages: int
+    num_unused_pages: int
+
+    @classmethod
+    def of(cls, num_free: list[int], *outcomes: int) -> "ExpectationCounts":
+        """Make counts from those of the core: of free pages without a term, by term, and with none that ends; and outcomes."""
+        return cls(num_free[-1], sum(num_free[1:7]), sum(num_free[7:-1]), *outcomes)
+
+
 class HostTierStats(NamedTuple):
     """The state of a host tier, and its counters since it was made. Pages are pages of the tier.
 
@@ -88,13 +108,17 @@ class HostTierStats(NamedTuple):
     num_refused_pages: int = 0
 
 
+NOTHING_EXPECTED = ExpectationCounts(0, 0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
 
-    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and pins
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and leases
     (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
-    ``num_pinned_pages`` are pinned, of at most ``max_num_pinned_pages``; ``num_unpinned_pages`` are left for everything else.
+    ``num_leased_pages`` are leased for a time, each counted once for each lease, of at most ``max_num_leased_pages``.
+    ``num_sessions`` have pages, requests or rows. ``expectations`` are the pages that are expected back, and how many came.
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
@@ -105,15 +129,16 @@ class CacheStats:
     that it loaded.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
-    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
+    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
     """
 
     num_pages: int
     num_free_pages: int
     num_held_pages: int
     num_cached_pages: int
-    num_pinned_pages: int
-    max_num_pinned_pages: int
+    num_leased_pages: int
+    max_num_leased_pages: int
+    num_sessions: int
     usage: float
     queries: QueryCounts
     preempted_queries: QueryCounts
@@ -126,8 +151,4 @@ class CacheStats:
     num_hit_pages: int | None = None
     num_lru_hit_pages: int | None = None
     host_tier: HostTierStats | None = None
-
-    @property
-    def num_unpinned_pages(self) -> int:
-        """The capacity besides pins: pages that requests can take."""
-        return self.num_pages - self.num_pinned_pages
+    expectations: ExpectationCounts = NOTHING_EXPECTED

@@ -1,7 +1,7 @@
 """Allocation for the scheduler's rows: by a manager, one request at a time, or by a running batch, one step at a time."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import ParamSpec, TypeVar
 
@@ -72,8 +72,10 @@ class Allocator(ABC):
         """Release a row whose request will return."""
 
     @abstractmethod
-    def finish(self, rows: Int32Array) -> None:
-        """Release rows whose requests have ended, in order."""
+    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
+        """Release rows whose requests have ended, in order. `pauses` has the seconds after which the pages of each are expected
+        to be wanted again, None for those of which that is not told.
+        """
 
     def take_copies(self) -> int:
         """Take the copies that are due before the next step, and return their number."""
@@ -140,11 +142,11 @@ class ManagerAllocator(Allocator):
         """Keep the hashes."""
         self._time(self._manager.free, self._requests.pop(row))
 
-    def finish(self, rows: Int32Array) -> None:
+    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
         """Drop the hashes too."""
-        for row in rows.tolist():
+        for row, pause in zip(rows.tolist(), pauses, strict=True):
             request = self._requests.pop(row)
-            self._time(self._manager.free, request)
+            self._time(self._manager.free, request, seconds=pause)
             self._time(self._manager.free_page_hashes, request)
 
 
@@ -167,6 +169,7 @@ class BatchAllocator(Allocator):
             max_num_new_tokens=min(max_num_new_tokens, num_tokens),
             is_preempted=request.status is EngineRequestStatus.PREEMPTED,
             ends_at_checkpoint=True,
+            session_id=request.session_id,
         )
         if num_hits is not None:
             answer = token_ids[num_tokens:]
@@ -181,6 +184,7 @@ class BatchAllocator(Allocator):
         """Release the row, which keeps its hashes until it is reused."""
         self._time(self._batch.release, [row])
 
-    def finish(self, rows: Int32Array) -> None:
+    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
         """Release in one call."""
-        self._time(self._batch.release, rows)
+        told = None if all(pause is None for pause in pauses) else pauses
+        self._time(self._batch.release, rows, seconds=told)

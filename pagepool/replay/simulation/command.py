@@ -1,6 +1,8 @@
 """The command `pagepool replay`."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
@@ -45,6 +47,7 @@ from pagepool.replay.simulation.runs import (
     run,
 )
 from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.simulation.sessions import Told
 from pagepool.replay.traces.generator import WORKLOADS, generate_workload
 from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option, workload_option
 from pagepool.replay.traces.reader import source_name
@@ -56,6 +59,16 @@ DEFAULT_NUM_REQUESTS = 2000
 MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")
 WINDOW_RULES: tuple[WindowRule, ...] = ("ends", "all")
+TOLD: tuple[Told, ...] = ("nothing", "ends", "pauses")
+
+
+class Run(NamedTuple):
+    """One replay: the path, the eviction policy, the rule for windows, and what is told about sessions."""
+
+    path: str
+    eviction: str
+    windows: WindowRule = "ends"
+    told: Told = "nothing"
 
 
 def load_requests(
@@ -70,16 +83,26 @@ def load_requests(
 
 
 def choose_runs(
-    *, compare: bool, batched: bool, eviction: str, compare_eviction: bool, compare_windows: bool
-) -> dict[str, tuple[str, str, WindowRule]]:
-    """Return the path, the eviction policy and the rule for windows of each replay, by the heading of its column."""
+    *, compare: bool, batched: bool, eviction: str, compare_eviction: bool, compare_sessions: bool, compare_windows: bool
+) -> dict[str, Run]:
+    """Return the replays by the headings of their columns."""
     if compare_eviction and (compare or eviction != LRU):
         raise click.UsageError(f"--compare-eviction and {'--compare' if compare else '--eviction'} exclude each other")
+    if compare_sessions and (compare or compare_eviction):
+        raise click.UsageError(f"--compare-sessions and {'--compare' if compare else '--compare-eviction'} exclude each other")
     if compare_eviction:
-        return {policy: (PATHS[batched], policy, "ends") for policy in EVICTION_POLICIES}
+        return {policy: Run(PATHS[batched], policy) for policy in EVICTION_POLICIES}
+    if compare_sessions:
+        return {f"{told} told": Run(PATHS[batched], eviction, told=told) for told in TOLD}
     if compare_windows and not compare:
-        return {f"windows={rule}": (PATHS[batched], eviction, rule) for rule in WINDOW_RULES}
-    return {path: (path, eviction, "ends") for path in (PATHS if compare else (PATHS[batched],))}
+        return {f"windows={rule}": Run(PATHS[batched], eviction, rule) for rule in WINDOW_RULES}
+    return {path: Run(path, eviction) for path in (PATHS if compare else (PATHS[batched],))}
+
+
+def require_sessions(requests: Sequence[SimulatedRequest]) -> None:
+    """Exit with code 2 and a message if no request has a session."""
+    if not any(request.session_id is not None for request in requests):
+        raise click.UsageError("--compare-sessions needs a TRACE with session_id")
 
 
 def report_skipped(scheduler: Scheduler) -> None:
@@ -123,6 +146,11 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @click.option("--compare", is_flag=True, help="Replay both ways; exit with 1 if any figure but the times differs.")
 @eviction_option
 @click.option("--compare-eviction", is_flag=True, help="Replay under each eviction policy, and show them side by side.")
+@click.option(
+    "--compare-sessions",
+    is_flag=True,
+    help="Replay with nothing told about sessions, with their ends, and with their pauses too, and show them side by side.",
+)
 @click.option("--limit", type=Size("requests"), help="Use only the first requests; without TRACE, the number to generate.")
 @seed_option
 @host_pages_option
@@ -146,6 +174,7 @@ def replay(
     compare: bool,
     eviction: str,
     compare_eviction: bool,
+    compare_sessions: bool,
     limit: int | None,
     seed: int,
     host_pages: int | None,
@@ -175,6 +204,10 @@ def replay(
 
     With --host-pages the pool has a tier in host memory: pages that it evicts are saved there, and prompts hit in both.
     What a step saves and loads is done when the next one begins.
+
+    With --compare-sessions a TRACE with session_id shows what an engine gains that tells the pool which sessions have ended
+    (CacheManager.close_session), and also after which pause each one goes on, without an error (release with seconds).
+    Pauses are those of the trace, or else the times from arrival to arrival. Use --max-num-seqs 1.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
@@ -186,26 +219,32 @@ def replay(
         batched=batched,
         eviction=eviction,
         compare_eviction=compare_eviction,
+        compare_sessions=compare_sessions,
         compare_windows=bool(model.windows) and not no_caching,
     )
     interval = choose_interval(model, interval)
     host = choose_host(host_pages, host_policy, host_min_uses)
     if host is not None and no_caching:
         raise click.UsageError("--host-pages and --no-caching exclude each other")
+    if compare_sessions and no_caching:
+        raise click.UsageError("--compare-sessions and --no-caching exclude each other")
     pool = describe_pool(num_pages, model, eviction, host)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
-        pools_bytes = sum(count_bytes(num_pages, policy, host) for _, policy, _ in runs.values())
+        if compare_sessions:
+            require_sessions(requests)
+        pools_bytes = sum(count_bytes(num_pages, each.eviction, host) for each in runs.values())
         require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
             name: make_scheduler(
-                make_manager(num_pages, model, requests, interval, None if no_caching else policy, host, windows),
+                make_manager(num_pages, model, requests, interval, None if no_caching else each.eviction, host, each.windows),
                 requests,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
-                batched=path == "batched",
+                batched=each.path == "batched",
+                told=each.told,
             )
-            for name, (path, policy, windows) in runs.items()
+            for name, each in runs.items()
         }
         report_skipped(next(iter(schedulers.values())))
         require_one_that_fits(requests, num_pages, model)
@@ -217,6 +256,6 @@ def replay(
         source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
             title = f"{source}, {pool}{f', checkpoints every {interval:,} tokens' if interval else ''}"
-            print_report(figures, title, model.describe_windows(), is_hit_rate_first=compare_eviction)
+            print_report(figures, title, model.describe_windows(), is_hit_rate_first=compare_eviction or compare_sessions)
     if compare:
         require_equal(figures)

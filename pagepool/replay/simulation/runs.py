@@ -18,6 +18,7 @@ from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.simulation.sessions import Told
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = [
@@ -66,12 +67,20 @@ def make_scheduler(
     max_batched_tokens: int,
     max_num_seqs: int,
     batched: bool = True,
+    told: Told = "nothing",
 ) -> Scheduler:
     """Make a scheduler with copies of the requests, which it modifies. Raises Refusal for an invalid size, and MemoryError."""
     copies = [replace(request) for request in requests]
     num_rows, length = min(max_num_seqs, len(requests)), count_of(manager.max_model_len, "token")
     try:
-        return Scheduler(manager, copies, max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs, batched=batched)
+        return Scheduler(
+            manager,
+            copies,
+            max_num_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            batched=batched,
+            told=told,
+        )
     except PagePoolError as error:
         raise Refusal(f"no batch of {count_of(num_rows, 'request')} of up to {length}: {error}") from error
     except MemoryError as error:

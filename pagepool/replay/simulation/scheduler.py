@@ -8,7 +8,7 @@ including generated ones, except for hits. In the end the transfers of a host ti
 transfers complete as the next step begins.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
-is the highest possible.
+is the highest possible. Only the pauses of sessions, if the pool is told of them, are in the time of the trace.
 """
 
 from collections import deque
@@ -23,6 +23,7 @@ from pagepool.manager import CacheManager
 from pagepool.replay.models.pages import count_request_pages
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
 from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.sessions import SessionReports, Told
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
 from pagepool.specs import usable_pages_count
@@ -46,10 +47,12 @@ class Scheduler:
         max_num_seqs: int = 256,
         batched: bool = True,
         max_num_tokens: int | None = None,
+        told: Told = "nothing",
     ) -> None:
         """`max_num_batched_tokens` limits a step, `max_num_seqs` the running requests. With `batched` a `RunningBatch`
         allocates, otherwise the manager does, one request at a time; only the times differ. `max_num_tokens` is the maximum
-        length of requests that are added later; None: no request is added.
+        length of requests that are added later; None: no request is added. `told` is what the pool is told about sessions:
+        ``"nothing"``, their ``"ends"``, or also the ``"pauses"`` after which they go on; its clock is then that of the trace.
         """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
@@ -58,6 +61,7 @@ class Scheduler:
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
         self._interval = manager.checkpoint_interval
+        self._sessions = SessionReports(manager, told)
         self.started: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
         for request in requests:
@@ -178,6 +182,7 @@ class Scheduler:
     def _start(self, request: SimulatedRequest, row: int, budget: int) -> int:
         """Admit a request. Returns the number of tokens it computes, 0 if the pool is short."""
         request.load_token_ids()  # not within the allocator, which is timed
+        self._sessions.see_arrival(request)
         num_hit_tokens = self._allocator.admit(row, request, budget)
         if num_hit_tokens is None:
             return 0
@@ -211,9 +216,10 @@ class Scheduler:
             self._end(rows[is_ended])
 
     def _end(self, rows: Int32Array) -> None:
-        self._allocator.finish(rows)
-        for row in rows.tolist():
-            request = self._requests.pop(row)
+        requests = [self._requests.pop(row) for row in rows.tolist()]
+        self._allocator.finish(rows, self._sessions.find_pauses(requests))
+        self._sessions.close(requests)
+        for row, request in zip(rows.tolist(), requests, strict=True):
             request.num_tokens = request.num_final_tokens
             request.drop_token_ids()
             request.status = EngineRequestStatus.FINISHED_LENGTH_CAPPED

@@ -2,18 +2,22 @@
 
 A line has `timestamp` (ms, ascending), `input_length` and `output_length` (tokens) and `hash_ids`: one id for each block of 512
 input tokens, including a partial last block. Equal ids mean equal prefixes. This is the format of the Mooncake FAST'25 release.
-Two more fields are optional, and all others are ignored:
+More fields are optional, and all others are ignored:
 
 `block_size` is the number of tokens per id if not 512; it is the same in all lines.
 
 `output_hash_ids` are the ids of the following blocks, as far as the answer has filled them. If the field is present, even
 empty, the last of `hash_ids` stands for a full block too, completed by tokens of the answer, and a prompt that continues an
 answer has the same ids. Tokens without an id equal no others.
+
+`session_id` is a string, the same for all turns of a chat or steps of an agent. `pause`, only beside it, is the time in ms
+from the end of the session's request before this one to the arrival of this one.
 """
 
 import errno
 import gzip
 import json
+import math
 import os
 import sys
 import zlib
@@ -26,9 +30,10 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
+from pagepool._core import require_session_id
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
-from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, count_slots
+from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn, count_slots
 from pagepool.specs import cdiv
 
 __all__ = [
@@ -44,7 +49,7 @@ __all__ = [
 
 BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-MAX_TIMESTAMP = 2**53  # ms; beyond it floats skip integers
+MAX_MILLISECONDS = 2**53  # beyond it floats skip integers
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory whole
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -60,8 +65,9 @@ class TraceError(PagePoolError, ValueError):
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, if known,
-    ids of the full blocks of the answer. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below
-    2**53 and the lengths are ints below 2**31.
+    ids of the full blocks of the answer, the session, and the ms since the end of the session's request before this one. Raises
+    ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the pause too and at least 0, the lengths
+    are ints below 2**31 and the session is a string, which a pause needs.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -74,12 +80,25 @@ class TraceRecord:
     hash_ids: tuple[int, ...]
     output_hash_ids: tuple[int, ...] | None = None
     block_size: int = BLOCK_SIZE
+    session_id: str | None = None
+    pause: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers, and convert them to Python's, since differences of NumPy's wrap around."""
-        object.__setattr__(self, "timestamp", _checked_timestamp(self.timestamp))
+        """Check the fields, and convert numbers to Python's, since differences of NumPy's wrap around."""
+        object.__setattr__(self, "timestamp", _checked_milliseconds("timestamp", self.timestamp))
+        object.__setattr__(self, "session_id", require_session_id(self.session_id))
+        if self.pause is not None:
+            object.__setattr__(self, "pause", self._checked_pause())
         for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):
             object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
+
+    def _checked_pause(self) -> float:
+        pause = _checked_milliseconds("pause", self.pause)
+        if pause < 0:
+            raise ArgumentError(f"pause must be at least 0, got {shown(pause)}")
+        if self.session_id is None:
+            raise ArgumentError("pause: got one without a session_id")
+        return pause
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -113,12 +132,12 @@ def _load_object(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _checked_timestamp(timestamp: object) -> float:
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float | np.integer | np.floating):
-        raise ArgumentError(f"timestamp must be a number, got {shown(timestamp)}")
-    if not -MAX_TIMESTAMP < timestamp < MAX_TIMESTAMP:
-        raise ArgumentError(f"timestamp must be below 2**53 ms, got {shown(timestamp)}")
-    return cast(float, timestamp.item()) if isinstance(timestamp, np.generic) else timestamp
+def _checked_milliseconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ArgumentError(f"{name} must be a number, got {shown(value)}")
+    if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
+        raise ArgumentError(f"{name} must be below 2**53 ms, got {shown(value)}")
+    return cast(float, value.item()) if isinstance(value, np.generic) else value
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
@@ -157,6 +176,8 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
         _read_ids(fields, "hash_ids"),
         _read_ids(fields, "output_hash_ids") if "output_hash_ids" in fields else None,
         fields["block_size"],
+        fields.get("session_id"),
+        fields.get("pause"),
     )
     _check_num_ids(record)
     return record
@@ -254,6 +275,26 @@ def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Seq
     return np.concatenate((known, np.random.default_rng(seed).integers(2**31, size=num_others, dtype=np.int32)))
 
 
+def _make_turns(records: Sequence[TraceRecord]) -> list[Turn | None]:
+    """Make the turns of sessions, None for requests without one. Where a pause is not known, the request before it is taken to
+    have ended at once.
+    """
+    turns: list[Turn | None] = []
+    later: dict[str, TraceRecord] = {}  # by session the request after
+    for record in reversed(records):
+        if record.session_id is None:
+            turns.append(None)
+            continue
+        pause = math.inf
+        end = record.timestamp
+        if following := later.get(record.session_id):
+            pause = following.timestamp - record.timestamp if following.pause is None else following.pause
+            end = max(end, following.timestamp - pause)
+        turns.append(Turn(record.session_id, record.timestamp / 1000, end / 1000, pause / 1000))
+        later[record.session_id] = record
+    return turns[::-1]
+
+
 def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: int = 0) -> list[SimulatedRequest]:
     """Make a request from each record, in order, named by source and line number.
 
@@ -268,10 +309,11 @@ def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: i
     """
     numbers: dict[int, int] = {}
     requests = []
-    for line, record in enumerate(records, start=1):
+    for line, (record, turn) in enumerate(zip(records, _make_turns(records), strict=True), start=1):
         block_numbers = [numbers.setdefault(hash_id, len(numbers)) for hash_id in record.block_ids]
         if len(numbers) * record.block_size > MAX_TOKEN_IDS:
             raise TraceError(source, line, f"more than {MAX_TOKEN_IDS // record.block_size} distinct hash ids")
         make_token_ids = partial(_make_token_ids, record, block_numbers, (seed, line))
-        requests.append(SimulatedRequest(f"{source}:{line}", record.input_length, record.output_length, make_token_ids))
+        name = f"{source}:{line}"
+        requests.append(SimulatedRequest(name, record.input_length, record.output_length, make_token_ids, turn))
     return requests

@@ -1,6 +1,7 @@
 """Recording of a trace from a live engine, without text."""
 
 import gzip
+import hashlib
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
+from pagepool._core import require_session_id
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing.algorithms import make_page_hasher
@@ -26,11 +28,12 @@ ID_BITS = 63  # fits an int64; a billion blocks have a collision in 5 % of recor
 
 @dataclass(slots=True)
 class Entry:
-    """A started request; `line` is set when it ends."""
+    """A started request; `line` is set when it ends. `session` has the fields of its session, if any."""
 
     request: Request | None
     timestamp: int
     input_length: int
+    session: dict[str, str | int]
     line: bytes | None = None
 
 
@@ -42,8 +45,9 @@ class Recorder:
     order of the starts, so the line of a request is held back until all earlier requests have ended.
 
     The trace has one id for each `block_size` tokens, by default a page: 63 bits of a digest under a random key, which is not
-    stored. Equal prompts have equal ids within one recording, and different ids in different recordings. Lengths and times
-    (ms since the recorder was created) are not disguised.
+    stored. Equal prompts have equal ids within one recording, and different ids in different recordings. A `session_id` of a
+    request is recorded as a digest under the same key, with the pause since a request of the session ended, if one has. Lengths
+    and times (ms since the recorder was created) are not disguised.
 
     The file appears at `path` when the recorder is closed. A process that is killed leaves a `.part` file beside it; an
     exception within `with` leaves the trace recorded so far. A path that ends in `.gz` is compressed.
@@ -81,9 +85,11 @@ class Recorder:
             raise ArgumentTypeError(f"path: got {type(path).__name__}, allowed: a string or os.PathLike")
         size = manager.coordinator.hash_page_size if block_size is None else block_size
         self._block_size = require_int("block_size", size, 1, MAX_SIZE)
-        self._hasher = make_page_hasher("siphash128", self._block_size, secrets.token_bytes(16))
+        self._key = secrets.token_bytes(16)
+        self._hasher = make_page_hasher("siphash128", self._block_size, self._key)
         self._running: dict[str, Entry] = {}
         self._entries: deque[Entry] = deque()
+        self._ends: dict[str, int] = {}
         self._exit = ExitStack()
         self._file: BinaryIO | gzip.GzipFile = self._exit.enter_context(open_output(path))
         if os.fspath(path).endswith(".gz"):
@@ -93,13 +99,15 @@ class Recorder:
 
     def start(self, request: Request) -> None:
         """Record arrival and prompt length. Does nothing for a running request, so a preempted one may be started again, and
-        nothing after `close`. Raises ArgumentError for an empty prompt. O(1).
+        nothing after `close`. Raises ArgumentError for an empty prompt, ArgumentTypeError for a `session_id` that is no string.
+        O(1); sessions are remembered until `close`.
         """
         request_id = id_of(request)
         if not self._is_open or request_id in self._running:
             return
         input_length = require_int("num_tokens", read_count(request, "num_tokens"), minimum=1)
-        entry = Entry(request, int((time.monotonic() - self._start_time) * 1000), input_length)
+        now = self._now()
+        entry = Entry(request, now, input_length, self._describe_session(request, now))
         self._running[request_id] = entry
         self._entries.append(entry)
 
@@ -113,6 +121,8 @@ class Recorder:
             return
         entry.line = self._make_line(entry, request)
         entry.request = None
+        if entry.session:
+            self._ends[str(entry.session["session_id"])] = self._now()
         del self._running[request_id]
         self._write_lines()
 
@@ -133,6 +143,19 @@ class Recorder:
         """Close, and keep the trace even if the block raised."""
         self.close()
 
+    def _now(self) -> int:
+        """Return the ms since the recorder was created."""
+        return int((time.monotonic() - self._start_time) * 1000)
+
+    def _describe_session(self, request: Request, now: int) -> dict[str, str | int]:
+        """Return the fields of a request's session; none without one."""
+        session_id = require_session_id(getattr(request, "session_id", None))
+        if session_id is None:
+            return {}
+        digest = hashlib.blake2b(session_id.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).hexdigest()
+        end = self._ends.get(digest)
+        return {"session_id": digest, **({} if end is None else {"pause": now - end})}
+
     def _make_line(self, entry: Entry, request: Request) -> bytes:
         num_tokens = require_int("num_tokens", read_count(request, "num_tokens"), minimum=entry.input_length)
         hashes = self._hasher.start(request)
@@ -148,6 +171,7 @@ class Recorder:
             "hash_ids": ids[:num_prompt_ids],
             "output_hash_ids": ids[num_prompt_ids:],
             "block_size": self._block_size,
+            **entry.session,
         }
         return json.dumps(fields).encode() + b"\n"
 
@@ -165,4 +189,5 @@ class Recorder:
         self._is_open = False
         self._running.clear()
         self._entries.clear()
+        self._ends.clear()
         self._exit.__exit__(*(error or (None, None, None)))

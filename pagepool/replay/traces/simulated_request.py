@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from math import inf
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pagepool.request import EngineRequestStatus
 
-__all__ = ["Int32Array", "SimulatedRequest", "count_slots"]
+__all__ = ["Int32Array", "SimulatedRequest", "Turn", "count_slots"]
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
@@ -23,12 +24,28 @@ def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
     return max(num_prompt_tokens, num_prompt_tokens + num_output_tokens - 1)
 
 
+class Turn(NamedTuple):
+    """When a request of a session arrived and ended, in seconds, and how long after its end the session went on: infinite for
+    the last one.
+    """
+
+    session_id: str
+    arrival: float
+    end: float
+    pause: float
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the session has no later request."""
+        return self.pause == inf
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A request as managers read it, backed by one int32 array of prompt and output.
 
     `make_token_ids` creates that array, `[num_prompt_tokens + num_output_tokens]`, when the request is about to run; the tokens
-    of a long trace would not fit in memory. Decoding a token is `num_tokens += 1`.
+    of a long trace would not fit in memory. Decoding a token is `num_tokens += 1`. `turn` is the place in its session, if any.
 
     >>> request = SimulatedRequest("a", 3, 2, lambda: np.arange(5, dtype=np.int32))
     >>> request.all_token_ids.tolist(), request.num_final_tokens, request.num_slots
@@ -41,6 +58,7 @@ class SimulatedRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     make_token_ids: Callable[[], Int32Array]
+    turn: Turn | None = None
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     status: EngineRequestStatus = field(init=False, default=EngineRequestStatus.WAITING)
@@ -49,6 +67,11 @@ class SimulatedRequest:
     def __post_init__(self) -> None:
         """Start with the prompt."""
         self.num_tokens = self.num_prompt_tokens
+
+    @property
+    def session_id(self) -> str | None:
+        """The session, None without one."""
+        return None if self.turn is None else self.turn.session_id
 
     @property
     def num_final_tokens(self) -> int:

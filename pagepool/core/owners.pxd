@@ -1,0 +1,86 @@
+# Which session a page belongs to. The caller holds the store's lock.
+#
+# Always: a page with an owner has a prefix entry. `Session.first` leads to the ring of a session's pages, in the order in which
+# they came to it. A page that two sessions have used is `SHARED` until it loses its entry, and in no ring. A session is live as
+# long as it has pages or holders: rows, requests, and callers that are about to make some.
+
+from libc.stdint cimport int32_t
+
+from pagepool.core.platform cimport rare
+from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, SHARED, Links, Pool, Session, link_after, unlink
+
+
+cdef inline bint is_shared(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether two sessions have used a page."""
+    return pool.sessions.owners != NULL and pool.sessions.owners[page_id] == SHARED
+
+
+cdef inline bint is_live(const Session *session) noexcept nogil:
+    return session.num_pages > 0 or session.num_holders > 0
+
+
+cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexcept nogil:
+    """Count a holder of a session more, or, with -1, less. NO_SESSION is not counted."""
+    cdef Session *session = &pool.sessions.items[number]
+    if number == NO_SESSION:
+        return
+    pool.sessions.num_live -= is_live(session)
+    session.num_holders += change
+    pool.sessions.num_live += is_live(session)
+
+
+cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcept nogil:
+    """Let a row or request be of another session."""
+    if rare(place[0] != number):
+        hold_session(pool, number, 1)
+        hold_session(pool, place[0], -1)
+        place[0] = number
+
+
+cdef inline void own_page(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
+    """Give a cached page without an owner to a session."""
+    cdef Session *session = &pool.sessions.items[number]
+    pool.sessions.owners[page_id] = number
+    pool.sessions.num_live += not is_live(session)
+    if session.num_pages:
+        link_after(pool.sessions.links, pool.sessions.links[session.first].prev, page_id)
+    else:
+        session.first = page_id
+        pool.sessions.links[page_id] = Links(page_id, page_id)
+    session.num_pages += 1
+
+
+cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a page from its owner, if it has one."""
+    cdef int32_t number = pool.sessions.owners[page_id]
+    cdef Session *session = &pool.sessions.items[number]
+    pool.sessions.owners[page_id] = NO_SESSION
+    if number <= NO_SESSION:
+        return
+    session.num_pages -= 1
+    if session.first == page_id:
+        session.first = pool.sessions.links[page_id].next if session.num_pages else <int32_t>NULL_PAGE
+    unlink(pool.sessions.links, page_id)
+    pool.sessions.num_live -= not is_live(session)
+
+
+cdef inline void enter_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
+    """Give a page that has just been cached to the session of its row or request."""
+    if rare(number != NO_SESSION):
+        own_page(pool, page_id, number)
+
+
+cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t number) noexcept nogil:
+    """Let pages be used by a row or request of a session, or NO_SESSION: those of others are shared from now on, those without
+    an owner its own.
+    """
+    cdef int32_t i, owner
+    for i in range(n if rare(pool.sessions.owners != NULL) else 0):
+        owner = pool.sessions.owners[ids[i]]
+        if owner == SHARED or owner == number or pool.pages[ids[i]].group == NO_GROUP:
+            continue
+        if owner == NO_SESSION:
+            own_page(pool, ids[i], number)
+        else:
+            leave_session(pool, ids[i])
+            pool.sessions.owners[ids[i]] = SHARED

@@ -1,0 +1,54 @@
+"""What a simulated engine tells the pool about the sessions of a trace."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from pagepool.manager import CacheManager
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+
+__all__ = ["SessionReports", "Told"]
+
+Told: TypeAlias = Literal["nothing", "ends", "pauses"]
+"""Nothing, which sessions have ended, or also after which pause each one goes on, exactly."""
+
+MAX_CLOCK_SECONDS = 2**26  # two years; the clock of a pool has an end
+
+
+class SessionReports:
+    """Tells a manager about sessions as their requests end. The manager's clock stands at the latest arrival or end so far of a
+    request of a session, in the time of the trace.
+    """
+
+    def __init__(self, manager: CacheManager, told: Told) -> None:
+        """Start the clock, if there is anything to tell."""
+        self._manager = manager
+        self._told = told
+        self._start: float | None = None
+        self._now = 0.0
+
+    def see_arrival(self, request: SimulatedRequest) -> None:
+        """Move the clock to the arrival of a request."""
+        if request.turn is not None:
+            self._advance(request.turn.arrival)
+
+    def find_pauses(self, requests: Sequence[SimulatedRequest]) -> list[float | None]:
+        """Move the clock to the end of requests, and return what to tell as they release their pages: in how many seconds their
+        sessions go on, None for the last of a session and where nothing is told.
+        """
+        turns = [request.turn for request in requests]
+        for turn in turns:
+            if turn is not None:
+                self._advance(turn.end)
+        return [None if turn is None or turn.is_last or self._told != "pauses" else turn.pause for turn in turns]
+
+    def close(self, requests: Iterable[SimulatedRequest]) -> None:
+        """Close the sessions of which these requests were the last, and have released their pages."""
+        for request in requests:
+            if self._told != "nothing" and request.turn is not None and request.turn.is_last:
+                self._manager.close_session(request.turn.session_id)
+
+    def _advance(self, seconds: float) -> None:
+        if self._told != "nothing":
+            self._start = seconds if self._start is None else self._start
+            self._now = min(max(self._now, seconds - self._start), MAX_CLOCK_SECONDS)
+            self._manager.page_pool.store.set_time(1 + self._now)

@@ -1,0 +1,350 @@
+"""When pages are wanted, leases of spans, and sessions: exact cases, laws, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from argument_cases import SPEC
+from hybrids import manager_state
+from refusing import refused
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, HostTier, PagePool, PageTable, RunningBatch
+from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
+from pagepool.page_pool import snapshot
+
+PAGE_SIZE = SPEC.page_size
+
+
+class Pages:
+    """Requests of one full page each, and a page for the next token, on a clock that stands."""
+
+    def __init__(self, num_pages: int = 7, **options: Any) -> None:
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **options)
+        self.now = 1000.0
+        self.wait(0)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.manager.page_pool.store.set_time(self.now)
+
+    def request(self, name: str, session_id: str | None = None) -> EngineRequest:
+        tokens = [ord(name) + i for i in range(PAGE_SIZE)]
+        return EngineRequest(name, [*tokens, 0], session_id=session_id)
+
+    def hold(self, name: str, session_id: str | None = None) -> EngineRequest:
+        """Start a request, with what it hits."""
+        request = self.request(name, session_id)
+        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        assert self.manager.allocate_slots(request, PAGE_SIZE + 1 - num_hit_tokens, num_hit_tokens, hits) is not None
+        return request
+
+    def leave(self, name: str, session_id: str | None = None, **options: Any) -> None:
+        """Compute a request, or use its page again, and free it."""
+        self.manager.free(self.hold(name, session_id), **options)
+
+    def list_evicted(self, names: str) -> str:
+        """List the names of requests in the order in which their pages are evicted."""
+        pool, left = self.manager.page_pool, names
+        evicted = ""
+        while left:
+            pool.get_new_page_ids(1)
+            gone = [name for name in left if not self.manager.probe(self.request(name)).num_hit_tokens]
+            evicted += "".join(gone)
+            left = "".join(name for name in left if name not in gone)
+        return evicted
+
+
+@pytest.fixture(params=["lru", "adaptive"])
+def pages(request: pytest.FixtureRequest) -> Iterator[Pages]:
+    pages = Pages(eviction=request.param)
+    yield pages
+    pages.manager.check()
+
+
+def test_what_is_wanted_last_goes_first(pages: Pages) -> None:
+    for name, seconds in zip("abcde", (3, math.inf, 100, 3, 20), strict=True):
+        pages.leave(name, seconds=seconds)
+    assert pages.list_evicted("abcde") == "bcead"
+
+
+def test_a_page_of_which_nothing_is_known_is_wanted_in_twice_its_idle_time() -> None:
+    for idle, order in ((7, "ba"), (16, "ab"), (60, "ab"), (5, "ba")):
+        pages = Pages()
+        pages.leave("c", seconds=1)  # idle times count from the first expectation on
+        pages.hold("c")
+        pages.leave("a")
+        pages.wait(idle)
+        pages.leave("b", seconds=30)
+        assert pages.list_evicted("ab") == order, idle
+
+
+def test_what_does_not_come_ages(pages: Pages) -> None:
+    pages.leave("a", seconds=1)
+    pages.wait(100)
+    pages.leave("b", seconds=30)
+    assert pages.list_evicted("ab") == "ab"
+    assert pages.manager.stats().expectations.num_unused_pages == 2
+
+
+def test_in_the_end_nobody_waits_for_it(pages: Pages) -> None:
+    pages.leave("a", seconds=2**17)
+    pages.wait(2**18)
+    pages.leave("b", seconds=2**17)
+    pages.manager.page_pool.get_new_page_ids(1)
+    assert pages.manager.stats().expectations[:3] == (1, 0, 1)
+
+
+def test_the_next_use_ends_it(pages: Pages) -> None:
+    for name in "abc":
+        pages.leave(name, seconds=600)
+    pages.wait(1)
+    pages.leave("a")
+    assert pages.manager.stats().expectations == (0, 0, 2, 1, 0, 0)
+    pages.wait(2000)
+    pages.leave("b", seconds=math.inf)
+    assert pages.manager.stats().expectations == (1, 0, 1, 1, 1, 0)
+
+
+def test_a_waiting_request_keeps_what_it_would_hit(pages: Pages) -> None:
+    pages.leave("a", seconds=600)
+    pages.leave("b", seconds=100)
+    assert pages.manager.expect(pages.request("a"), seconds=1) == 1
+    assert pages.list_evicted("ab") == "ba"
+
+
+def test_blank_pages_go_first() -> None:
+    pages = Pages()
+    [page_id] = pages.manager.page_pool.get_new_page_ids(1)
+    pages.leave("a", seconds=1)
+    pages.manager.page_pool.free_page_ids([page_id])
+    assert pages.manager.page_pool.free_page_ids_in_order()[-1] != page_id
+    assert page_id in pages.manager.page_pool.get_new_page_ids(5)
+    assert pages.manager.probe(pages.request("a")).num_hit_tokens
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0, 1e4, math.inf])
+def test_if_all_say_the_same_the_order_is_that_of_lru(seconds: float) -> None:
+    """Page for page. All pages are cached: blank ones would go first once anything was said."""
+    rng, plain, told = Random(7), Pages(30), Pages(30)
+    for _ in range(1500):
+        name, wait = chr(rng.choice(range(60, 120))), rng.choice((0.0, 1.0, 50.0))
+        used = []
+        for pages in (plain, told):
+            hits, _ = pages.manager.get_computed_pages(pages.request(name))
+            [page_ids] = hits.get_page_ids()
+            if page_ids:
+                pages.manager.page_pool.touch_page_ids(page_ids)
+                pages.manager.page_pool.free_page_ids(page_ids)
+            else:
+                new = EngineRequest(name, pages.request(name).all_token_ids[:PAGE_SIZE])
+                [page_ids] = pages.manager.allocate_slots(new, PAGE_SIZE).get_page_ids()
+                pages.manager.free(new)
+            if pages is told:
+                pages.manager.expect(pages.request(name), seconds=seconds)
+            pages.wait(wait)
+            used.append(page_ids)
+        assert used[0] == used[1]
+    told.manager.check()
+
+
+def test_rows_have_a_time_each() -> None:
+    pages = Pages(12)
+    batch = RunningBatch(pages.manager, PageTable(4, 16, 64))
+    for row, name in enumerate("abc"):
+        batch.admit(row, pages.request(name).all_token_ids)
+    batch.release([0, 1, 2], seconds=[5, None, math.inf])
+    for row, name in enumerate("de"):
+        batch.admit(row, pages.request(name).all_token_ids)
+    batch.release([0, 1], seconds=np.float64(60))
+    assert pages.list_evicted("abcde") == "cdeab"
+
+
+# Sessions.
+
+
+def test_a_session_is_closed(pages: Pages) -> None:
+    pages.leave("a", "s", seconds=5)
+    pages.leave("b", "t", seconds=5)
+    held = pages.hold("c", "t")
+    assert pages.manager.stats().num_sessions == 2
+    assert pages.manager.close_session("t") == 2
+    pages.manager.free(held)
+    assert pages.list_evicted("abc") == "bca"
+    assert [pages.manager.close_session(name) for name in ("s", "t", "unknown")] == [0, 0, 0]
+    assert pages.manager.stats().num_sessions == 0
+
+
+def test_what_others_use_is_not_closed(pages: Pages) -> None:
+    pages.leave("a", "s")
+    pages.leave("a", "t")
+    pages.leave("b", "s", seconds=600)
+    assert pages.manager.close_session("s") == 1
+    assert pages.list_evicted("ab") == "ba"
+
+
+def test_shared_pages_are_only_brought_forward(pages: Pages) -> None:
+    for session_id in "st":
+        pages.leave("a", session_id, seconds=600)
+    pages.leave("b", seconds=30)
+    pages.wait(200)
+    pages.manager.expect(pages.request("a"), seconds=2**16)
+    assert pages.manager.stats().expectations[:3] == (0, 1, 0)
+    pages.manager.expect(pages.request("a"), seconds=1)
+    assert pages.manager.stats().expectations[:3] == (0, 2, 0)
+    assert pages.list_evicted("ab") == "ba"
+
+
+def test_a_fork_is_of_the_session_unless_it_has_its_own() -> None:
+    for session_id, num_pages in ((None, 1), ("t", 0)):
+        pages = Pages()
+        request = pages.hold("a", "s")
+        request.num_computed_tokens = PAGE_SIZE
+        fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id=session_id)
+        assert pages.manager.fork(request, fork) is not None
+        pages.manager.free(request)
+        pages.manager.free(fork)
+        assert pages.manager.close_session("s") == num_pages
+        pages.manager.check()
+
+
+def test_sessions_are_forgotten() -> None:
+    pages = Pages()
+    for i in range(2000):
+        pages.leave("abcdefghij"[i % 10], f"session {i}")
+        assert pages.manager.stats().num_sessions <= 6
+    pages.manager.page_pool.reset_prefix_cache()
+    assert pages.manager.stats().num_sessions == 0
+    assert len(pages.manager.page_pool.store.free_ids()) == 6
+    pages.manager.check()
+
+
+# Leases of spans.
+
+
+def test_a_lease_ends_when_pages_are_taken() -> None:
+    pages = Pages(4, max_leased_share=1.0)
+    pages.leave("a")
+    lease = pages.manager.lease(pages.request("a"), seconds=10)
+    assert (len(lease), pages.manager.stats().num_leased_pages) == (1, 1)
+    refused_request = EngineRequest("big", [9] * (3 * PAGE_SIZE))
+    for seconds, is_admitted in ((9, False), (0.9, False), (0.2, True)):
+        pages.wait(seconds)
+        assert (pages.manager.allocate_slots(refused_request, 3 * PAGE_SIZE) is not None) == is_admitted
+    assert (lease.is_held, pages.manager.leases, pages.manager.stats().num_leased_pages) == (False, (), 0)
+    pages.manager.check()
+
+
+def test_a_row_that_was_refused_is_admitted_when_a_lease_ends() -> None:
+    pages = Pages(4, max_leased_share=1.0)
+    batch = RunningBatch(pages.manager, PageTable(2, 16, 64))
+    pages.leave("a")
+    pages.manager.lease(pages.request("a"), seconds=10)
+    tokens = [9] * (3 * PAGE_SIZE)
+    assert [batch.admit(0, tokens), batch.admit(0, tokens)] == [None, None]
+    pages.wait(10)
+    assert batch.admit(0, tokens) == 0
+
+
+def test_a_lease_is_extended() -> None:
+    pages = Pages()
+    pages.leave("a")
+    lease = pages.manager.lease(pages.request("a"), seconds=10)
+    pages.wait(9)
+    lease.extend(10)
+    pages.wait(9)
+    assert lease.is_held
+    pages.wait(2)
+    with pytest.raises(ArgumentError, match=r"^the lease has ended, or is one of page ids, which has no end$"):
+        lease.extend(10)
+    lease.release()
+    with pages.manager.lease([1]) as other, pytest.raises(ArgumentError, match="has no end"):
+        other.extend(10)
+    assert pages.manager.leases == ()
+
+
+def test_two_leases_of_a_page_count_twice() -> None:
+    pages = Pages(12)
+    pages.leave("a")
+    leases = [pages.manager.lease(pages.request("a"), seconds=10) for _ in range(2)]
+    with refused(lambda: manager_state(pages.manager), LeaseBudgetError, "got 1 more, 2 are leased, allowed: 2 in all"):
+        pages.manager.lease(pages.request("a"), seconds=10)
+    leases[0].release()
+    pages.manager.lease(pages.request("a"), seconds=10)
+    pages.manager.check()
+
+
+def test_ended_leases_are_forgotten() -> None:
+    pages = Pages()
+    pages.leave("a")
+    for _ in range(100):
+        pages.manager.lease(pages.request("a"), seconds=1)
+        pages.wait(1)
+    assert pages.manager.leases == ()
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, -math.inf, True, "1", [1]])
+def test_what_is_no_time(seconds: Any) -> None:
+    pages = Pages()
+    request = pages.hold("a", "s")
+    batch = RunningBatch(pages.manager, PageTable(2, 16, 64))
+    batch.admit(0, [1, 2])
+    calls = (
+        lambda: pages.manager.expect(request, seconds=seconds),
+        lambda: pages.manager.expect_session("s", seconds=seconds),
+        lambda: pages.manager.free(request, seconds=seconds),
+        lambda: pages.manager.free(pages.request("z"), seconds=seconds),
+        lambda: pages.manager.lease(request, seconds=seconds),
+        lambda: batch.expect(0, seconds=seconds),
+        lambda: batch.release([0], seconds=[seconds]),
+    )
+    for call in calls:
+        with refused(lambda: manager_state(pages.manager), (ArgumentError, ArgumentTypeError), "seconds: got"):
+            call()
+
+
+# With the rest.
+
+
+def test_what_is_never_wanted_is_not_saved() -> None:
+    pages = Pages(4, host_tier=HostTier(10))
+    pages.leave("a", seconds=math.inf)
+    pages.leave("b", seconds=5)
+    pages.manager.page_pool.get_new_page_ids(3)
+    assert pages.manager.take_transfers().save_src.size == 1
+
+
+def test_shards_have_their_own_order() -> None:
+    pages = Pages(8)
+    batch = RunningBatch(pages.manager, PageTable(2, 16, 64), data_parallel_size=2)
+    for shard, names in enumerate(("ab", "c")):
+        for name, seconds in zip(names, (600, 5), strict=False):
+            batch.admit(0, pages.request(name).all_token_ids[:PAGE_SIZE], dp_shard=shard)
+            batch.release([0], seconds=seconds)
+    pages.manager.page_pool.get_new_page_ids(2, dp_shard_hint=0, data_parallel_size=2)
+    found = [pages.manager.probe(pages.request(name)).num_hit_tokens > 0 for name in "abc"]
+    assert found == [False, True, True]
+    pages.manager.check()
+
+
+def test_pins_of_older_snapshots_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages()
+    pages.hold("a")
+    pages.leave("b", seconds=5)
+    saved = pages.manager.page_pool.snapshot()
+    arrays = {name: saved[name] for name in snapshot.FIELDS if name not in ("format", "version", "checksum")}
+    num_cached, num_free = len(arrays["cached_page_ids"]), len(arrays["free_page_ids"])
+    pins = np.zeros(num_cached, np.int32)
+    pins[arrays["ref_counts"][arrays["cached_page_ids"]] > 0] = 3
+    monkeypatch.setattr(snapshot, "VERSION", 5)
+    older = snapshot.seal(arrays | {"cached_pins": pins})
+    wrong = snapshot.seal(arrays | {"cached_pins": np.ones(num_cached, np.int32)})
+    monkeypatch.undo()
+    assert PagePool.restore(older).get_num_free_pages() == num_free + 1
+    assert PagePool.restore(saved).get_num_free_pages() == num_free
+    with pytest.raises(ValueError, match="freed more often than it is held"):
+        PagePool.restore(wrong)
