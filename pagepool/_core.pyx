@@ -18,7 +18,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
 `boundaries.pxd`       numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`owners.pxd`           which session a page belongs to
+`owners.pxd`           which session a page belongs to, and to which tenant it is charged
 `queue.pxd`            the free queue and its parts, which page is evicted next, terms; references given back
 `index.pxd`            the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
 `pages.pxd`            pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
@@ -31,7 +31,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `store.pyx`            `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
-`sessions.pyx`         `PageSessions`: numbers of sessions by id, and when their pages are wanted
+`sessions.pyx`         `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`          `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
@@ -60,7 +60,7 @@ from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
-from pagepool.core.sessions import PageSessions, require_session_id
+from pagepool.core.sessions import PageSessions, require_name
 from pagepool.core.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.store import CachePage, PageStore, QueryCounter

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -35,7 +35,7 @@ from pagepool._core import (
     list_leases,
     lists_of,
     load_prefix,
-    require_session_id,
+    require_name,
     rewind_request,
     take_copies,
     take_transfers,
@@ -396,11 +396,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         if context and self.event_source is not None:
             self.event_source.contexts.release(context)
 
-    def _hold_session(self, session_id: str) -> int:
+    def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
         """Return the int for a session in the core until `_release_session`; 0 without caching."""
-        require_session_id(session_id)
+        require_name("session_id", session_id)
+        require_name("tenant", tenant)
         with self._lock:
-            return self.sessions.hold(session_id) if self.enable_caching else 0
+            return self.sessions.hold(session_id, tenant) if self.enable_caching else 0
 
     def _release_session(self, session: int) -> None:
         with self._lock:
@@ -500,7 +501,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                session = self.sessions.hold(getattr(new_request, "session_id", None))
+                session = self.sessions.hold(getattr(new_request, "session_id", None), getattr(new_request, "tenant", None))
                 try:
                     is_forked = held.fork(target, num_tokens, session)
                 finally:
@@ -733,6 +734,33 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         return self.expect_session(session_id, seconds=math.inf)
 
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Set the shares of the pool that tenants keep. All other requests have the rest together, also those of tenants that
+        are no longer named.
+
+        Each page that is held or cached is charged to the `tenant` of the request or row that took it; once another tenant has
+        used it, to all others together, until it loses its prefix entry. After pages without an entry those of the tenant are
+        evicted that has the most for its share, in the order of `expect`, so a tenant with no more than its share loses pages
+        only if nobody else has free ones. Room that a tenant leaves unused serves all, and no request is refused for a share.
+
+        ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most 63, each
+        above 0, and at most 0.95 in all. Memory is 6 bytes a page from the first call on. O(num_pages), and O(sessions).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=9, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> manager.set_shares({"chat": 0.5, "batch": 0.25})
+        >>> chat = EngineRequest("chat", list(range(13)), tenant="chat")
+        >>> flood = [EngineRequest(f"job {i}", [100 + i] * 9, tenant="batch") for i in range(9)]
+        >>> for request in (chat, *flood):
+        ...     _ = manager.allocate_slots(request, request.num_tokens)
+        ...     manager.free(request)
+        >>> manager.probe(chat).num_hit_tokens
+        12
+        """
+        with self._lock:
+            self.sessions.set_shares(shares)
+
     # Events.
 
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
@@ -853,6 +881,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_leased_pages=store.num_leased_pages,
             max_num_leased_pages=self.max_num_leased_pages,
             num_sessions=store.num_sessions,
+            num_pages_by_tenant=self.sessions.count_charged(),
             usage=(num_pages - num_free_pages) / max(1, num_pages),
             queries=QueryCounts(*self.query_counters[0].counts),
             preempted_queries=QueryCounts(*self.query_counters[1].counts),

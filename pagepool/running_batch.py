@@ -125,6 +125,7 @@ class RunningBatch(RunningRows):
         num_external_tokens: int = 0,
         resume_at: Sequence[int] = (),
         session_id: str | None = None,
+        tenant: str | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -141,7 +142,8 @@ class RunningBatch(RunningRows):
         number; if it is 0, since all others are cached, the row runs at once.
 
         `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`. Pages that the
-        row caches belong to the session `session_id`: see `CacheManager.expect_session`.
+        row caches belong to the session `session_id`: see `CacheManager.expect_session`. Those that it takes are charged to
+        `tenant`: see `CacheManager.set_shares`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -182,7 +184,7 @@ class RunningBatch(RunningRows):
             shard, _ = find_shard(self._manager.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
-        session = self._manager._hold_session(session_id) if session_id is not None else 0
+        session = 0 if session_id is tenant is None else self._manager._hold_session(session_id, tenant)
         context = self._manager._hold_context(keys)
         try:
             return request.admit(keyed, look_up, shard, context, counter, session)

@@ -92,6 +92,7 @@ cdef struct Policy:
     int64_t epoch_pages       # in an epoch
     int32_t edges[NUM_AGES + 1]  # epochs at which the buckets of ages begin: 0 1 2 3 4 6 8 12 16 24 ... 96, and the horizon
     uint8_t buckets[HORIZON]  # of ages in epochs
+    int32_t first_part        # of the tenant for which the decision was made
     int32_t newest[NUM_PARTS]  # in each part the first page of the newest call that released any, as far as it still is
 
 

@@ -476,7 +476,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     cdef int32_t j, n
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard, batch.sessions[row])
         if n:
             write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
             batch.tables[g].version += 1

@@ -509,17 +509,19 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]
         if is_state(&holding.groups[g].rules) and hits.num:
-            take_this(pool, hits.ids[hits.num - 1])
+            take_this(pool, hits.ids[hits.num - 1], holding.session)
             held.ids[0] = hits.ids[hits.num - 1]
             held.num_pages = 1
             record_taken(pool, held)
 
 
-cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
-    """Take the pages that a group is short of, which are free. Returns how many."""
+cdef inline int32_t take_missing(
+    Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard, int32_t session
+) noexcept nogil:
+    """Take the pages that a group is short of, which are free, for a session. Returns how many."""
     cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
     if n:
-        take_from(pool, held.ids + held.num_pages, n, shard)
+        take_from(pool, held.ids + held.num_pages, n, shard, session)
         record_taken(pool, held)
         held.num_pages += n
     return n
@@ -722,7 +724,7 @@ cdef inline bint keep_state(
     is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
     is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
     if is_kept:
-        take_from(pool, held.ids, 1, shard)
+        take_from(pool, held.ids, 1, shard, holding.session)
         record_taken(pool, held)
         queue_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
@@ -1079,7 +1081,7 @@ cdef inline void fork_group(
     target.read_list = 0
     if has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
-        take_from(pool, ids + n, 1, shard)
+        take_from(pool, ids + n, 1, shard, new.session)
         record_taken(pool, target)
         target.num_pages += 1
         queue_copy(pool, source.ids[n], target, n, g)

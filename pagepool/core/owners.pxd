@@ -1,18 +1,49 @@
-# Which session a page belongs to. The caller holds the store's lock.
+# Which session a page belongs to, and to which tenant it is charged. The caller holds the store's lock.
 #
 # Always: a page with an owner has a prefix entry. `Session.first` leads to the ring of a session's pages, in the order in which
 # they came to it. A page that two sessions have used is `SHARED` until it loses its entry, and in no ring. A session is live as
-# long as it has pages or holders: rows, requests, and callers that are about to make some.
+# long as it has pages or holders: rows, requests, and callers that are about to make some. The pages of a nameless session,
+# which stands for a tenant's requests in no session, have no owner.
+#
+# Once shares were set, each page but those in the blank part of the queue is charged to the tenant whose row or request took
+# it, and to the common one from when another tenant uses it until it loses its entry.
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.platform cimport rare
-from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, SHARED, Links, Pool, Session, link_after, unlink
+from pagepool.core.records cimport (
+    COMMON, NO_GROUP, NO_SESSION, NO_TENANT, NULL_PAGE, SHARED, Links, Pool, Session, link_after, unlink,
+)
 
 
 cdef inline bint is_shared(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether two sessions have used a page."""
     return pool.sessions.owners != NULL and pool.sessions.owners[page_id] == SHARED
+
+
+cdef inline uint8_t tenant_of(const Pool *pool, int32_t number) noexcept nogil:
+    """The tenant of a session, or COMMON."""
+    return pool.sessions.items[number].tenant if number != NO_SESSION else <uint8_t>COMMON
+
+
+cdef inline void charge(Pool *pool, int32_t page_id, uint8_t tenant) noexcept nogil:
+    """Charge a page outside the queue to a tenant, and no longer to the one before."""
+    pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
+    pool.tenants.num_charged[tenant] += 1
+    pool.tenants.of_pages[page_id] = tenant
+
+
+cdef inline void begin_charge(Pool *pool, int32_t page_id) noexcept nogil:
+    """Charge a page that leaves the queue to the common tenant, if it is not charged."""
+    if pool.tenants.of_pages[page_id] == NO_TENANT:
+        pool.tenants.num_charged[COMMON] += 1
+        pool.tenants.of_pages[page_id] = COMMON
+
+
+cdef inline void end_charge(Pool *pool, int32_t page_id) noexcept nogil:
+    """End the charge of a page that comes into the blank part of the queue."""
+    pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
+    pool.tenants.of_pages[page_id] = NO_TENANT
 
 
 cdef inline bint is_live(const Session *session) noexcept nogil:
@@ -24,9 +55,9 @@ cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexce
     cdef Session *session = &pool.sessions.items[number]
     if number == NO_SESSION:
         return
-    pool.sessions.num_live -= is_live(session)
+    pool.sessions.num_live -= is_live(session) and not session.is_nameless
     session.num_holders += change
-    pool.sessions.num_live += is_live(session)
+    pool.sessions.num_live += is_live(session) and not session.is_nameless
 
 
 cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcept nogil:
@@ -66,15 +97,23 @@ cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void enter_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
     """Give a page that has just been cached to the session of its row or request."""
-    if rare(number != NO_SESSION):
+    if rare(number != NO_SESSION) and not pool.sessions.items[number].is_nameless:
         own_page(pool, page_id, number)
 
 
 cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t number) noexcept nogil:
-    """Let pages be used by a row or request of a session, or NO_SESSION: those of others are shared from now on, those without
-    an owner its own.
+    """Let pages outside the queue be used by a row or request of a session, or NO_SESSION: those of others are shared from now
+    on, those without an owner its own, and those of other tenants common.
     """
     cdef int32_t i, owner
+    cdef uint8_t tenant
+    if rare(pool.tenants.of_pages != NULL):
+        tenant = tenant_of(pool, number)
+        for i in range(n):
+            if ids[i] != NULL_PAGE and pool.tenants.of_pages[ids[i]] != tenant:
+                charge(pool, ids[i], COMMON)
+    if rare(pool.sessions.owners != NULL) and number != NO_SESSION and pool.sessions.items[number].is_nameless:
+        number = NO_SESSION
     for i in range(n if rare(pool.sessions.owners != NULL) else 0):
         owner = pool.sessions.owners[ids[i]]
         if owner == SHARED or owner == number or pool.pages[ids[i]].group == NO_GROUP:

@@ -5,12 +5,13 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
+from pagepool.core.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.queue cimport (
-    age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back, record_behind,
+    Supply, age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back, record_behind,
     start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram, LeasedSpan, Page,
+    COMMON, FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram, LeasedSpan, Page,
     Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
 )
 from pagepool.core.siphash cimport Digest
@@ -101,14 +102,15 @@ cdef inline Py_ssize_t pull_behind(Pool *pool, int32_t record, int32_t *out, Py_
     return count
 
 
-cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
-    There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
+    There are enough, and none of them is held (`find_held_free`). They are charged to the tenant of a session. O(n),
+    independent of the pool's size.
     """
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     if rare(pool.is_divided):
-        take_picked(pool, out, n, shard)
+        take_picked(pool, out, n, shard, session)
         return
     pull_behind(pool, NULL_PAGE, out, n)
     for i in range(n):
@@ -149,24 +151,33 @@ cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
         pool.policy.marks[page_id] = NEW
 
 
-cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
+    cdef Supply supply = Supply(tenant_of(pool, session), 0, COMMON, 0)
     cdef Py_ssize_t i, num_blank
     if n:
         age_pages(pool)
     num_blank = pull_blank(pool, out, n)
+    for i in range(num_blank if pool.tenants.of_pages != NULL else 0):
+        begin_charge(pool, out[i])
+        charge(pool, out[i], supply.taker)
     for i in range(num_blank, n):
-        out[i] = pick(pool, shard)
+        supply.num_left = <int32_t>(n - i)
+        out[i] = pick(pool, shard, &supply)
         pull(pool, out[i])
+        if rare(pool.tenants.of_pages != NULL):
+            charge(pool, out[i], supply.taker)
         fetch_entry(pool, out[i])
     for i in range(n):
         claim_picked(pool, out[i])
 
 
-cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pool.is_restored = False
     pull(pool, page_id)
+    if rare(pool.tenants.of_pages != NULL):
+        charge(pool, page_id, tenant_of(pool, session))
     claim_picked(pool, page_id)
 
 
@@ -480,7 +491,7 @@ cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
 cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
     """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
     cdef int32_t tier_id = NULL_PAGE
-    take_from(tier.pool, &tier_id, 1, -1)
+    take_from(tier.pool, &tier_id, 1, -1, NO_SESSION)
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
     tier.fills[tier_id] = FILLING
     queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))

@@ -1,25 +1,34 @@
 # The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
 # before each part: those of the policy, or, without one, a blank part and one of cached pages; and once pages were expected
-# back, one for each term, the longest first.
+# back, one for each term, the longest first. Once shares were set each tenant has all of these parts, except that blank pages
+# are in that of the first, the common one.
 #
 # Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
 # policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
 #
 # A page is evicted that is blank, or that nobody expects back; else the one that is furthest off of two: the oldest of the
 # longest term that any page has, and the one that the policy picks, which has been idle for half of the time until it is used
-# again, as far as anybody knows. They are compared by terms, and of equal ones the one that was released earlier goes.
+# again, as far as anybody knows. They are compared by terms, and of equal ones the one that was released earlier goes. With
+# shares it is a page of the tenant that has most for its share.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.adaptive cimport (
     BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, stamp_page, value_of,
 )
-from pagepool.core.owners cimport is_shared
+from pagepool.core.owners cimport begin_charge, charge, end_charge, is_shared
 from pagepool.core.platform cimport coarse_time, highest_bit, rare
 from pagepool.core.records cimport (
-    LAST_TERM, NEVER, NOT_FREE, NO_GROUP, NO_PART, NULL_PAGE, OVERDUE, SECOND, UNKNOWN, Links, Page, Pool, count_plain_parts,
-    is_free, link_after, shard_of, term_of, unlink,
+    COMMON, LAST_TERM, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_PART, NO_TENANT, NULL_PAGE, OVERDUE, SECOND, UNKNOWN, Links,
+    Page, Pool, count_plain_parts, is_free, link_after, shard_of, term_of, unlink,
 )
+
+
+cdef struct Supply:           # of a call that takes pages
+    int32_t taker             # tenant that they are for
+    int32_t num_left          # pages that it is still to take
+    int32_t tenant            # from which it takes pages that are not blank
+    int32_t num_due           # further pages from that one
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
@@ -39,20 +48,28 @@ cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) n
     return end_of_queue(pool, shard)
 
 
-cdef inline int32_t part_of_term(const Pool *pool, int32_t term) noexcept nogil:
-    """The part of the queue for pages with a term, which is not UNKNOWN."""
-    return count_plain_parts(pool) + NEVER - term
+cdef inline int32_t part_of_term(const Pool *pool, int32_t first, int32_t term) noexcept nogil:
+    """The part for pages with a term, which is not UNKNOWN, of the tenant with that `first` part."""
+    return first + count_plain_parts(pool) + NEVER - term
+
+
+cdef inline int32_t first_part_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The first part of the tenant of a cached page."""
+    return pool.tenants.of_pages[page_id] * pool.num_parts_each if rare(pool.tenants.of_pages != NULL) else 0
 
 
 cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """The part of the queue in which a page belongs; NO_PART without any."""
+    cdef int32_t part = NEW
     if pool.num_parts == 0:
         return NO_PART
     if term_of(pool, page_id) != UNKNOWN:
-        return part_of_term(pool, term_of(pool, page_id))
+        return part_of_term(pool, first_part_of(pool, page_id), term_of(pool, page_id))
     if pool.policy != NULL:
-        return <int32_t>(pool.policy.marks[page_id] & PART)
-    return BLANK if pool.pages[page_id].group == NO_GROUP else NEW
+        part = <int32_t>(pool.policy.marks[page_id] & PART)
+    elif pool.pages[page_id].group == NO_GROUP:
+        part = BLANK
+    return part if part == BLANK else first_part_of(pool, page_id) + part
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
@@ -165,6 +182,8 @@ cdef inline void mark_queued(Pool *pool, int32_t page_id) noexcept nogil:
         pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
         if term_of(pool, page_id) != UNKNOWN:
             wait_for(pool, limit_of(term_of(pool, page_id)))
+    if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
+        end_charge(pool, page_id)
 
 
 cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
@@ -197,6 +216,8 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
             pool.expected.free_terms &= ~(<uint32_t>1 << term)
     elif pool.policy != NULL:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
+    if pool.tenants.of_pages != NULL and pool.tenants.of_pages[page_id] != NO_TENANT:
+        pool.tenants.num_free[pool.tenants.of_pages[page_id]] += change
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
@@ -230,6 +251,8 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
     count_in_part(pool, page_id, -1)
+    if pool.tenants.of_pages != NULL:
+        begin_charge(pool, page_id)
 
 
 cdef inline void take_out(Pool *pool, int32_t page_id) noexcept nogil:
@@ -259,7 +282,7 @@ cdef inline void begin_terms(Pool *pool) noexcept nogil:
     cdef Page *pages = pool.pages
     cdef bint is_plain = pool.num_parts == 0
     cdef int32_t part, page_id, following, num_plain_parts = count_plain_parts(pool)
-    pool.num_parts, pool.is_divided = num_plain_parts + NEVER, True
+    pool.num_parts, pool.num_parts_each, pool.is_divided = num_plain_parts + NEVER, num_plain_parts + NEVER, True
     for page_id in range(pool.num_pages):
         pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
     for part in range(NEW, BLANK - 1 if is_plain else NEW, -1):
@@ -278,10 +301,50 @@ cdef inline void begin_terms(Pool *pool) noexcept nogil:
         page_id = following
 
 
+cdef inline void begin_tenants(Pool *pool) noexcept nogil:
+    """Divide the pool's queue, which is divided by terms, by tenants too, for which there is memory. All pages are common.
+    O(num_pages).
+    """
+    cdef int32_t part, page_id
+    for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
+        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+    pool.num_parts = MAX_TENANTS * pool.num_parts_each
+    pool.tenants.shares[COMMON] = 1
+    pool.tenants.num_charged[COMMON] = pool.num_pages - 1
+    for page_id in range(1, pool.num_pages):
+        if is_free(pool, page_id) and part_of(pool, page_id) == BLANK:
+            end_charge(pool, page_id)
+        elif is_free(pool, page_id):
+            pool.tenants.num_free[COMMON] += 1
+
+
+cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
+    """Charge the pages of a tenant to the common one, whose free pages stay in the order of their release. The queues of shards
+    have to be linked anew. O(num_pages).
+    """
+    cdef int32_t part, page_id, target
+    for part in range(NEW, pool.num_parts_each):
+        target = oldest_in(pool, part, -1)
+        page_id = oldest_in(pool, tenant * pool.num_parts_each + part, -1)
+        while page_id != NULL_PAGE:
+            pull(pool, page_id)
+            charge(pool, page_id, COMMON)
+            while target != NULL_PAGE and idle_time(pool, target) >= idle_time(pool, page_id):
+                target = record_behind(pool, target, -1)
+                target = target if is_page(pool, target) else <int32_t>NULL_PAGE
+            count_in_part(pool, page_id, 1)
+            link_page(pool, page_id, target if target != NULL_PAGE else end_of_part(pool, part, -1))
+            page_id = oldest_in(pool, tenant * pool.num_parts_each + part, -1)
+    for page_id in range(1, pool.num_pages):
+        if pool.tenants.of_pages[page_id] == tenant:
+            charge(pool, page_id, COMMON)
+
+
 cdef inline void link_shards(Pool *pool) noexcept nogil:
     """Build the queue of each shard from the whole one. O(free pages)."""
     cdef int32_t page_id, shard, end, part
     for shard in range(pool.num_shards):
+        pool.shard_num_free[shard] = 0
         end = end_of_queue(pool, shard)
         pool.shard_links[end] = Links(end, end)
         for part in range(pool.num_parts):
@@ -324,15 +387,15 @@ cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexc
     return &pool.policy.newest[part] if shard < 0 else &pool.shard_newest[shard * NUM_PARTS + part]
 
 
-cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """The page that the newest call which released any into a part released first, or NULL_PAGE. Amortised O(1)."""
+cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard, int32_t first) noexcept nogil:
+    """The page that the newest call which released any into a part of a tenant released first, or NULL_PAGE. Amortised O(1)."""
     cdef Policy *policy = pool.policy
     cdef const uint32_t *marks = policy.marks
     cdef int32_t *known = known_newest(pool, part, shard)
-    cdef int32_t before, page_id = newest_in(pool, part, shard)
+    cdef int32_t before, page_id = newest_in(pool, first + part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
-    if known[0] != NULL_PAGE and is_free(pool, known[0]) and term_of(pool, known[0]) == UNKNOWN:
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and part_of(pool, known[0]) == first + part:
         if marks[known[0]] == marks[page_id]:
             page_id = known[0]
     before = record_before(pool, page_id, shard)
@@ -343,20 +406,20 @@ cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noe
     return page_id
 
 
-cdef inline int32_t candidate_of(Pool *pool, const Decision *decision) noexcept nogil:
+cdef inline int32_t candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
     if decision.is_newest:
-        return first_of_newest(pool, decision.part, decision.shard)
-    return oldest_in(pool, decision.part, decision.shard)
+        return first_of_newest(pool, decision.part, decision.shard, first)
+    return oldest_in(pool, first + decision.part, decision.shard)
 
 
-cdef inline Decision decide_as_lru(Pool *pool, int32_t shard) noexcept nogil:
-    """Choose the oldest page of all parts."""
+cdef inline Decision decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Choose the oldest page of all parts of the tenant with that first one."""
     cdef Policy *policy = pool.policy
     cdef Decision oldest = Decision(BLANK, shard, False, 0)
     cdef uint32_t mark
     cdef int32_t part, page_id
     for part in range(NEW, NUM_PARTS):
-        page_id = oldest_in(pool, part, shard)
+        page_id = oldest_in(pool, first + part, shard)
         if page_id != NULL_PAGE:
             mark = policy.marks[page_id]
             if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
@@ -364,17 +427,17 @@ cdef inline Decision decide_as_lru(Pool *pool, int32_t shard) noexcept nogil:
     return oldest
 
 
-cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
+cdef inline Decision decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """Choose the page of least value among the oldest and the newest of each part, if it is worth less than LRU's choice."""
     cdef Policy *policy = pool.policy
-    cdef Decision best = decide_as_lru(pool, shard)
+    cdef Decision best = decide_as_lru(pool, shard, first)
     cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
     cdef int32_t part, page_id, is_newest
     if policy.learned.num_released < policy.learned.paused_until:
         return best
     for part in range(NEW, NUM_PARTS):
         for is_newest in range(2):
-            page_id = newest_in(pool, part, shard) if is_newest else oldest_in(pool, part, shard)
+            page_id = newest_in(pool, first + part, shard) if is_newest else oldest_in(pool, first + part, shard)
             if page_id != NULL_PAGE:
                 value = value_of(policy, policy.marks[page_id])
                 if value < least:
@@ -383,37 +446,37 @@ cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
     return best
 
 
-cdef inline int32_t pick_least_value(Pool *pool, int32_t shard) noexcept nogil:
+cdef inline int32_t pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """The page to be evicted next by what the policy has learned. It leaves the queue before the next call."""
     cdef Policy *policy = pool.policy
     cdef Decision *decision = &policy.learned.decision
     cdef int32_t behind, page_id = NULL_PAGE
-    if decision.part != BLANK and decision.shard == shard:
-        page_id = candidate_of(pool, decision)
+    if decision.part != BLANK and decision.shard == shard and policy.first_part == first:
+        page_id = candidate_of(pool, decision, first)
     if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
-        decision[0] = decide(pool, shard)
-        page_id = candidate_of(pool, decision)
+        decision[0], policy.first_part = decide(pool, shard, first), first
+        page_id = candidate_of(pool, decision, first)
     if decision.is_newest:
         behind = record_behind(pool, page_id, shard)
         known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
     return page_id
 
 
-cdef inline int32_t pick_plain(Pool *pool, int32_t shard) noexcept nogil:
+cdef inline int32_t pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """The page without a term that the policy picks, or that was released first; NULL_PAGE: there is none, but blank ones."""
     if pool.policy == NULL:
-        return oldest_in(pool, NEW, shard)
-    if pool.expected.free_terms and oldest_in_parts(pool, NEW, NUM_PARTS, shard) == NULL_PAGE:
+        return oldest_in(pool, first + NEW, shard)
+    if pool.expected.free_terms and oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
         return NULL_PAGE
-    return pick_least_value(pool, shard)
+    return pick_least_value(pool, shard, first)
 
 
-cdef inline int32_t pick_expected(const Pool *pool, int32_t shard) noexcept nogil:
+cdef inline int32_t pick_expected(const Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """The oldest page of the longest term that any has, or NULL_PAGE."""
     cdef uint32_t terms = pool.expected.free_terms
     cdef int32_t page_id = NULL_PAGE
     while terms and page_id == NULL_PAGE:
-        page_id = oldest_in(pool, part_of_term(pool, highest_bit(terms)), shard)
+        page_id = oldest_in(pool, part_of_term(pool, first, highest_bit(terms)), shard)
         terms ^= <uint32_t>1 << highest_bit(terms)
     return page_id
 
@@ -432,18 +495,57 @@ cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other) no
     return idle >= idle_time(pool, other)
 
 
-cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
+cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
+    """Whether a tenant has pages in a queue, blank ones aside."""
+    cdef int32_t first = tenant * pool.num_parts_each
+    if pool.tenants.num_free[tenant] == 0 or shard < 0:
+        return pool.tenants.num_free[tenant] > 0
+    return oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
+
+
+cdef inline double count_charged(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
+    """The pages charged to a tenant, and those that it is about to take."""
+    return pool.tenants.num_charged[tenant] + (supply.num_left if tenant == supply.taker else 0)
+
+
+cdef inline void choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
+    """Choose the tenant with pages in a queue that has most for its share, until it has given what is above that. O(tenants)
+    when it is chosen.
+    """
+    cdef double num_charged, most = -1
+    cdef int32_t tenant
+    supply.num_due -= 1
+    if supply.num_due >= 0 and has_cached_in(pool, supply.tenant, shard):
+        return
+    for tenant in range(MAX_TENANTS):
+        if has_cached_in(pool, tenant, shard):
+            num_charged = count_charged(pool, tenant, supply)
+            if num_charged / pool.tenants.shares[tenant] > most:
+                most, supply.tenant = num_charged / pool.tenants.shares[tenant], tenant
+    num_charged = count_charged(pool, supply.tenant, supply)
+    supply.num_due = max(0, <int32_t>(num_charged - pool.tenants.shares[supply.tenant] * (pool.num_pages - 1)) - 1)
+
+
+cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
     """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front."""
-    cdef int32_t plain, page_id
+    cdef int32_t page_id
     if pool.num_parts == 0:
         return record_behind(pool, end_of_queue(pool, shard), shard)
     page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id
-    page_id = pick_expected(pool, shard)
+    if rare(pool.tenants.of_pages != NULL):
+        choose_tenant(pool, shard, supply)
+    return pick_cached(pool, shard, supply.tenant * pool.num_parts_each)
+
+
+cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """The page to be evicted next among those of the tenant with that first part."""
+    cdef int32_t plain
+    cdef int32_t page_id = pick_expected(pool, shard, first)
     if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
         return page_id
-    plain = pick_plain(pool, shard)
+    plain = pick_plain(pool, shard, first)
     if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id)):
         return plain
     return page_id
@@ -589,15 +691,22 @@ cdef inline void age_pages(Pool *pool) noexcept nogil:
 
 
 cdef inline void age_due(Pool *pool) noexcept nogil:
-    """Give the oldest pages of each term, as long as they have been idle for it, the next one. O(1) each."""
-    cdef int32_t term, page_id
+    """Give the oldest pages of each term, as long as they have been idle for it, the next one. O(1) each, and O(tenants)."""
+    cdef int32_t tenant
     pool.expected.next_due = INT64_MAX
+    for tenant in range(pool.num_parts // pool.num_parts_each):
+        age_tenant(pool, tenant * pool.num_parts_each)
+
+
+cdef inline void age_tenant(Pool *pool, int32_t first) noexcept nogil:
+    """`age_due` for the tenant with that first part."""
+    cdef int32_t term, page_id
     for term in range(UNKNOWN + 1, NEVER):
-        page_id = oldest_in(pool, part_of_term(pool, term), -1)
+        page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
         while page_id != NULL_PAGE and idle_time(pool, page_id) >= limit_of(term):
             pull(pool, page_id)
             pool.expected.terms[page_id] = <uint8_t>(OVERDUE | (term + 1))
             place(pool, page_id)
-            page_id = oldest_in(pool, part_of_term(pool, term), -1)
+            page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
         if page_id != NULL_PAGE:
             wait_for(pool, limit_of(term) - idle_time(pool, page_id))

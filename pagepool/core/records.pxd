@@ -36,6 +36,9 @@ cdef enum:
     SECOND = 16               # units of the clock of stamps
     NO_SESSION = 0
     SHARED = -1               # owner of a page that two sessions have used
+    COMMON = 0                # tenant of all pages that belong to none
+    MAX_TENANTS = 64          # with the common one
+    NO_TENANT = 255           # of free pages without an entry
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -130,6 +133,8 @@ cdef struct Session:
     int32_t first             # of its pages; NULL_PAGE: it has none
     int32_t num_pages
     int32_t num_holders       # rows, requests, and callers that are about to make some
+    uint8_t tenant            # to which the pages of rows and requests are charged
+    uint8_t is_nameless       # it stands for the requests of a tenant that are in no session
 
 cdef struct Sessions:         # see `owners.pxd`
     int32_t *owners           # [num_pages] numbers of sessions; NULL: there were none
@@ -138,6 +143,12 @@ cdef struct Sessions:         # see `owners.pxd`
     Py_ssize_t num
     Py_ssize_t capacity
     int32_t num_live
+
+cdef struct Tenants:          # see `tenants.pxd`
+    uint8_t *of_pages         # [num_pages] tenants; NULL: no shares were set
+    int32_t num_charged[MAX_TENANTS]  # pages that are held or cached
+    int32_t num_free[MAX_TENANTS]  # of them, in the queue
+    double shares[MAX_TENANTS]  # of the pool; 0: none, nothing is charged to it
 
 cdef struct LeasedSpan:       # of pages, by page ids or as a span of tokens
     const int32_t *ids        # [num]
@@ -213,7 +224,8 @@ cdef struct Pool:
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: no shards yet
     int32_t *shard_num_free   # [num_shards] behind them
     Policy *policy            # NULL: the page that was released first is evicted first, unless terms say otherwise
-    int32_t num_parts         # of the queues; 0 with neither a policy nor expectations
+    int32_t num_parts         # of the queues; 0 with neither a policy nor expectations nor shares
+    int32_t num_parts_each    # of each tenant's; of all without shares
     bint is_divided           # whether there are shards or parts
     int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
@@ -246,6 +258,7 @@ cdef struct Pool:
     Expectations expected
     Leases leases
     Sessions sessions
+    Tenants tenants
     Copies copies
     Tier *tier                # NULL: none
 

@@ -613,7 +613,7 @@ cdef Outcome take(Pool *pool, const Holding *holding, Demand *demand, tuple new)
     for g in range(holding.num_groups):
         held = &holding.held[g]
         n = held.num_pages if demand.num_adopted and is_state(&holding.groups[g].rules) else 0
-        n += take_missing(pool, &holding.groups[g], held, demand.num_tokens, demand.shard)
+        n += take_missing(pool, &holding.groups[g], held, demand.num_tokens, demand.shard, holding.session)
         (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
     copy_states(pool, holding, demand)
     return DONE

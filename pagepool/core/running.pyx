@@ -1220,7 +1220,7 @@ cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take_from(pool, &held.ids[i], 1, batch.records[row].shard)
+        take_from(pool, &held.ids[i], 1, batch.records[row].shard, batch.sessions[row])
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1

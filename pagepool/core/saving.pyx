@@ -31,10 +31,13 @@ DTYPES = {                        # in the order of `list_arrays`; notes have th
     "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
     "terms": np.dtype("u1"), "stamps": np.dtype("u4"), "owners": np.dtype("i4"), "owner_links": np.dtype(LINKS),
-    "sessions": np.dtype([("first", "i4"), ("num_pages", "i4"), ("num_holders", "i4")]),
+    "sessions": np.dtype(
+        [("first", "i4"), ("num_pages", "i4"), ("num_holders", "i4"), ("tenant", "u1"), ("is_nameless", "u1"), ("", "u2")]
+    ),
+    "tenants": np.dtype("u1"),
 }
 cdef enum:
-    NUM_ARRAYS = 17
+    NUM_ARRAYS = 18
     FIRST_OF_POLICY = 8       # of its four arrays
 
 cdef struct Array:
@@ -74,7 +77,8 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
         num_plain_parts=count_plain_parts(&pool), num_free_by_term=list(pool.expected.num_free),
         free_terms=pool.expected.free_terms, next_due=pool.expected.next_due, now=now_of(&pool),
-        num_live=pool.sessions.num_live, counters=counters_of(pool),
+        num_parts_each=pool.num_parts_each, num_charged=list(pool.tenants.num_charged),
+        num_free_by_tenant=list(pool.tenants.num_free), num_live=pool.sessions.num_live, counters=counters_of(pool),
     )
 
 
@@ -100,6 +104,7 @@ cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
         policy.marks, policy.ghost.entries, &policy.num_in_part[0], &policy.learned,
         pool.expected.terms, pool.expected.stamps, pool.sessions.owners, pool.sessions.links, pool.sessions.items,
+        pool.tenants.of_pages,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
@@ -109,6 +114,7 @@ cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
         (NUM_POLICY_COUNTS if has_policy else 0) * sizeof(int64_t), sizeof(Learned) if has_policy else 0,
         n * sizeof(uint8_t), n * sizeof(uint32_t), n * sizeof(int32_t), n * sizeof(Links), pool.sessions.num * sizeof(Session),
+        n * sizeof(uint8_t),
     ]
     for i in range(NUM_ARRAYS):
         arrays[i] = Array(<void *>starts[i], sizes[i]) if starts[i] != NULL else Array(pool.pages, 0)  # memcpy takes no NULL

@@ -1,56 +1,89 @@
-"""Sessions: rows and requests with the same id, and the pages that they have cached."""
+"""Sessions: rows and requests with the same id and tenant, and the pages that they have cached. Shares of tenants."""
 
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.arguments cimport term_of_seconds
+from pagepool.core.arguments cimport float_of, term_of_seconds
 from pagepool.core.ids cimport PageIds
 from pagepool.core.owners cimport hold_session, is_live, leave_session
-from pagepool.core.queue cimport expect_page
-from pagepool.core.records cimport NEVER, NO_SESSION
+from pagepool.core.queue cimport expect_page, join_common, link_shards
+from pagepool.core.records cimport COMMON, MAX_TENANTS, NEVER, NO_SESSION, Pool, Session
 from pagepool.core.store cimport PageStore
 
-from pagepool.errors import ArgumentTypeError
+from collections.abc import Mapping
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef enum:
     MIN_SESSIONS = 64         # that are remembered before any is forgotten
 
+cdef double MAX_SHARES = 0.95
+cdef double ROUNDING = 1e-9
 
-def require_session_id(session_id) -> str | None:
-    """The id of a session as a str, or None."""
-    if session_id is not None and not isinstance(session_id, str):
-        raise ArgumentTypeError(f"session_id: got {type(session_id).__name__}, allowed: a string, or None")
-    return None if session_id is None else str.__str__(session_id)  # a subclass may equal anything
+
+def require_name(what, name) -> str | None:
+    """The id of a session, or the name of a tenant, as a str, or None."""
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"{what}: got {type(name).__name__}, allowed: a string, or None")
+    return None if name is None else str.__str__(name)  # a subclass may equal anything
+
+
+cdef dict checked_shares(object shares):
+    """The shares by name as floats."""
+    cdef dict checked = {}
+    if not isinstance(shares, Mapping):
+        raise ArgumentTypeError(f"shares: got {type(shares).__name__}, allowed: a mapping of tenants to shares")
+    for name, share in dict(shares).items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"shares: got {type(name).__name__} as a tenant, allowed: strings")
+        checked[str.__str__(name)] = float_of(share, f"shares[{shown(name)}]")
+    if len(checked) >= MAX_TENANTS:
+        raise ArgumentError(f"shares: got {len(checked)} tenants, allowed: {MAX_TENANTS - 1}")
+    for name, share in checked.items():
+        if not share > 0:
+            raise ArgumentError(f"shares[{shown(name)}]: got {shown(share)}, allowed: above 0")
+    if not sum(checked.values()) <= MAX_SHARES + ROUNDING:
+        raise ArgumentError(f"shares: got {sum(checked.values())} in all, allowed: {MAX_SHARES}")
+    return checked
 
 
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageSessions:
-    """The numbers of the sessions of a pool, by id. Calls of several threads are serialised by the caller."""
+    """The numbers of the sessions of a pool, by id and tenant. Calls of several threads are serialised by the caller."""
 
     cdef PageStore store
-    cdef dict numbers
-    cdef list unused                # numbers
+    cdef dict numbers               # by tenant, by id
+    cdef dict tenants               # numbers of those that have shares
+    cdef list unused                # numbers of sessions
+    cdef Py_ssize_t num_known
     cdef Py_ssize_t num_at_sweep
 
     def __cinit__(self, PageStore store not None):
-        self.store, self.numbers, self.unused, self.num_at_sweep = store, {}, [], MIN_SESSIONS
+        self.store, self.numbers, self.tenants, self.unused = store, {}, {}, []
+        self.num_known, self.num_at_sweep = 0, MIN_SESSIONS
 
     def __reduce__(self):
         raise ArgumentTypeError("the sessions of a pool cannot be pickled")
 
-    def hold(self, session_id) -> int:
-        """Return the number of a session, valid until `release`; 0 for None. Amortised O(1); the first call O(num_pages)."""
-        cdef object number, checked = require_session_id(session_id)
-        if checked is None:
+    def hold(self, session_id, tenant=None) -> int:
+        """Return the number of a session of a tenant, valid until `release`; 0 for no session and no tenant with a share.
+        Amortised O(1); the first call O(num_pages).
+        """
+        cdef object number, checked = require_name("session_id", session_id), name = require_name("tenant", tenant)
+        cdef int32_t charged = self.tenants.get(name, COMMON)
+        if checked is None and charged == COMMON:
             return NO_SESSION
-        number = self.numbers.get(checked)
+        number = self.numbers.get(checked, {}).get(name)
         if number is None:
-            if len(self.numbers) >= self.num_at_sweep:
+            if self.num_known >= self.num_at_sweep:
                 self.forget()
             number = self.unused.pop() if self.unused else self.store.add_session()
-            self.numbers[checked] = number
+            self.numbers.setdefault(checked, {})[name] = number
+            self.num_known += 1
         with self.store.lock:
+            self.store.pool.sessions.items[<int32_t>number].tenant = charged
+            self.store.pool.sessions.items[<int32_t>number].is_nameless = checked is None
             hold_session(&self.store.pool, number, 1)
         return number
 
@@ -65,37 +98,90 @@ cdef class PageSessions:
         """Forget the sessions that are not live."""
         cdef int32_t number
         cdef bint is_gone
-        for name in list(self.numbers):
-            number = self.numbers[name]
-            with self.store.lock:
-                is_gone = not is_live(&self.store.pool.sessions.items[number])
-            if is_gone:
-                self.unused.append(self.numbers.pop(name))
-        self.num_at_sweep = max(<Py_ssize_t>MIN_SESSIONS, 2 * <Py_ssize_t>len(self.numbers))
+        for session_id, numbers in list(self.numbers.items()):
+            for tenant in list(numbers):
+                number = numbers[tenant]
+                with self.store.lock:
+                    is_gone = not is_live(&self.store.pool.sessions.items[number])
+                if is_gone:
+                    self.unused.append(numbers.pop(tenant))
+                    self.num_known -= 1
+            if not numbers:
+                del self.numbers[session_id]
+        self.num_at_sweep = max(<Py_ssize_t>MIN_SESSIONS, 2 * self.num_known)
         return 0
 
     def expect(self, session_id, seconds) -> int:
         """Say in how many seconds the pages of a session are wanted (None: nobody knows), the last page first; with infinity
         they belong to it no more. Returns how many pages. O(pages).
         """
-        cdef object number = self.numbers.get(require_session_id(session_id), NO_SESSION)
+        cdef object numbers = self.numbers.get(require_name("session_id", session_id), {})
         cdef int32_t term = term_of_seconds(seconds)
+        return sum([self.expect_number(number, term) for number in numbers.values()])
+
+    cdef int32_t expect_number(self, int32_t number, int32_t term) except -1:
+        cdef Pool *pool = &self.store.pool
+        cdef const Session *session
         cdef PageIds terms = PageIds([term])
-        cdef int32_t _, page_id, following, num_pages = 0
-        cdef bint has_room = True
-        if number == NO_SESSION:
-            return 0
+        cdef int32_t _, page_id, following, num_pages
+        cdef bint has_room
         with self.store.lock:
-            num_pages = self.store.pool.sessions.items[<int32_t>number].num_pages
+            session = &pool.sessions.items[number]
+            num_pages = session.num_pages
             has_room = num_pages == 0 or self.store.make_terms(terms)
-            if num_pages and has_room:
-                page_id = self.store.pool.sessions.links[self.store.pool.sessions.items[<int32_t>number].first].prev
+            page_id = pool.sessions.links[session.first].prev
             for _ in range(num_pages if has_room else 0):
-                following = self.store.pool.sessions.links[page_id].prev
+                following = pool.sessions.links[page_id].prev
                 if term == NEVER:
-                    leave_session(&self.store.pool, page_id)
-                expect_page(&self.store.pool, page_id, term)
+                    leave_session(pool, page_id)
+                expect_page(pool, page_id, term)
                 page_id = following
         if not has_room:
-            raise MemoryError(f"expectations of {self.store.pool.num_pages} pages")
+            raise MemoryError(f"expectations of {pool.num_pages} pages")
         return num_pages
+
+    # Shares.
+
+    def set_shares(self, shares) -> None:
+        """Set the shares of tenants by name; all others have the rest together. O(num_pages), and O(sessions)."""
+        cdef Pool *pool = &self.store.pool
+        cdef dict checked = checked_shares(shares)
+        cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
+        cdef list unused = sorted({*range(COMMON + 1, MAX_TENANTS)} - {*self.tenants.values()}, reverse=True)
+        cdef list removed = [number for name, number in self.tenants.items() if name not in checked]
+        cdef double[MAX_TENANTS] values
+        cdef int32_t i, tenant
+        cdef PageIds left = PageIds(removed), numbers = PageIds([]), charged = PageIds([])
+        cdef bint has_room
+        unused = removed + unused
+        for i in range(MAX_TENANTS):
+            values[i] = 0
+        values[COMMON] = 1 - sum(checked.values())
+        for name, share in checked.items():
+            if name not in tenants:
+                tenants[name] = unused.pop()
+            values[<int32_t>tenants[name]] = share
+        by_number = {number: tenants.get(name, COMMON) for known in self.numbers.values() for name, number in known.items()}
+        numbers, charged = PageIds(list(by_number)), PageIds(list(by_number.values()))
+        with self.store.lock:
+            has_room = self.store.divide(True)
+            if has_room and pool.tenants.of_pages != NULL:
+                for i in range(left.num):
+                    join_common(pool, left.ids[i])
+                if left.num and pool.num_shards:
+                    link_shards(pool)
+                for i in range(numbers.num):
+                    pool.sessions.items[numbers.ids[i]].tenant = charged.ids[i]
+                pool.tenants.shares = values
+        if not has_room:
+            raise MemoryError(f"the tenants of {pool.num_pages} pages")
+        self.tenants = tenants
+
+    def count_charged(self) -> dict:
+        """Count the pages that are charged to each tenant with a share. O(tenants)."""
+        cdef dict counts = {}
+        cdef int32_t tenant, num_pages
+        for name, number in self.tenants.items():
+            tenant = number
+            counts[name] = self.store.read(&self.store.pool.tenants.num_charged[tenant])
+        return counts

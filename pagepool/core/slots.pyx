@@ -17,7 +17,7 @@ from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, S
 from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
 
-from pagepool.core.sessions import PageSessions, require_session_id
+from pagepool.core.sessions import PageSessions, require_name
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -270,12 +270,13 @@ cdef class SlotAllocator:
         cdef tuple new = None, checked = () if hits is self._no_ids else hits
         cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
         cdef HashChain chain = None if hashes is None else hashes.chain
-        cdef object contexts = None, session_id = None
+        cdef object contexts = None, session_id = None, tenant = None
         cdef Outcome outcome
         if needs_pages or self.interval:
             new = new_ids(self.groups.num)
         if needs_pages and is_admission and self.enables_caching:
-            session_id = require_session_id(getattr(request, "session_id", None))
+            session_id = require_name("session_id", getattr(request, "session_id", None))
+            tenant = require_name("tenant", getattr(request, "tenant", None))
         if hashes is not None:
             if hashes.page_hashes:
                 self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
@@ -283,8 +284,8 @@ cdef class SlotAllocator:
                 contexts = self.event_source.contexts  # held last, so that no error in between keeps a context
                 step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
         if needs_pages and is_admission:
-            if session_id is not None:
-                step.session = self.sessions.hold(session_id)
+            if session_id is not None or tenant is not None:
+                step.session = self.sessions.hold(session_id, tenant)
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
             outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)

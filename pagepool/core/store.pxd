@@ -33,6 +33,7 @@ cdef class PageStore:
     cdef LockNode lock_node
 
     cdef bint make_terms(self, PageIds terms) noexcept
+    cdef bint divide(self, bint by_tenants) noexcept
     cdef bint make_leases(self) noexcept
     cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept

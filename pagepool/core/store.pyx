@@ -21,11 +21,11 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns, raw_realloc
 from pagepool.core.queue cimport (
-    age_pages, begin_parts, begin_terms, count_free_in, find_held_free, link_shards, now_of, page_before, page_behind, pick,
+    Supply, age_pages, begin_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards, now_of, page_before, page_behind, pick,
     push, push_all,
 )
 from pagepool.core.records cimport (
-    FLAGS, MAX_PAGES, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN, Expectations,
+    COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN, Expectations,
     Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_plain_parts, count_queue_links, count_remembered,
     digest_of, is_free, is_leased, reserve_items, resize,
 )
@@ -112,16 +112,16 @@ cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
     return True
 
 
-cdef int divide(PageStore store) except -1:
-    """Divide the empty queue into the parts of the policy. Leave room for those of terms, so that records never move."""
+cdef int make_queue(PageStore store) except -1:
+    """Divide the empty queue into the parts of the policy. Leave room for all others, so that records never move."""
     cdef Pool *pool = &store.pool
     cdef size_t num_records
     if store.eviction != "lru":
         pool.policy = make_policy(pool.num_pages)
         if pool.policy == NULL:
             raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
-        pool.num_parts, pool.is_divided = NUM_PARTS, True
-    num_records = <size_t>pool.num_pages + count_plain_parts(pool) + NEVER
+        pool.num_parts, pool.num_parts_each, pool.is_divided = NUM_PARTS, NUM_PARTS, True
+    num_records = <size_t>pool.num_pages + MAX_TENANTS * (count_plain_parts(pool) + NEVER)
     if not resize(<void **>&pool.pages, num_records * sizeof(Page)):
         raise MemoryError(f"{pool.num_pages} page records")
     begin_parts(pool)
@@ -208,7 +208,7 @@ cdef class PageStore:
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
     slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 5 more once a
-    page was expected back.
+    page was expected back, and one more once shares were set.
     """
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
@@ -227,7 +227,7 @@ cdef class PageStore:
             sample_residency(&self.pool)
         self.eviction = checked_policy(eviction)
         if self.enable_caching:  # without it no page is worth more than another
-            divide(self)
+            make_queue(self)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -248,6 +248,7 @@ cdef class PageStore:
         free(self.pool.sessions.items)
         free(self.pool.expected.terms)
         free(self.pool.expected.stamps)
+        free(self.pool.tenants.of_pages)
         free(self.pool.copies.items)
         Py_XDECREF(self.tier)
 
@@ -257,29 +258,49 @@ cdef class PageStore:
     # Memory.
 
     cdef bint make_terms(self, PageIds terms) noexcept:
-        """Divide the queue of the locked pool by terms, unless it is, or caches nothing, or all of these are UNKNOWN; False,
-        and nothing changed, where memory is short.
-        """
-        cdef Pool divided = self.pool
-        cdef Links *links = NULL
+        """`divide` the queue by terms, unless all of these are UNKNOWN."""
         cdef int32_t all_terms = UNKNOWN
         cdef Py_ssize_t i
         for i in range(terms.num):
             all_terms |= terms.ids[i]
-        if all_terms == UNKNOWN or self.pool.expected.terms != NULL or not self.enable_caching:
+        return all_terms == UNKNOWN or self.divide(False)
+
+    cdef bint divide(self, bint by_tenants) noexcept:
+        """Divide the queue of the locked pool by terms, and by tenants, unless it is, or caches nothing; False, and nothing
+        changed, where memory is short.
+        """
+        cdef Pool divided = self.pool
+        cdef Links *links = NULL
+        cdef Py_ssize_t n = self.pool.num_pages
+        cdef bint by_terms = self.pool.expected.terms == NULL
+        by_tenants = by_tenants and self.pool.tenants.of_pages == NULL
+        if not self.enable_caching or not (by_terms or by_tenants):
             return True
-        divided.num_parts = count_plain_parts(&self.pool) + NEVER
-        divided.expected.terms = <uint8_t *>calloc(self.pool.num_pages, sizeof(uint8_t))
-        divided.expected.stamps = <uint32_t *>calloc(self.pool.num_pages, sizeof(uint32_t))
+        divided.num_parts = (MAX_TENANTS if by_tenants else 1) * (count_plain_parts(&self.pool) + NEVER)
+        if by_terms:
+            divided.expected.terms = <uint8_t *>calloc(n, sizeof(uint8_t))
+            divided.expected.stamps = <uint32_t *>calloc(n, sizeof(uint32_t))
+        if by_tenants:
+            divided.tenants.of_pages = <uint8_t *>calloc(n, sizeof(uint8_t))
         if self.pool.num_shards:
             links = new_shard_links(&divided, self.pool.num_shards)
-        if divided.expected.terms == NULL or divided.expected.stamps == NULL or (links == NULL and self.pool.num_shards):
-            free(divided.expected.terms)
-            free(divided.expected.stamps)
+        if (
+            divided.expected.terms == NULL or divided.expected.stamps == NULL or (links == NULL and self.pool.num_shards)
+            or (by_tenants and divided.tenants.of_pages == NULL)
+        ):
+            if by_terms:
+                free(divided.expected.terms)
+                free(divided.expected.stamps)
+            if by_tenants:
+                free(divided.tenants.of_pages)
             free(links)
             return False
         self.pool.expected = divided.expected
-        begin_terms(&self.pool)
+        self.pool.tenants = divided.tenants
+        if by_terms:
+            begin_terms(&self.pool)
+        if by_tenants:
+            begin_tenants(&self.pool)
         if self.pool.num_shards:
             use_shard_links(&self.pool, links, self.pool.num_shards)
         return True
@@ -477,10 +498,10 @@ cdef class PageStore:
                 <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
             )
             if has_room and sessions.num == 0:
-                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0)
+                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0, COMMON, False)
                 sessions.num = 1
             if has_room:
-                sessions.items[sessions.num] = Session(NULL_PAGE, 0, 0)
+                sessions.items[sessions.num] = Session(NULL_PAGE, 0, 0, COMMON, False)
                 sessions.num += 1
         if not has_room:
             raise MemoryError(f"sessions of {n} pages")
@@ -543,7 +564,7 @@ cdef class PageStore:
             bad = find_held_free(&self.pool, num)
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
-                take_from(&self.pool, ids.ids, num, checked_shard)
+                take_from(&self.pool, ids.ids, num, checked_shard, NO_SESSION)
                 count_request(&self.pool)
                 go_on(thread)
                 ids.num = num
@@ -627,13 +648,14 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num = size_of(n, "n")
         cdef int32_t num_free
+        cdef Supply supply = Supply(COMMON, 0, COMMON, 0)
         ids.reserve(min(num, self.pool.num_pages))
         with self.lock:
             num_free = self.pool.num_free
             if 0 < num <= num_free:
                 age_pages(&self.pool)
             while num <= num_free and ids.num < num:
-                ids.ids[ids.num] = pick(&self.pool, -1)
+                ids.ids[ids.num] = pick(&self.pool, -1, &supply)
                 reuse(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:

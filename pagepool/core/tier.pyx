@@ -509,7 +509,7 @@ cdef bint load_missing(
     hold_hits(pool, hits, True)
     for i in range(num_loads):
         touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
-    take_from(pool, taken, num_loads, shard)  # what is evicted for it is queued behind the loads
+    take_from(pool, taken, num_loads, shard, contents.session)  # what is evicted for it is queued behind the loads
     for i in range(num_loads):
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = tier.last_number + 1

@@ -16,6 +16,7 @@ BLANK, PART = 0, 3
 NEVER, TERM, OVERDUE = 19, 31, 128  # a term is 0, or up to the first, in the bits of the second, and a flag
 SECOND, MAX_IDLE = 16, 1 << 31  # on the clock of stamps
 SHARED = -1
+COMMON, MAX_TENANTS, NO_TENANT = 0, 64, 255
 TWIN, KEPT, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, 1 << 28, ~(7 << 28), (1 << 28) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
@@ -45,6 +46,8 @@ class Records(SimpleNamespace):
             self.check_terms()
         if self.num_parts:
             self.check_parts()
+        if len(self.tenants):
+            self.check_tenants()
         self.check_slots()
         self.check_entries()
         if self.num_shards:
@@ -141,6 +144,8 @@ class Records(SimpleNamespace):
         if len(self.terms):
             terms = self.terms.take(self.free_ids).astype(np.int64) & TERM
             parts = np.where(terms > 0, self.num_plain_parts + NEVER - terms, parts)
+        if len(self.tenants):
+            parts += np.where(parts == BLANK, 0, self.tenants.take(self.free_ids).astype(np.int64) * self.num_parts_each)
         return parts
 
     def check_parts(self) -> None:
@@ -153,8 +158,23 @@ class Records(SimpleNamespace):
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
         if len(self.marks):
+            parts = parts % self.num_parts_each
             num_in_part = np.bincount(parts[parts <= PART], minlength=PART + 1).tolist()
             self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
+
+    def check_tenants(self) -> None:
+        """Each page is charged to a tenant, unless it is in the blank part. The pages of each are counted."""
+        tenants, charged = self.tenants[1:], self.tenants[1:] != NO_TENANT
+        is_blank = np.zeros(self.num_pages, dtype=bool)
+        is_blank[self.free_ids[self.find_parts() == BLANK]] = True
+        is_wrong = np.where(is_blank[1:], charged, tenants >= MAX_TENANTS)
+        text = " is charged to tenant {}, allowed: up to {}, or {} in the blank part"
+        self.refuse(is_wrong, range(1, self.num_pages), text, tenants, MAX_TENANTS - 1, NO_TENANT)
+        counts = np.bincount(tenants[charged], minlength=MAX_TENANTS).tolist()
+        self.require_count(counts, self.num_charged, "pages are charged to the tenants")
+        of_free = self.tenants.take(self.free_ids)
+        counts = np.bincount(of_free[of_free != NO_TENANT], minlength=MAX_TENANTS).tolist()
+        self.require_count(counts, self.num_free_by_tenant, "of them are free")
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""
@@ -260,7 +280,8 @@ class Records(SimpleNamespace):
         expected = np.repeat(np.arange(len(sessions)), counts)
         self.require_count(len(ids), len(expected), "pages are in the rings of sessions")
         self.refuse(found != expected, ids, " is in the ring of session {}, its owner is {}", expected, found)
-        self.require_count(np.count_nonzero(counts + sessions["num_holders"]), self.num_live, "sessions have pages or holders")
+        num_live = np.count_nonzero((counts + sessions["num_holders"])[sessions["is_nameless"] == 0])
+        self.require_count(num_live, self.num_live, "sessions have pages or holders")
 
     def check_journal(self) -> None:
         """Each cached page has a place, and a context that it uses. New keys are in the index, removed ones are not."""

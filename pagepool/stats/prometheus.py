@@ -68,6 +68,12 @@ class CacheCollector(Collector):
                     if sample is not None:
                         family.add_metric(values, *sample)
                 yield family
+        text = "Pages charged to a tenant with a share."
+        family = GaugeMetricFamily("pagepool_tenant_pages", text, labels=[*self._label_names, "tenant"])
+        for values, each in stats.items():
+            for tenant, num_pages in each.num_pages_by_tenant.items():
+                family.add_metric((*values, tenant), num_pages)
+        yield family
 
 
 TimesFamily = partial(HistogramMetricFamily, unit="seconds")
@@ -117,8 +123,8 @@ TIMES = {
     "kv_block_reuse_gap": ("reuse_gap", "Sampled: time from a page's use to its next hit."),
 }
 
-LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Names that every server stores unchanged. ``le`` belongs to buckets, and names with a leading ``__`` to the server."""
+LABEL_NAME = re.compile(r"(?!__|(le|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
+"""Names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading ``__`` to the server."""
 
 
 def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
@@ -126,7 +132,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
         if not LABEL_NAME.fullmatch(name):
-            raise ArgumentError(f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le' and '__...'")
+            raise ArgumentError(f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'tenant' and '__...'")
     return labels
 
 

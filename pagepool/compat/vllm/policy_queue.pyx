@@ -17,7 +17,7 @@ from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
 from pagepool.core.pages cimport count_request, take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
-from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
+from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, is_free
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -135,7 +135,7 @@ cdef class PolicyQueue(FreeQueue):
             self.null_block = None
             num -= 1
         with self.store.lock:
-            take_from(&self.store.pool, self.ids.ids, num, -1)
+            take_from(&self.store.pool, self.ids.ids, num, -1, NO_SESSION)
         for i in range(num):
             self.forget_ranking(self.ids.ids[i])
             taken.append(self.blocks[self.ids.ids[i]])

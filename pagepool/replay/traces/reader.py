@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
-from pagepool._core import require_session_id
+from pagepool._core import require_name
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn, count_slots
@@ -86,7 +86,7 @@ class TraceRecord:
     def __post_init__(self) -> None:
         """Check the fields, and convert numbers to Python's, since differences of NumPy's wrap around."""
         object.__setattr__(self, "timestamp", _checked_milliseconds("timestamp", self.timestamp))
-        object.__setattr__(self, "session_id", require_session_id(self.session_id))
+        object.__setattr__(self, "session_id", require_name("session_id", self.session_id))
         if self.pause is not None:
             object.__setattr__(self, "pause", self._checked_pause())
         for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
-from pagepool._core import require_session_id
+from pagepool._core import require_name
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing.algorithms import make_page_hasher
@@ -149,7 +149,7 @@ class Recorder:
 
     def _describe_session(self, request: Request, now: int) -> dict[str, str | int]:
         """Return the fields of a request's session; none without one."""
-        session_id = require_session_id(getattr(request, "session_id", None))
+        session_id = require_name("session_id", getattr(request, "session_id", None))
         if session_id is None:
             return {}
         digest = hashlib.blake2b(session_id.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).hexdigest()
