@@ -283,12 +283,14 @@ class CacheManager(KeyHolder, SlotAllocator):
                 if store.has_tier:  # pages that are loaded have their names, and their parents'
                     self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
                 context = self._hold_context(hashes.extra_keys)
+                session = self._hold_session_of(request) if store.has_tier else 0
                 try:
                     pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
-                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved
+                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
                 finally:
                     self._release_context(context)
+                    self._release_session(session)
             hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens
         return CachePages(pages, store), num_tokens
 
@@ -396,6 +398,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         if context and self.event_source is not None:
             self.event_source.contexts.release(context)
 
+    def _hold_session_of(self, request: Request) -> int:
+        """Return the int for the session of a request: see `_hold_session`."""
+        return self._hold_session(getattr(request, "session_id", None), getattr(request, "tenant", None))
+
     def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
         """Return the int for a session in the core until `_release_session`; 0 without caching."""
         require_name("session_id", session_id)
@@ -404,8 +410,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             return self.sessions.hold(session_id, tenant) if self.enable_caching else 0
 
     def _release_session(self, session: int) -> None:
-        with self._lock:
-            self.sessions.release(session)
+        if session:
+            with self._lock:
+                self.sessions.release(session)
 
     @contextmanager
     def _naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
@@ -478,8 +485,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares full pages, and gets copies of open pages and of states. It is of the same session, unless
-        it has a `session_id`.
+        samples and beams. It shares full pages, and gets copies of open pages and of states. It is of the same session and
+        tenant, unless it has a `session_id`.
 
         Returns all pages of the new request; None, without a change, if too few pages are free. ArgumentError if `request`
         holds no page or `new_request` any, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if a
@@ -501,11 +508,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                session = self.sessions.hold(getattr(new_request, "session_id", None), getattr(new_request, "tenant", None))
+                has_session = getattr(new_request, "session_id", None) is not None
+                session = self._hold_session_of(new_request) if has_session else 0
                 try:
                     is_forked = held.fork(target, num_tokens, session)
                 finally:
-                    self.sessions.release(session)
+                    self._release_session(session)
             finally:
                 if not target:
                     del self._requests[new_request.request_id]

@@ -191,8 +191,7 @@ class RunningBatch(RunningRows):
         finally:
             if context:
                 self._manager._release_context(context)
-            if session:
-                self._manager._release_session(session)
+            self._manager._release_session(session)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None

@@ -19,7 +19,18 @@ from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
-from twins import Side, copies_of, firsts_of, owners_of, stats_of_twin, terms_of, terms_of_twin, transfers_of
+from twins import (
+    Side,
+    copies_of,
+    firsts_of,
+    owners_of,
+    stats_of_twin,
+    tenants_of,
+    tenants_of_twin,
+    terms_of,
+    terms_of_twin,
+    transfers_of,
+)
 
 import pagepool
 from pagepool._core import pack_dirty_windows
@@ -57,6 +68,7 @@ class PoolState(NamedTuple):
     stats: pagepool.PagePoolStats
     terms: dict[int, int]  # of pages with any
     owners: dict[int, int]  # see `State`
+    tenants: dict[int, int]  # the same
 
 
 class BatchState(NamedTuple):
@@ -85,6 +97,7 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         pool.stats,
         terms_of(pool.store),
         owners_of(pool.store),
+        tenants_of(pool.store),
     )
 
 
@@ -101,6 +114,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
         stats,
         terms_of_twin(pool),
         firsts_of(pool.expected.owner, SHARED),
+        tenants_of_twin(pool),
     )
 
 

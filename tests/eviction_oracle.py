@@ -118,6 +118,7 @@ class Adaptive:
         self.lru_age = HORIZON
         self.regret = self.pause = self.paused_until = 0
         self.decision: Decision | None = None
+        self.tenant: str | None = None  # of whom the next page is
         self.values = self._rate()
 
     def start(self, pool: OraclePool) -> None:
@@ -127,9 +128,10 @@ class Adaptive:
     # the queue
 
     def pages_in(self, part: int, shard: range | None = None) -> PageIds:
-        """List the free pages without a term in a part (of a shard)."""
-        terms = self.pool.expected.terms
-        return [page for page in self.pool.free_in(shard) if self.marks[page].part == part and page not in terms]
+        """List the free pages without a term in a part, of the tenant that was chosen (and of a shard)."""
+        terms, of_page = self.pool.expected.terms, self.pool.tenants.of_page
+        pages = [page for page in self.pool.free_in(shard) if self.marks[page].part == part and page not in terms]
+        return [page for page in pages if of_page.get(page) == self.tenant]
 
     def order(self) -> PageIds:
         return [page for part in (BLANK, NEW, AGAIN, LATE) for page in self.pages_in(part)]
@@ -353,11 +355,10 @@ class Adaptive:
                     choice, is_newest, least = pages[end], end == -1, self._value(pages[end])
         return Decision(number, is_newest, self.marks[choice])
 
-    def pick(self, shard: range | None) -> int:
-        """Return the next page to evict (from a shard)."""
-        blank = self.pages_in(BLANK, shard)
-        if blank:
-            return blank[0]
+    def pick(self, shard: range | None, tenant: str | None) -> int:
+        """Return the next page of a tenant to evict (from a shard), which has pages that are not blank."""
+        self.decision = self.decision if tenant == self.tenant else None
+        self.tenant = tenant
         number = None if shard is None else shard.start // len(shard)
         page = None
         if self.decision is not None and self.decision.shard == number:

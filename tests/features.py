@@ -200,10 +200,19 @@ class Workload(Driver):
         return {"seconds": seconds} if seconds is not None and seconds >= 0 else {}
 
     def draw_session(self) -> dict[str, Any]:
-        """Return the session of a request, if it has any."""
-        if not self.features.expectations or self.rng.random() < 0.3:
-            return {}
-        return {"session_id": self.rng.choice(("a", "a", "b", "c", f"rare {self.rng.randint(0, 99)}"))}
+        """Return the session and tenant of a request, if it has any."""
+        drawn = {}
+        if self.features.expectations and self.rng.random() < 0.7:
+            drawn["session_id"] = self.rng.choice(("a", "a", "b", "c", f"rare {self.rng.randint(0, 99)}"))
+        if self.features.expectations and self.rng.random() < 0.6:
+            drawn["tenant"] = self.rng.choice(TENANTS)
+        return drawn
+
+    def set_shares(self) -> None:
+        """Set shares of some tenants, or of none."""
+        names = self.rng.sample(TENANTS, self.rng.randint(0, len(TENANTS)))
+        shares = {name: self.rng.choice((0.01, 0.1, 0.2, 0.3)) for name in names}
+        self.twins.call("set_shares", shares | {"too much": 0.95} if self.rng.random() < 0.05 else shares)
 
     def expect_session(self) -> None:
         seconds = self.rng.choice((math.inf, math.inf, None, 1, 100.0, -1))
@@ -292,11 +301,20 @@ class Workload(Driver):
             self.twins.call("fail_transfers", number, [], [len(loads)])
 
 
+TENANTS = "x", "y", "z", "w"
 ACTIONS = {
     "copies": {"take_copies": 2},
     "states": {"chunk": 6, "find_checkpoints": 0.3},
     "forks": {"fork": 2, "misuse_fork": 0.2},
-    "expectations": {"expect": 5, "expect_session": 2, "wait": 6, "lease_span": 1, "extend_lease": 0.2, "end_lease": 0.5},
+    "expectations": {
+        "expect": 5,
+        "expect_session": 2,
+        "set_shares": 1,
+        "wait": 6,
+        "lease_span": 1,
+        "extend_lease": 0.2,
+        "end_lease": 0.5,
+    },
     "external": {"commit": 3, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
     "tier": {"take_transfers": 1, "end_transfers": 2, "end_step": 1, "misuse_transfers": 0.2},
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from oracle_expected import SECOND, UNKNOWN, term_of_seconds
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
 from oracle_states import OracleStates
+from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
 
@@ -223,7 +224,7 @@ class OracleManager:
         self.states.divide(shard)
         group_ids = range(len(self.kinds))
         entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
-        if tier.load(entries, shard, num_reserved):
+        if tier.load(entries, shard, num_reserved, self.page_pool.tenants.holder_of(request)):
             return self._hits_of(request, length, shard), length
         self.short.add(request.request_id)
         return self._find_hits(request, shard)
@@ -328,7 +329,7 @@ class OracleManager:
         adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
         if not adopts and not self._fits(sum(num_missing), hits, num_reserved_pages):
             return None
-        new_pages = self._take_pages(hits, num_missing, shard, adopts, getattr(request, "session_id", None))
+        new_pages = self._take_pages(hits, num_missing, shard, adopts, self._holder_of(request))
         if new_pages is None:
             return None
         if request.request_id not in self.held:
@@ -468,35 +469,44 @@ class OracleManager:
         return shard_of_hint(num_pages, hint, data_parallel_size)
 
     def _take_pages(
-        self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool, session: str | None
+        self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool, holder: Holder
     ) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
         checkpoints = self.states.checkpoints_in(hits)
         if adopts:
             self.page_pool.touch(self._attached(hits))
-            self.page_pool.expected.use([page for pages in hits for page in pages], session)
+            self.page_pool.expected.use([page for pages in hits for page in pages], holder)
             for page in checkpoints.values():
-                self.page_pool.take_page(page)
+                self.page_pool.take_page(page, holder)
             num_missing = [0 if i in checkpoints else num_pages for i, num_pages in enumerate(num_missing)]
-            taken = [self.page_pool.take(num_pages, shard) for num_pages in num_missing]
+            taken = [self.page_pool.take(num_pages, shard, holder) for num_pages in num_missing]
             return tuple([checkpoints[i]] if i in checkpoints else pages for i, pages in enumerate(taken))
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
                 self.page_pool.free_pages(pages)
             return None
-        self.page_pool.expected.use([page for pages in hits for page in pages], session)
-        new_pages = tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
+        self.page_pool.expected.use([page for pages in hits for page in pages], holder)
+        new_pages = tuple(self.page_pool.take(num_pages, shard, holder) for num_pages in num_missing)
         for group_id, page in checkpoints.items():
             self.states.copies.note(page, new_pages[group_id][0], group_id)
         return new_pages
 
+    def _holder_of(self, request: Any) -> Holder:
+        """Return for whom a request takes pages: what it was when it took the first ones."""
+        held = self.held.get(request.request_id)
+        return held[0].holder if held else self.page_pool.tenants.holder_of(request)
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Set the shares of tenants."""
+        self.page_pool.tenants.set_shares(shares)
+
     def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
         if request.request_id not in self.held:
             attached = zip(hits, self._attached(hits), strict=True)
-            session = getattr(request, "session_id", None)
+            holder = self._holder_of(request)
             self.held[request.request_id] = [
-                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), len(hit), session=session)
+                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), len(hit), holder=holder)
                 for hit, pages in attached
             ]
             note_loads(self.page_pool, self.held[request.request_id], hits)
@@ -540,7 +550,7 @@ class OracleManager:
         for held, page, key, group_id in waiting:
             if self.page_pool.entry_of_page.get(held.pages[page]) != (key, group_id):
                 self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking)
-                self.page_pool.expected.own(held.pages[page], held.session)
+                self.page_pool.expected.own(held.pages[page], held.holder)
 
     @contextmanager
     def entering_later(self) -> Iterator[None]:
@@ -897,7 +907,7 @@ class OracleManager:
     def expect_session(self, session_id: str, *, seconds: float | None) -> int:
         """Say when the pages of a session are wanted."""
         term = term_of_seconds(seconds)
-        if term != UNKNOWN and session_id in self.page_pool.expected.sessions:
+        if term != UNKNOWN and any(holder.session_id == session_id for holder in self.page_pool.expected.sessions):
             self.page_pool.expected.begin()
         return self.page_pool.expected.expect_session(session_id, term)
 

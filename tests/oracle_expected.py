@@ -7,13 +7,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from typing import TYPE_CHECKING
+
+from oracle_tenants import Holder, Supply
 
 if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds
 
 UNKNOWN, LAST_TERM, NEVER = 0, 18, 19  # term n is less than 2**n seconds
-SHARED = ""  # owner of what two sessions have used
+SHARED = Holder("")  # owner of what two sessions have used
 SECOND = 16
 START = 1000 * SECOND  # time when a test begins
 
@@ -42,8 +45,8 @@ class Expectations:
         self.terms: dict[int, int] = {}
         self.overdue: set[int] = set()
         self.stamps: dict[int, int] = {}  # when a page was released, or got its term
-        self.sessions: dict[str, dict[int, None]] = {}  # the pages of each that has any
-        self.owner: dict[int, str] = {}  # session of a page, or SHARED
+        self.sessions: dict[Holder, dict[int, None]] = {}  # the pages of each that has any
+        self.owner: dict[int, Holder] = {}  # session of a page, or SHARED
         self.next_due = 0.0  # no term of an oldest page is over before
         self.counts: Counter[str] = Counter()
 
@@ -61,9 +64,10 @@ class Expectations:
     def idle(self, page: int) -> int:
         return self.now - self.stamps[page]
 
-    def with_term(self, term: int, shard: range | None) -> PageIds:
-        """List the free pages (of a shard) with a term, the oldest first."""
-        return [page for page in self.pool.free_in(shard) if self.terms.get(page, UNKNOWN) == term]
+    def with_term(self, term: int, shard: range | None, tenant: str | None) -> PageIds:
+        """List the free pages of a tenant (and of a shard) with a term, the oldest first."""
+        pages = [page for page in self.pool.free_in(shard) if self.terms.get(page, UNKNOWN) == term]
+        return [page for page in pages if self.pool.tenants.of_page.get(page) == tenant]
 
     def expect(self, page: int, term: int) -> None:
         """Give a cached page a term, from now on; a free one is queued again."""
@@ -86,20 +90,21 @@ class Expectations:
         """Return the term of a page, or that from its idle time."""
         return self.terms.get(page) or term_from_idle(self.idle(page) if is_free else 0)
 
-    def own(self, page: int, session: str | None) -> None:
-        """A page without an owner comes to a session, if there is one."""
-        if session is not None:
-            self.owner[page] = session
-            self.sessions.setdefault(session, {})[page] = None
+    def own(self, page: int, holder: Holder) -> None:
+        """A page without an owner comes to the session of a holder, if there is one."""
+        if holder.session_id is not None:
+            self.owner[page] = holder
+            self.sessions.setdefault(holder, {})[page] = None
 
-    def use(self, pages: Iterable[int], session: str | None) -> None:
+    def use(self, pages: Iterable[int], holder: Holder) -> None:
         """Let cached pages be used in a session, or in none."""
+        self.pool.tenants.use(pages, holder)
         for page in pages:
             owner = self.owner.get(page)
-            if page not in self.pool.entry_of_page or owner in (session, SHARED):
+            if page not in self.pool.entry_of_page or owner in (holder, SHARED):
                 continue
             if owner is None:
-                self.own(page, session)
+                self.own(page, holder)
             else:
                 self.leave(page)
                 self.owner[page] = SHARED
@@ -112,10 +117,13 @@ class Expectations:
             if not self.sessions[owner]:
                 del self.sessions[owner]
 
-    def expect_session(self, session: str, term: int) -> int:
-        """Say when the pages of a session are wanted, the last one first."""
-        pages = list(self.sessions.get(session, ()))
-        for page in reversed(pages):
+    def expect_session(self, session_id: str, term: int) -> int:
+        """Say when the pages of a session are wanted, the last one first; tenant by tenant."""
+        holders = [holder for holder in self.sessions if holder.session_id == session_id]
+        pages = []
+        for holder in sorted(holders, key=lambda holder: holder.tenant or ""):
+            pages += reversed(self.sessions[holder])
+        for page in pages:
             if term == NEVER:
                 self.leave(page)
             self.expect(page, term)
@@ -134,8 +142,8 @@ class Expectations:
         if self.now < self.next_due or not any(page in self.terms for page in self.pool.free_queue):
             return
         dues = []
-        for term in range(1, NEVER):
-            for page in self.with_term(term, None):
+        for tenant, term in product(self.pool.tenants.numbers, range(1, NEVER)):
+            for page in self.with_term(term, None, tenant):
                 if self.idle(page) < SECOND << term:
                     dues.append(self.stamps[page] + (SECOND << term))
                     break
@@ -145,16 +153,22 @@ class Expectations:
                 self.counts["aged"] += 1
         self.next_due = min(dues, default=math.inf)
 
-    def pick(self, shard: range | None) -> int:
-        """Choose a blank page, one that nobody wants, or that of two whose return is further off."""
-        plain = self.with_term(UNKNOWN, shard)
-        blank = [page for page in plain if self.pool.is_blank(page)]
-        expected = next((pages for term in range(NEVER, 0, -1) if (pages := self.with_term(term, shard))), [])
-        if blank or (expected and self.terms[expected[0]] == NEVER):
-            return (blank or expected)[0]
-        if not plain:
+    def pick(self, shard: range | None, supply: Supply) -> int:
+        """Choose a blank page, or one of the tenant that is to give one."""
+        blank = [page for page in self.pool.free_in(shard) if self.pool.is_blank(page)]
+        if blank:
+            return blank[0]
+        if self.pool.tenants.are_used:
+            self.pool.tenants.choose(supply, shard)
+        return self.pick_of(shard, supply.tenant)
+
+    def pick_of(self, shard: range | None, tenant: str | None) -> int:
+        """Choose a page of a tenant that nobody wants, or that of two whose return is further off."""
+        plain = self.with_term(UNKNOWN, shard, tenant)
+        expected = next((pages for term in range(NEVER, 0, -1) if (pages := self.with_term(term, shard, tenant))), [])
+        if (expected and self.terms[expected[0]] == NEVER) or not plain:
             return expected[0]
-        page = plain[0] if self.pool.policy is None else self.pool.policy.pick(shard)
+        page = plain[0] if self.pool.policy is None else self.pool.policy.pick(shard, tenant)
         if expected:
             mine, theirs = term_from_idle(self.idle(page)), self.terms[expected[0]]
             self.counts["compared"] += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oracle_pool import NULL_PAGE, PageIds, Ranking
+from oracle_tenants import NOBODY, Holder
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -177,7 +178,7 @@ class HeldPages:
     num_deduped_pages: int = 0
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
-    session: str | None = None
+    holder: Holder = NOBODY
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oracle_expected import NEVER, UNKNOWN, Expectations
+from oracle_tenants import NOBODY, Holder, Supply, Tenants
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -57,6 +58,7 @@ class OraclePool:
         self.index: dict[tuple[int, int], dict[int, None]] = {}
         self.entry_of_page: dict[int, tuple[int, int]] = {}
         self.expected = Expectations(self)
+        self.tenants = Tenants(self)
         self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
@@ -70,22 +72,27 @@ class OraclePool:
 
     def free_page_ids(self, shard: range | None = None) -> PageIds:
         """List the free pages (of a shard) in the order of allocation; with a policy part by part."""
-        return sorted(self.free_in(shard), key=self._part_of)
+        return sorted(self.free_in(shard), key=self.part_of)
 
     def free_in(self, shard: range | None) -> PageIds:
         """List the free pages (of a shard), the one that came to the queue first before the others."""
         return [page for page in self.free_queue if shard is None or page in shard]
 
-    def _part_of(self, page: int) -> tuple[int, int]:
-        """The part of the queue that a free page is in: those of the policy, and then those of terms, the longest first."""
+    def part_of(self, page: int) -> tuple[int, int, int]:
+        """The part of the queue that a free page is in: for each tenant those of the policy, and then those of terms, the
+        longest first; for blank pages the first of all.
+        """
+        tenant = 0 if self.is_blank(page) else self.tenants.numbers[self.tenants.of_page.get(page)]
         if page in self.expected.terms:
-            return 1, -self.expected.terms[page]
+            return tenant, 1, -self.expected.terms[page]
         if self.policy is not None:
-            return 0, self.policy.marks[page].part
-        return 0, self.expected.are_used and not self.is_blank(page)
+            return tenant, 0, self.policy.marks[page].part
+        return tenant, 0, self.expected.are_used and not self.is_blank(page)
 
     def is_blank(self, page: int) -> bool:
-        """Whether a page without a term is evicted before others."""
+        """Whether a page is evicted before others, unless it is held."""
+        if page in self.expected.terms:
+            return False
         return page not in self.entry_of_page if self.policy is None else self.policy.is_blank(page)
 
     def get_new_pages(
@@ -101,16 +108,17 @@ class OraclePool:
         if self.policy is not None:
             self.policy.num_requests += 1
 
-    def take(self, num_pages: int, shard: range | None) -> PageIds:
-        """Take pages from the front of the queue (of the shard) and evict their prefix entries."""
-        pages = self._pop(num_pages, shard)
+    def take(self, num_pages: int, shard: range | None, holder: Holder = NOBODY) -> PageIds:
+        """Take pages from the front of the queue (of the shard) for a holder and evict their prefix entries."""
+        pages = self._pop(num_pages, shard, holder)
         for page in pages:
             self._claim(page)
         return pages
 
-    def take_page(self, page: int) -> None:
+    def take_page(self, page: int, holder: Holder) -> None:
         """Take a free page, whichever it is, and evict its prefix entry."""
         self.remove(page)
+        self.tenants.charge(page, self.tenants.tenant_of(holder))
         self._claim(page)
 
     def _claim(self, page: int) -> None:
@@ -123,8 +131,11 @@ class OraclePool:
         self.counts["evicted"] += self.drop_entries([page])
         self.counts["allocated"] += 1
 
-    def _pop(self, num_pages: int, shard: range | None) -> PageIds:
-        """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one."""
+    def _pop(self, num_pages: int, shard: range | None, holder: Holder | None = None) -> PageIds:
+        """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one. They are charged to
+        the holder, if there is one.
+        """
+        supply = Supply(self.tenants.tenant_of(holder or NOBODY), 0)
         pages = self.free_page_ids(shard)[:num_pages]
         if len(pages) < num_pages:
             raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
@@ -132,8 +143,11 @@ class OraclePool:
             self.expected.age()
         for i in range(num_pages):
             if self.policy is not None or self.expected.are_used:
-                pages[i] = self.expected.pick(shard)
+                supply.num_left = num_pages - i if holder is not None else 0
+                pages[i] = self.expected.pick(shard, supply)
             del self.free_queue[pages[i]]
+            if holder is not None:
+                self.tenants.charge(pages[i], supply.taker)
         return pages
 
     def popleft_n(self, num_pages: int) -> PageIds:
@@ -160,6 +174,7 @@ class OraclePool:
         self.expected.note_queued(page)
         if self.policy is not None:
             self.policy.note_queued(page)
+        self.tenants.note_queued(page)
 
     def touch(self, pages_by_group: Iterable[PageIds]) -> None:
         """Add a reference to each page; a free one leaves the queue."""
@@ -330,6 +345,8 @@ class OraclePool:
             self.expected.leave(page)
             if self.policy is not None:
                 self.policy.note_dropped(page)
+            if page in self.free_queue:
+                self.tenants.note_queued(page)
         return num_dropped
 
     def reset_prefix_cache(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
+from oracle_tenants import Holder
 from oracle_tier import are_transfers_due, note_taken, waits_for_loads
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class OracleStates:
             is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
             is_room = is_room and not waits_for_loads(self.pool, held)
             if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
-                [page], held.pages = held.pages, self.pool.take(1, shard)
+                [page], held.pages = held.pages, self.pool.take(1, shard, held.holder)
                 note_taken(self.pool, [held])
                 self.copies.note(page, held.pages[0], group_id)
                 new_pages[group_id].extend(held.pages)
@@ -147,7 +148,7 @@ class OracleStates:
         if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
             return False
         self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
-        self.pool.expected.own(held.pages[0], held.session)
+        self.pool.expected.own(held.pages[0], held.holder)
         return True
 
     def shard_of(self, page: int) -> range | None:
@@ -172,10 +173,8 @@ class OracleStates:
         if num_copies > len(self.pool.free_page_ids(shard)):
             return False
         for target in targets:
-            forked = [self._fork_group(i, *group, num_computed, shard) for i, group in enumerate(groups)]
-            for group in forked:
-                group.session = target.session_id or held[0].session
-                self.pool.expected.use(group.pages, group.session)
+            holder = held[0].holder if target.session_id is None else self.pool.tenants.holder_of(target)
+            forked = [self._fork_group(i, *group, num_computed, shard, holder) for i, group in enumerate(groups)]
             self.manager.held[target.request_id] = forked
             if self.manager.windows is not None:
                 self.manager.windows.fork(request, target)
@@ -187,19 +186,27 @@ class OracleStates:
         return held.pages[kind.num_full_pages(num_computed)] if is_open else None
 
     def _fork_group(
-        self, group_id: int, kind: Kind, held: HeldPages, open_page: int | None, num_computed: int, shard: range | None
+        self,
+        group_id: int,
+        kind: Kind,
+        held: HeldPages,
+        open_page: int | None,
+        num_computed: int,
+        shard: range | None,
+        holder: Holder,
     ) -> HeldPages:
         """Return what a target holds in a group."""
         shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
         self._share(shared)
+        self.pool.expected.use(shared, holder)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
         ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
         num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
-        forked = HeldPages(shared, num_cached, num_hits, ranking, num_deduped)
+        forked = HeldPages(shared, num_cached, num_hits, ranking, num_deduped, holder=holder)
         forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])
-            forked.pages = shared + self.pool.take(1, shard)
+            forked.pages = shared + self.pool.take(1, shard, holder)
             note_taken(self.pool, [forked])
             self.copies.note(open_page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
@@ -233,7 +240,7 @@ class OracleStates:
             and (self.pool.tier is None or first not in self.pool.tier.loading)
         ):
             self.pool.touch([[first]])
-            self.pool.expected.use([first], held.session)
+            self.pool.expected.use([first], held.holder)
             self.pool.drop_entries([page])
             self.pool.free_pages([page])
             held.pages[place] = first

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
+from oracle_tenants import Holder
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -111,9 +112,9 @@ class OracleTier:
 
     # loading
 
-    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int) -> bool:
+    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int, holder: Holder) -> bool:
         """Note loads of the entries that only the tier has, if enough pages are free beside those of the others, and reserved
-        ones. Their pages have the entries at once, and are held. Returns whether there were enough.
+        ones, for a holder. Their pages have the entries at once, and are held. Returns whether there were enough.
         """
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
         found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
@@ -128,7 +129,7 @@ class OracleTier:
         self.transfers += loads
         for page in free_hits:  # so that they are not evicted
             self.device.take_out(page)
-        new_pages = self.device.take(len(loads), shard)
+        new_pages = self.device.take(len(loads), shard, holder)
         for page in free_hits:
             self.device.put_to_the_end(page)
         for load, page in zip(loads, new_pages, strict=True):
@@ -136,6 +137,7 @@ class OracleTier:
             self.loading[page] = self.last_number + 1
         for load in loads:
             self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1])
+            self.device.expected.own(load.page, holder)
         return True
 
     def note_copied(self, page: int, copy: int) -> None:

@@ -38,6 +38,7 @@ class Request:
     cache_salt: str | None = None
     resume_at: Sequence[int] = ()
     session_id: str | None = None
+    tenant: str | None = None
 
     @property
     def num_tokens(self) -> int:

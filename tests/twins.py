@@ -13,6 +13,7 @@ from oracle_tier import Taken
 
 from pagepool import PagePoolStats
 from pagepool._core import copy_records
+from pagepool.page_pool.integrity import NO_TENANT
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
 NUM_REMEMBERED_CALLS = 20
@@ -33,6 +34,7 @@ class State(NamedTuple):
     terms: dict[int, int]  # of pages with any
     outcomes: tuple[int, ...]  # of expectations
     owners: dict[int, int]  # by page with an owner: the first of its pages, or 0 for a shared one
+    tenants: dict[int, int]  # by page that is charged to one
 
 
 def name_differences(mine: Any, theirs: Any) -> list[str]:
@@ -82,6 +84,16 @@ def firsts_of(owners: dict[int, Any], shared: Any) -> dict[int, int]:
     """Return owners, by page, as the first page of each; those of `shared` as 0."""
     firsts: dict[Any, int] = {shared: 0}
     return {page: firsts.setdefault(owner, page) for page, owner in sorted(owners.items())}
+
+
+def tenants_of(store: Any) -> dict[int, int]:
+    """Return the tenant of each page of the package's pool that is charged to one, without the common one."""
+    return {page: tenant for page, tenant in of_some(copy_records(store, "tenants")["tenants"]).items() if tenant != NO_TENANT}
+
+
+def tenants_of_twin(pool: OraclePool) -> dict[int, int]:
+    """Return the same of the oracle's pool."""
+    return {page: pool.tenants.numbers[tenant] for page, tenant in sorted(pool.tenants.of_page.items())}
 
 
 def outcomes_of_twin(pool: OraclePool) -> tuple[int, ...]:
@@ -233,6 +245,7 @@ class OracleTwin(Twin):
             terms_of_twin(pool),
             outcomes,
             firsts_of(pool.expected.owner, SHARED),
+            tenants_of_twin(pool),
         )
 
 
@@ -263,6 +276,7 @@ class PackageTwin(Twin):
             terms_of(pool.store),
             pool.store.expectations[1:],
             owners_of(pool.store),
+            tenants_of(pool.store),
         )
 
 

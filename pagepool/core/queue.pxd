@@ -9,8 +9,9 @@
 # A page is evicted that is blank, or that nobody expects back; else the one that is furthest off of two: the oldest of the
 # longest term that any page has, and the one that the policy picks, which has been idle for half of the time until it is used
 # again, as far as anybody knows. They are compared by terms, and of equal ones the one that was released earlier goes. With
-# shares it is a page of the tenant that has most for its share.
+# shares that is so in each tenant; of the tenants above their share the one gives a page whose page was released earliest.
 
+from libc.math cimport INFINITY
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.adaptive cimport (
@@ -23,6 +24,9 @@ from pagepool.core.records cimport (
     Page, Pool, count_plain_parts, is_free, link_after, shard_of, term_of, unlink,
 )
 
+
+cdef enum:
+    MAX_DUE = 31              # pages from a tenant until it is chosen again, or another one
 
 cdef struct Supply:           # of a call that takes pages
     int32_t taker             # tenant that they are for
@@ -503,27 +507,55 @@ cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) 
     return oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
 
 
-cdef inline double count_charged(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
-    """The pages charged to a tenant, and those that it is about to take."""
-    return pool.tenants.num_charged[tenant] + (supply.num_left if tenant == supply.taker else 0)
+cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """The page to be evicted next among those of the tenant with that first part."""
+    cdef int32_t plain
+    cdef int32_t page_id = pick_expected(pool, shard, first)
+    if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
+        return page_id
+    plain = pick_plain(pool, shard, first)
+    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id)):
+        return plain
+    return page_id
+
+
+cdef inline double excess_of(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
+    """The pages above a tenant's share, with those that it is about to take."""
+    cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
+    return pool.tenants.num_charged[tenant] + num_taken - pool.tenants.shares[tenant] * (pool.num_pages - 1)
+
+
+cdef inline bint goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+    """Whether a page goes before one of another tenant: nobody expects it back, or it was released earlier."""
+    cdef bint is_wanted = term_of(pool, page_id) != NEVER
+    if is_wanted != (term_of(pool, other) != NEVER):
+        return not is_wanted
+    return idle_time(pool, page_id) > idle_time(pool, other)
+
+
+cdef inline bint choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
+    """Choose the tenant whose page goes first, of those with more than so much above their share; False: there is none."""
+    cdef double excess
+    cdef int32_t tenant, page_id, first = NULL_PAGE
+    for tenant in range(MAX_TENANTS):
+        excess = excess_of(pool, tenant, supply)
+        if has_cached_in(pool, tenant, shard) and excess > least:
+            page_id = pick_cached(pool, shard, tenant * pool.num_parts_each)
+            if first == NULL_PAGE or goes_before(pool, page_id, first):
+                first, supply.tenant = page_id, tenant
+                supply.num_due = <int32_t>min(<double>MAX_DUE, max(0.0, excess - 1))
+    return first != NULL_PAGE
 
 
 cdef inline void choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
-    """Choose the tenant with pages in a queue that has most for its share, until it has given what is above that. O(tenants)
+    """Choose the tenant above its share whose page goes first, for a number of pages; if all are below it, any. O(tenants)
     when it is chosen.
     """
-    cdef double num_charged, most = -1
-    cdef int32_t tenant
     supply.num_due -= 1
     if supply.num_due >= 0 and has_cached_in(pool, supply.tenant, shard):
         return
-    for tenant in range(MAX_TENANTS):
-        if has_cached_in(pool, tenant, shard):
-            num_charged = count_charged(pool, tenant, supply)
-            if num_charged / pool.tenants.shares[tenant] > most:
-                most, supply.tenant = num_charged / pool.tenants.shares[tenant], tenant
-    num_charged = count_charged(pool, supply.tenant, supply)
-    supply.num_due = max(0, <int32_t>(num_charged - pool.tenants.shares[supply.tenant] * (pool.num_pages - 1)) - 1)
+    if not choose_among(pool, shard, supply, 0):
+        choose_among(pool, shard, supply, -INFINITY)
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
@@ -537,18 +569,6 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
     if rare(pool.tenants.of_pages != NULL):
         choose_tenant(pool, shard, supply)
     return pick_cached(pool, shard, supply.tenant * pool.num_parts_each)
-
-
-cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """The page to be evicted next among those of the tenant with that first part."""
-    cdef int32_t plain
-    cdef int32_t page_id = pick_expected(pool, shard, first)
-    if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
-        return page_id
-    plain = pick_plain(pool, shard, first)
-    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id)):
-        return plain
-    return page_id
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:

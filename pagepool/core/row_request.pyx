@@ -228,7 +228,7 @@ cdef class RowRequest:
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
             digests_of(batch, self.row), batch.records[self.row].num_hashed, tokens_of(batch, self.row), self.tokens.num_known,
-            self.context, NO_SESSION,
+            self.context, self.session,
         )
         cdef Query query = query_of(
             rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,

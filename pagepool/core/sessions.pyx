@@ -117,7 +117,7 @@ cdef class PageSessions:
         """
         cdef object numbers = self.numbers.get(require_name("session_id", session_id), {})
         cdef int32_t term = term_of_seconds(seconds)
-        return sum([self.expect_number(number, term) for number in numbers.values()])
+        return sum([self.expect_number(numbers[tenant], term) for tenant in sorted(numbers, key=lambda name: name or "")])
 
     cdef int32_t expect_number(self, int32_t number, int32_t term) except -1:
         cdef Pool *pool = &self.store.pool
@@ -147,19 +147,18 @@ cdef class PageSessions:
         cdef Pool *pool = &self.store.pool
         cdef dict checked = checked_shares(shares)
         cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
-        cdef list unused = sorted({*range(COMMON + 1, MAX_TENANTS)} - {*self.tenants.values()}, reverse=True)
         cdef list removed = [number for name, number in self.tenants.items() if name not in checked]
         cdef double[MAX_TENANTS] values
         cdef int32_t i, tenant
         cdef PageIds left = PageIds(removed), numbers = PageIds([]), charged = PageIds([])
         cdef bint has_room
-        unused = removed + unused
         for i in range(MAX_TENANTS):
             values[i] = 0
         values[COMMON] = 1 - sum(checked.values())
         for name, share in checked.items():
             if name not in tenants:
-                tenants[name] = unused.pop()
+                taken = {*tenants.values()}
+                tenants[name] = next(number for number in range(COMMON + 1, MAX_TENANTS) if number not in taken)
             values[<int32_t>tenants[name]] = share
         by_number = {number: tenants.get(name, COMMON) for known in self.numbers.values() for name, number in known.items()}
         numbers, charged = PageIds(list(by_number)), PageIds(list(by_number.values()))

@@ -441,11 +441,11 @@ cdef int32_t count_shards(PageStore store, Range ids) except -1:
 
 def load_prefix(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
-    tuple ids not None=(0, None), context=0, num_reserved=0,
+    tuple ids not None=(0, None), context=0, num_reserved=0, session=0,
 ) -> tuple:
     """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
-    with its entry and a `context` of `EntryJournal.add_context`, among `ids`, which are those of a shard then; it is held until
-    the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
+    with its entry, a `context` of `EntryJournal.add_context` and a `session` of `PageSessions.hold`, among `ids`, which are
+    those of a shard then; it is held until the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
     and the prefix is what the pool has. The last one counts the tokens that all groups of full attention hit, where others hit
     fewer, else it is 0. O(pages x groups).
     """
@@ -454,14 +454,14 @@ def load_prefix(
     cdef Range inside = range_in(store, ids)
     cdef int32_t num_shards = count_shards(store, inside) if store.has_tier else 0
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
-    cdef int32_t checked_context = store.checked_context(context)
+    cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
     cdef tuple hits = new_ids(groups.num)
     cdef bint is_short = False
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
-        contents = contents_of(chain, checked_context, NO_SESSION)
+        contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
         num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
         store.lock.release()

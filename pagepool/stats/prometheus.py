@@ -132,7 +132,9 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
         if not LABEL_NAME.fullmatch(name):
-            raise ArgumentError(f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'tenant' and '__...'")
+            raise ArgumentError(
+                f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'tenant' and '__...'"
+            )
     return labels
 
 
