@@ -180,6 +180,7 @@ class SlotAllocator:
 
 @final
 class RequestPages:
+    session_id: str | None
     def __new__(cls, store: PageStore, groups: CacheGroups, max_num_tokens: int) -> Self: ...
     def __len__(self) -> int: ...
     @property

@@ -183,7 +183,7 @@ class RunningBatch(RunningRows):
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
         session = self._manager._hold_session(session_id) if session_id is not None else 0
-        context = self._manager._hold_context(keys)
+        context = self._manager._hold_context(keys, session_id)
         try:
             return request.admit(keyed, look_up, shard, context, counter, session)
         finally:

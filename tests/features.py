@@ -201,7 +201,7 @@ class Workload(Driver):
 
     def draw_session(self) -> dict[str, Any]:
         """Return the session of a request, if it has any."""
-        if not self.features.expectations or self.rng.random() < 0.3:
+        if not (self.features.expectations or self.features.events) or self.rng.random() < 0.3:
             return {}
         return {"session_id": self.rng.choice(("a", "a", "b", "c", f"rare {self.rng.randint(0, 99)}"))}
 

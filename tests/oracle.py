@@ -223,7 +223,7 @@ class OracleManager:
         self.states.divide(shard)
         group_ids = range(len(self.kinds))
         entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
-        if tier.load(entries, shard, num_reserved):
+        if tier.load(entries, shard, num_reserved, getattr(request, "session_id", None)):
             return self._hits_of(request, length, shard), length
         self.short.add(request.request_id)
         return self._find_hits(request, shard)
@@ -539,7 +539,7 @@ class OracleManager:
         waiting, self.waiting = self.waiting, []
         for held, page, key, group_id in waiting:
             if self.page_pool.entry_of_page.get(held.pages[page]) != (key, group_id):
-                self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking)
+                self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking, held.session)
                 self.page_pool.expected.own(held.pages[page], held.session)
 
     @contextmanager

@@ -111,7 +111,7 @@ class OracleTier:
 
     # loading
 
-    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int) -> bool:
+    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int, session: str | None) -> bool:
         """Note loads of the entries that only the tier has, if enough pages are free beside those of the others, and reserved
         ones. Their pages have the entries at once, and are held. Returns whether there were enough.
         """
@@ -135,7 +135,7 @@ class OracleTier:
             load.page = page
             self.loading[page] = self.last_number + 1
         for load in loads:
-            self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1])
+            self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1], session=session)
         return True
 
     def note_copied(self, page: int, copy: int) -> None:
