@@ -276,14 +276,13 @@ cdef class SlotAllocator:
             new = new_ids(self.groups.num)
         if needs_pages and is_admission and self.enables_caching:
             held.session_id = require_session_id(getattr(request, "session_id", None))
-        if hashes is not None:
-            if hashes.page_hashes:
-                self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
+        if hashes is not None and hashes.page_hashes:
+            self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
         if needs_pages and is_admission:
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            if hashes is not None and self.event_source is not None:
-                if hashes.extra_keys is not None or held.session_id is not None:
+            if hashes is not None and (hashes.extra_keys is not None or held.session_id is not None):
+                if self.event_source is not None:
                     contexts = self.event_source.contexts
                     step.context = self.store.checked_context(contexts.hold((hashes.extra_keys, held.session_id)))
             if is_admission and held.session_id is not None:
