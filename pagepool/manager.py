@@ -279,12 +279,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
-                hashes.refusal = None
-                if store.has_tier:  # pages that are loaded have their names, and their parents'
-                    self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
-                context = self._hold_context(hashes.extra_keys)
-                session = self._hold_session_of(request) if store.has_tier else 0
+                hashes.refusal, context, session = None, 0, 0
                 try:
+                    if store.has_tier:  # pages that are loaded have their names, and their parents'
+                        self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
+                        context = self._hold_context(hashes.extra_keys, getattr(request, "session_id", None))
+                        session = self._hold_session_of(request)
                     pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
                         store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
@@ -330,7 +330,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._extend_hashes(request, num_tokens)
-            with self._naming(hashes, held.num_cached_hashes, num_tokens) as context:
+            with self._naming(held, hashes, held.num_cached_hashes, num_tokens) as context:
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
@@ -386,12 +386,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
         return hashes.chain
 
-    def _hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """Return the int for extra keys in the core until `_release_context`; 0 without keys or events."""
-        if extra_keys is None or self.event_source is None:  # without the lock
+    def _hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
+        """Return the int for extra keys and session in the core until `_release_context`; 0 without both, or events."""
+        if self.event_source is None or (extra_keys is None and session_id is None):  # without the lock
             return 0
         with self._lock:
-            return self.event_source.contexts.hold(extra_keys)
+            return self.event_source.contexts.hold((extra_keys, require_name("session_id", session_id)))
 
     def _release_context(self, context: int) -> None:
         """Release an int from `_hold_context`. It is reused when no page or row has it any more."""
@@ -415,11 +415,11 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self.sessions.release(session)
 
     @contextmanager
-    def _naming(self, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
+    def _naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
         """Name the keys of the pages that the body enters, from page `start` on, and that of their parent, if the hashes have
-        names. Yield the context of the request's extra keys in the core.
+        names. Yield the context of the request in the core.
         """
-        context = self._hold_context(None if hashes is None else hashes.extra_keys)
+        context = 0 if held is None or hashes is None else self._hold_context(hashes.extra_keys, held.session_id)
         try:
             if hashes is not None and hashes.page_hashes:
                 stop = num_tokens // self.coordinator.hash_page_size
@@ -508,8 +508,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                has_session = getattr(new_request, "session_id", None) is not None
-                session = self._hold_session_of(new_request) if has_session else 0
+                session_id = require_name("session_id", getattr(new_request, "session_id", None))
+                target.session_id = held.session_id if session_id is None else session_id
+                session = 0 if session_id is None else self._hold_session_of(new_request)
                 try:
                     is_forked = held.fork(target, num_tokens, session)
                 finally:
@@ -608,7 +609,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 del self._requests[request.request_id]
                 return 0
             hashes = self._extend_hashes(request, start + num_tokens) if self.enable_caching else None
-            with self._naming(hashes, held.num_cached_hashes, start + num_tokens) as context:
+            with self._naming(held, hashes, held.num_cached_hashes, start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 
@@ -840,8 +841,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 hashes = self._extend_hashes(request, num_last_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
-            with self._naming(hashes if num_last_tokens else None, start, num_last_tokens) as context:
-                held = self._requests.get(request.request_id)
+            held = self._requests.get(request.request_id)
+            with self._naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
                     del self._requests[request.request_id]

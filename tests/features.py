@@ -202,7 +202,7 @@ class Workload(Driver):
     def draw_session(self) -> dict[str, Any]:
         """Return the session and tenant of a request, if it has any."""
         drawn = {}
-        if self.features.expectations and self.rng.random() < 0.7:
+        if (self.features.expectations or self.features.events) and self.rng.random() < 0.7:
             drawn["session_id"] = self.rng.choice(("a", "a", "b", "c", f"rare {self.rng.randint(0, 99)}"))
         if self.features.expectations and self.rng.random() < 0.6:
             drawn["tenant"] = self.rng.choice(TENANTS)

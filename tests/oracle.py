@@ -549,7 +549,8 @@ class OracleManager:
         waiting, self.waiting = self.waiting, []
         for held, page, key, group_id in waiting:
             if self.page_pool.entry_of_page.get(held.pages[page]) != (key, group_id):
-                self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking)
+                session_id = held.holder.session_id
+                self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking, session_id)
                 self.page_pool.expected.own(held.pages[page], held.holder)
 
     @contextmanager

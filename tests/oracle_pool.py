@@ -55,7 +55,7 @@ class OraclePool:
         self.enable_caching = enable_caching
         self.ref_counts = [0] * num_pages
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
-        self.index: dict[tuple[int, int], dict[int, None]] = {}
+        self.index: dict[tuple[int, int], dict[int, str | None]] = {}  # pages, and the session that entered each
         self.entry_of_page: dict[int, tuple[int, int]] = {}
         self.expected = Expectations(self)
         self.tenants = Tenants(self)
@@ -295,6 +295,7 @@ class OraclePool:
         num_full_pages: int,
         group_id: int,
         ranking: Ranking | None = None,
+        session: str | None = None,
     ) -> None:
         """Enter pages [num_cached_pages, num_full_pages) under their contents, except null pages."""
         new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
@@ -303,7 +304,7 @@ class OraclePool:
         ranking = ranking or Ranking(num_cached_pages)
         for i in new:
             is_missed = (keys[i], group_id) not in self.index
-            self.index.setdefault((keys[i], group_id), {})[pages[i]] = None
+            self.index.setdefault((keys[i], group_id), {})[pages[i]] = session
             self.entry_of_page[pages[i]] = (keys[i], group_id)
             if self.tier is not None:
                 self.tier.note_cached(pages[i])

@@ -147,7 +147,7 @@ class OracleStates:
         keys = self.manager.keys_of(request, self.manager.kinds[group_id])
         if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
             return False
-        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
+        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id, session=held.holder.session_id)
         self.pool.expected.own(held.pages[0], held.holder)
         return True
 

@@ -136,7 +136,8 @@ class OracleTier:
             load.page = page
             self.loading[page] = self.last_number + 1
         for load in loads:
-            self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1])
+            session_id = holder.session_id
+            self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1], session=session_id)
             self.device.expected.own(load.page, holder)
         return True
 

@@ -47,6 +47,7 @@ class Router:
     def __init__(self) -> None:
         self.pages: dict[Key, Stored] = {}
         self.saved: set[Key] = set()
+        self.sessions: dict[Key, str | None] = {}  # that stored each page
 
     def apply(self, events: Iterable[Any]) -> None:
         """Apply a batch of events, ours or decoded ones, and assert what is promised."""
@@ -80,7 +81,7 @@ class Router:
         keys = {(event.group_idx, block_hash) for block_hash in hashes_of(event)}
         assert len(keys) == len(event.block_hashes) > 0
         assert not keys & self.saved, "a page is saved twice"
-        assert (event.parent_block_hash, len(event.token_ids), event.extra_keys) == (None, 0, None)
+        assert (event.parent_block_hash, len(event.token_ids), event.extra_keys, event.session_id) == (None, 0, None, None)
         self.saved |= keys
 
     def store(self, event: Any) -> bool:
@@ -99,6 +100,7 @@ class Router:
             key = event.group_idx, block_hash
             assert key not in self.pages, f"{key} is stored twice"
             self.pages[key] = Stored(parent, tuple(token_ids[i * size : (i + 1) * size]), extra_keys[i], lora)
+            self.sessions[key] = event.session_id
             parent = block_hash
         return is_known
 
@@ -127,6 +129,7 @@ class Telling:
 
     def check(self) -> None:
         """Take the events, and check that the router knows what the oracle has cached, as does one that starts now."""
+        known = dict(self.router.sessions)
         self.router.apply(self.manager.take_events())
         contents = Contents(self.oracle.keys, isinstance(self.manager.hasher, VllmHasher))
         pool = self.oracle.page_pool
@@ -148,6 +151,10 @@ class Telling:
         late = Router()
         late.apply(self.manager.snapshot_events())
         assert (late.pages, late.saved) == (self.router.pages, self.router.saved)
+        for pages in pool.index.values():  # equal pages, each with the session that entered it, one of which is told
+            key = told[next(iter(pages))]
+            assert late.sessions[key] in pages.values()
+            assert self.router.sessions[key] in (*pages.values(), known.get(key, late.sessions[key]))
 
     def _with_nonce(self, expected: Stored, stored: Stored) -> Stored:
         """Return the expected keys with the manager's nonce in place of the oracle's; a request always has the same."""

@@ -31,7 +31,7 @@ msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is
 
 from event_managers import FULL, make_told, run_request  # noqa: E402
 from router import Router  # noqa: E402
-from wire import decode  # noqa: E402
+from wire import decode, decode_batch  # noqa: E402
 
 from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_batch  # noqa: E402
 
@@ -206,7 +206,7 @@ def test_events_with_the_classes_of_vllm() -> None:
     """If vLLM can be imported."""
     vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
     manager = make_told(FULL, pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 9), hashes_as_bytes=True)
-    run_request(manager, list(range(12)), lora_id=1, cache_salt="salt", mm_features=FEATURES)
+    run_request(manager, list(range(12)), lora_id=1, cache_salt="salt", mm_features=FEATURES, session_id="s")
     manager.page_pool.evict_pages([1])
     events = [*manager.take_events(), BlockRemoved([b"x" * 16], "GPU", 0), AllBlocksCleared()]
     batch = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)), type=vllm.KVEventBatch)
@@ -214,6 +214,44 @@ def test_events_with_the_classes_of_vllm() -> None:
     for theirs, ours in zip(batch.events, decode(events), strict=True):
         assert type(theirs).__name__ == type(ours).__name__
         assert {name: getattr(theirs, name) for name in ours.__struct_fields__} == msgspec.structs.asdict(ours)
+    assert decode_batch(msgspec.msgpack.encode(batch)).events == decode(events)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_sessions_have_events_of_their_own(is_batch: bool) -> None:
+    """The next turn of a session is in its event. A request's `session_id` is read when it gets its first pages."""
+    manager = make_told()
+    batch = make_batch(manager)
+    turns = [(9, "a"), (17, "a"), (25, "b \ud800"), (33, None)]
+    for i, (num_tokens, session_id) in enumerate(turns):
+        if is_batch:
+            batch.admit(i, list(range(num_tokens)), session_id=session_id)
+        else:
+            run_request(manager, list(range(num_tokens)), session_id=session_id).session_id = "later"
+    events = decode(manager.take_events())
+    assert [(event.session_id, len(event.block_hashes)) for event in events] == [("a", 4), ("b \\ud800", 2), (None, 2)]
+    assert [event.parent_block_hash for event in events[1:]] == [event.block_hashes[-1] for event in events[:-1]]
+    assert decode(manager.snapshot_events()) == events
+
+
+@pytest.mark.parametrize(("is_batch", "session_id"), [(True, None), (False, None), (False, "t")])
+def test_a_fork_has_the_session_of_its_request_unless_it_has_its_own(is_batch: bool, session_id: str | None) -> None:
+    manager = make_told()
+    if is_batch:
+        batch = make_batch(manager)
+        batch.admit(0, list(range(6)), session_id="s")
+        batch.fork(0, [1])
+        batch.take_copies()
+        batch.append([1, 1], [6, 7])
+        batch.grow([1], 2)
+    else:
+        request = run_request(manager, list(range(6)), session_id="s")
+        fork = Request("fork", list(range(8)), num_computed_tokens=6, session_id=session_id)
+        manager.fork(request, fork)
+        manager.take_copies()
+        manager.allocate_slots(fork, 2)
+    said = [(event.session_id, len(event.block_hashes)) for event in decode(manager.take_events())]
+    assert said == ([("s", 2)] if session_id is None else [("s", 1), ("t", 1)])
 
 
 # --- when ---------------------------------------------------------------------------------------------------
@@ -293,10 +331,10 @@ def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.
     batch.admit(0, [1, 2, 3], cache_salt="row")
     run_request(manager, [1, 2, 3, 4], cache_salt="page")
     for i in range(500):
-        request = run_request(manager, [1, 2, 3, 4], cache_salt=f"salt {i}")
+        request = run_request(manager, [1, 2, 3, 4], cache_salt=f"salt {i}", session_id=f"session {i}")
         manager.free(request)
         manager.free_page_hashes(request)
-        batch.admit(1, [1, 2, 3, 4], cache_salt=f"pepper {i}")
+        batch.admit(1, [1, 2, 3, 4], cache_salt=f"pepper {i}", session_id=f"session {i}")
         batch.swap_row(0, 1)
         batch.swap_row(0, 1)
         batch.release([1])
@@ -386,7 +424,8 @@ def take(manager: pagepool.CacheManager) -> list[tuple[str, str, int]]:
 
 def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
     manager = make_told(num_pages=6, host_tier=pagepool.HostTier(10), hash_seed=1)
-    run_once(manager, 12, cache_salt="salt", lora_id="tuned")
+    attributes = {"cache_salt": "salt", "lora_id": "tuned", "session_id": "s"}
+    run_once(manager, 12, **attributes)
     [stored] = decode(manager.take_events())
     ids = manager.page_pool.get_new_page_ids(5)
     assert take(manager) == [("BlockRemoved", "GPU", 3)]
@@ -402,7 +441,7 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
     expected |= {"lora_id": None, "medium": "CPU", "lora_name": None}
     assert msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event])))[1] == [expected]
     manager.page_pool.free_page_ids(ids)
-    assert manager.get_computed_pages(make_request("r", 16, cache_salt="salt", lora_id="tuned"))[1] == 12
+    assert manager.get_computed_pages(make_request("r", 16, **attributes))[1] == 12
     assert decode(manager.take_events()) == [stored]
     manager.complete_transfers(manager.take_transfers().number)
     assert take(manager) == []
@@ -413,14 +452,14 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
 def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
     manager = make_told(num_pages=6, host_tier=pagepool.HostTier(10))
     batch = make_batch(manager)
-    batch.admit(0, PROMPT[:13], cache_salt="salt")
+    batch.admit(0, PROMPT[:13], cache_salt="salt", session_id="s")
     [stored] = decode(manager.take_events())
     batch.release([0])
     ids = manager.page_pool.get_new_page_ids(5)  # all are evicted from the device and saved
     manager.complete_transfers(manager.take_transfers().number)
     manager.page_pool.free_page_ids(ids)
     assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockStored", "CPU", 3)]
-    batch.admit(1, PROMPT[:13], cache_salt="salt")
+    batch.admit(1, PROMPT[:13], cache_salt="salt", session_id="s")
     assert decode(manager.take_events()) == [stored]
 
 

@@ -25,6 +25,7 @@ class BlockStored(WireEvent):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(WireEvent):

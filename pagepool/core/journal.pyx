@@ -317,8 +317,8 @@ cdef class EntryJournal:
             raise ArgumentError(f"{num_held} pages are held and {num_keys} prefixes cached already, allowed: none")
 
     def add_context(self) -> int:
-        """A new context: a small int that stands for what pages are hashed with besides their tokens; 0 stands for nothing. It
-        is kept while cached pages or rows have it, or callers hold it. This caller holds it.
+        """A new context: a small int that stands for extra keys and session of a request; 0 stands for neither. It is kept
+        while cached pages or rows have it, or callers hold it. This caller holds it.
         """
         cdef int32_t context
         self.check_journaled()

@@ -83,7 +83,7 @@ cdef struct Residency:        # how long pages stay; sampled
 cdef struct Origin:           # how a cached page came to be
     Digest parent             # key of the page before it in its request
     int32_t place             # in its request, in pages; 0: it has no parent
-    int32_t context           # what else its hash is of, see `PageStore.add_context`; 0: nothing
+    int32_t context           # extra keys and session of its request, see `EntryJournal.add_context`; 0: neither
 
 cdef struct Note:             # 32 bytes
     Origin origin             # of a cached page

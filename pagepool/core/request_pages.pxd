@@ -47,6 +47,7 @@ cdef class RequestPages:
     cdef Holding holding
     cdef int64_t max_num_tokens
     cdef Boundaries boundaries      # of `holding`, unless that has none
+    cdef public str session_id      # of `holding`, for events
 
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at) noexcept
     cdef void plan(self) noexcept

@@ -270,24 +270,24 @@ cdef class SlotAllocator:
         cdef tuple new = None, checked = () if hits is self._no_ids else hits
         cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
         cdef HashChain chain = None if hashes is None else hashes.chain
-        cdef object contexts = None, session_id = None, tenant = None
+        cdef object contexts = None, tenant = None
         cdef Outcome outcome
         if needs_pages or self.interval:
             new = new_ids(self.groups.num)
         if needs_pages and is_admission and self.enables_caching:
-            session_id = require_name("session_id", getattr(request, "session_id", None))
+            held.session_id = require_name("session_id", getattr(request, "session_id", None))
             tenant = require_name("tenant", getattr(request, "tenant", None))
-        if hashes is not None:
-            if hashes.page_hashes:
-                self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
-            if hashes.extra_keys is not None and self.event_source is not None:
-                contexts = self.event_source.contexts  # held last, so that no error in between keeps a context
-                step.context = self.store.checked_context(contexts.hold(hashes.extra_keys))
+        if hashes is not None and hashes.page_hashes:
+            self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
         if needs_pages and is_admission:
-            if session_id is not None or tenant is not None:
-                step.session = self.sessions.hold(session_id, tenant)
             self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
+            if hashes is not None and (hashes.extra_keys is not None or held.session_id is not None):
+                if self.event_source is not None:
+                    contexts = self.event_source.contexts
+                    step.context = self.store.checked_context(contexts.hold((hashes.extra_keys, held.session_id)))
+            if is_admission and (held.session_id is not None or tenant is not None):
+                step.session = self.sessions.hold(held.session_id, tenant)
             outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:

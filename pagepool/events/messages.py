@@ -36,7 +36,8 @@ class BlockStored(Event):
     an int or a string; for a pair its name. ``extra_keys``: for each page the keys that are hashed with its tokens (LoRA's
     name, features as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with
     ``sha256_cbor``, as in vLLM, and of the first page with other algorithms. ``group_idx``: the cache group;
-    ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
+    ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the
+    request or row that cached the pages; others may hit them. None in the host tier.
     """
 
     block_hashes: Any
@@ -50,6 +51,7 @@ class BlockStored(Event):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(Event):

@@ -1,4 +1,4 @@
-"""Makes events from the journal of a pool, and of the host tier behind it; and small ints for the extra keys of requests."""
+"""Makes events from the journal of a pool and its host tier; and small ints for the extra keys and sessions of requests."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -22,6 +22,9 @@ NUM_KEY_BYTES = 16
 MASK = (1 << 64) - 1
 MIN_CONTEXTS = 64
 
+Context = tuple[RequestExtraKeys | None, str | None]
+"""Extra keys and session of a request."""
+
 Array = npt.NDArray[Any]
 Run = tuple[int, int, int, int, int, int]
 Entries = tuple[Array, list[Run], Array]
@@ -30,17 +33,17 @@ Keys = tuple[Array, Array]
 
 
 class Contexts:
-    """Maps small ints to the extra keys of requests. Ints without pages and rows are reused."""
+    """Maps small ints to the extra keys and sessions of requests. Ints without pages and rows are reused."""
 
     def __init__(self, journal: EntryJournal) -> None:
         """`journal` counts the pages and rows of each int."""
         self._journal = journal
-        self._values: dict[int, RequestExtraKeys] = {}
-        self._contexts: dict[RequestExtraKeys, int] = {}
+        self._values: dict[int, Context] = {}
+        self._contexts: dict[Context, int] = {}
         self._unused: list[int] = []
         self._num_at_sweep = MIN_CONTEXTS
 
-    def hold(self, value: RequestExtraKeys) -> int:
+    def hold(self, value: Context) -> int:
         """Return the int for `value`, valid until `release`. Not thread-safe. Amortised O(1). An interrupt may lose an int."""
         context = self._contexts.get(value)
         if context is not None:
@@ -66,13 +69,13 @@ class Contexts:
         """Release an int. It is reused when no page or row has it any more."""
         self._journal.release_context(context)
 
-    def __getitem__(self, context: int) -> RequestExtraKeys:
+    def __getitem__(self, context: int) -> Context:
         """Return the value of an int."""
         return self._values[context]
 
 
 class EventSource:
-    """Makes events from the journal of a pool and its tier. ``contexts`` has the extra keys of its pages."""
+    """Makes events from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
 
     def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
         """Start the journal of `store`. ArgumentError if pages are held or cached already."""
@@ -145,7 +148,10 @@ class EventSource:
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if context:
-                    _add_extra_keys(event, self.contexts[context], start_page, num_pages)
+                    extra_keys, session_id = self.contexts[context]
+                    event.session_id = _portable(session_id)
+                    if extra_keys is not None:
+                        _add_extra_keys(event, extra_keys, start_page, num_pages)
                 events.append((start_page, event))
             page, token = stop_page, stop_token
         events.sort(key=itemgetter(0))  # a parent is in a run that begins earlier in its request
@@ -177,7 +183,7 @@ class EventSource:
 
 
 def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:
-    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys and session."""
     page_size, window = spec.page_size, None
     match spec:
         case SlidingWindowSpec():
