@@ -330,7 +330,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._extend_hashes(request, num_tokens)
-            with self._naming(held, hashes, held.num_cached_hashes, num_tokens) as context:
+            with self._naming(held, hashes, held.count_entered_hashes(num_before), num_tokens) as context:
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
@@ -609,7 +609,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 del self._requests[request.request_id]
                 return 0
             hashes = self._extend_hashes(request, start + num_tokens) if self.enable_caching else None
-            with self._naming(held, hashes, held.num_cached_hashes, start + num_tokens) as context:
+            with self._naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 

@@ -245,14 +245,18 @@ cdef class RequestPages:
         """Tokens that have a slot in every group, at most those of the model."""
         return self.limits.num_room
 
-    @property
-    def num_cached_hashes(self) -> int:
-        """Leading hashes whose pages need no prefix entry any more, in any group."""
-        cdef Py_ssize_t g, count = MAX_TOKENS
+    def count_entered_hashes(self, num_computed_tokens) -> int:
+        """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens are
+        entered again, if they lost theirs.
+        """
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), count = MAX_TOKENS
+        cdef const Group *group
+        cdef Py_ssize_t g
         with self.store.lock:
             for g in range(self.holding.num_groups):
-                if self.holding.groups[g].id != NO_GROUP:
-                    count = min(count, <Py_ssize_t>self.holding.held[g].num_cached * self.holding.groups[g].stride)
+                group = &self.holding.groups[g]
+                if group.id != NO_GROUP:
+                    count = min(count, min(self.holding.held[g].num_cached, num_computed // group.rules.entry_size) * group.stride)
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:

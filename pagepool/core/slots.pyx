@@ -397,7 +397,7 @@ cdef class SlotAllocator:
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
     ) except -1:
         """Name the keys of pages that may be entered, and their parents'."""
-        cdef int64_t start = min(<int64_t>held.num_cached_hashes, num_computed // self.hash_page_size)
+        cdef int64_t start = held.count_entered_hashes(num_computed)
         cdef Py_ssize_t g
         if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])

@@ -119,7 +119,8 @@ class CacheStats:
     State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and leases
     (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
     ``num_leased_pages`` are leased for a time, each counted once for each lease, of at most ``max_num_leased_pages``.
-    ``num_sessions`` have pages, requests or rows. ``num_pages_by_tenant`` are charged to each tenant with a share. ``expectations`` are the pages that are expected back, and how many came.
+    ``num_sessions`` have pages, requests or rows. ``num_pages_by_tenant`` are charged to each tenant with a share.
+    ``expectations`` are the pages that are expected back, and how many came.
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again

@@ -124,7 +124,9 @@ TIMES = {
 }
 
 LABEL_NAME = re.compile(r"(?!__|(le|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading ``__`` to the server."""
+"""Names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading ``__`` to
+the server.
+"""
 
 
 def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
