@@ -757,15 +757,17 @@ def test_leases_that_end(num_threads: int, seed: int) -> None:
     requests = [EngineRequest(f"r{i}", [i] * 60) for i in range(4)]
     leases: list[Lease] = []
     clock = Clock(manager)
+    for request in requests:
+        allocate(manager, request)
+        manager.free(request)
 
     def work(rng: Random, number: int) -> None:
         for i in range(800 // num_threads):
             if number == 0:
                 clock.tick()
-                request = requests[i % 4]
                 with suppress(PageHashError):
-                    allocate(manager, request)
-                manager.free(request)
+                    allocate(manager, requests[i % 4])
+                manager.free(requests[i % 4])
             else:
                 Lessee(manager, leases, requests, rng).run(2)
 
