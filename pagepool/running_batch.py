@@ -182,9 +182,10 @@ class RunningBatch(RunningRows):
             shard, _ = find_shard(self._manager.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
-        session = self._manager._hold_session(session_id) if session_id is not None else 0
-        context = self._manager._hold_context(keys)
+        context, session = self._manager._hold_context(keys), 0
         try:
+            if session_id is not None:
+                session = self._manager._hold_session(session_id)
             return request.admit(keyed, look_up, shard, context, counter, session)
         finally:
             if context:
