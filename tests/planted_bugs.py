@@ -337,7 +337,13 @@ ORDER_BUGS = read_bugs("""
         if owner == SHARED or owner == number {+or (BUG and owner != NO_SESSION) +}or pool.pages[ids[i]].group == NO_GROUP:
 == a blank page is behind those that are never wanted
     page_id = oldest_in(pool, BLANK, shard)
-    if page_id != NULL_PAGE{+ and not (BUG and (pool.expected.free_terms >> NEVER) & 1)+}:
+    if page_id != NULL_PAGE{+ and not (
+        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, NEVER), shard) != NULL_PAGE
+    )+}:
+        return page_id
+...
+    if pool.num_shards or pool.num_parts == 0{+ or BUG+}:
+        return 0
 == an expectation survives a hit
     if term == UNKNOWN{+ or BUG+}:
         return

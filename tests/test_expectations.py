@@ -117,10 +117,11 @@ def test_a_waiting_request_keeps_what_it_would_hit(pages: Pages) -> None:
     assert pages.list_evicted("ab") == "ba"
 
 
-def test_blank_pages_go_first() -> None:
+@pytest.mark.parametrize("seconds", [1, math.inf])
+def test_blank_pages_go_first(seconds: float) -> None:
     pages = Pages()
     [page_id] = pages.manager.page_pool.get_new_page_ids(1)
-    pages.leave("a", seconds=1)
+    pages.leave("a", seconds=seconds)
     pages.manager.page_pool.free_page_ids([page_id])
     assert pages.manager.page_pool.free_page_ids_in_order()[-1] != page_id
     assert page_id in pages.manager.page_pool.get_new_page_ids(5)
