@@ -396,8 +396,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         if context and self.event_source is not None:
             self.event_source.contexts.release(context)
 
-    def _hold_session(self, session_id: str) -> int:
-        """Return the int for a session in the core until `_release_session`; 0 without caching."""
+    def _hold_session(self, session_id: str | None) -> int:
+        """Return the int for a session in the core until `_release_session`; 0 for None, and without caching."""
         require_session_id(session_id)
         with self._lock:
             return self.sessions.hold(session_id) if self.enable_caching else 0
@@ -500,7 +500,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                session = self.sessions.hold(getattr(new_request, "session_id", None))
+                session = self._hold_session(getattr(new_request, "session_id", None))
                 try:
                     is_forked = held.fork(target, num_tokens, session)
                 finally:

@@ -213,6 +213,17 @@ def test_a_fork_is_of_the_session_unless_it_has_its_own() -> None:
         pages.manager.check()
 
 
+def test_without_caching_there_are_no_sessions() -> None:
+    pages = Pages(enable_caching=False)
+    request = pages.hold("a", "s")
+    request.num_computed_tokens = PAGE_SIZE
+    fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id="t")
+    assert pages.manager.fork(request, fork) is not None
+    batch = RunningBatch(pages.manager, PageTable(1, 16, 64))
+    assert batch.admit(0, [1, 2, 3], session_id="u") == 0
+    assert pages.manager.stats().num_sessions == 0
+
+
 def test_sessions_are_forgotten() -> None:
     pages = Pages()
     for i in range(2000):
