@@ -138,7 +138,7 @@ SOAK_SEED ?= 0
 soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
 	$(RUN) PYTHONPATH=$(CURDIR)/tests $(VENV)/bin/python $(CURDIR)/tests/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
-planted: $(DEV_VENV)/installed  ## whether the simulation of contents catches bugs that are planted in a copy: PLANTED_ARGS=--help
+planted: $(DEV_VENV)/installed  ## whether tests catch bugs that are planted in a copy: PLANTED_ARGS=--help
 	$(DEV_VENV)/bin/python tests/planted_bugs.py $(PLANTED_ARGS)
 
 lint: $(VENV)/with-lint  ## style, types, whether the stub agrees with the compiled core, and whether its hot loops are free of Python

@@ -403,7 +403,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._hold_session(getattr(request, "session_id", None), getattr(request, "tenant", None))
 
     def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
-        """Return the int for a session in the core until `_release_session`; 0 without caching."""
+        """Return the int for a session in the core until `_release_session`; 0 for None, and without caching."""
         require_name("session_id", session_id)
         require_name("tenant", tenant)
         with self._lock:

@@ -52,11 +52,15 @@ class Holds:
         page_ids = [page_id for _, _, page_id in places]
         lease = self.world.call("lease", self.world.manager, page_ids)
         require(lease.page_ids == page_ids, "other pages are leased", lease, page_ids)
-        self.books.holders.update(page_ids)
+        self._hold(page_ids)
         width = self.device.cells.shape[1]
         nums_known = [min(group.page_size, job.num_computed_tokens - i * group.page_size) for group, i, _ in places]
         is_known = np.arange(width) < np.array(nums_known).reshape(-1, 1)
         self.leases.append(Leased(lease, self.device.cells[page_ids], is_known & ~self._is_garbage(page_ids)))
+
+    def _hold(self, page_ids: list[int]) -> None:
+        self.books.holders.update(page_ids)
+        self.books.leased.update(page_ids)
 
     def _is_garbage(self, page_ids: list[int]) -> npt.NDArray[np.bool_]:
         garbage = list(self.device.histories.garbage)
@@ -76,6 +80,7 @@ class Holds:
         page_ids = leased.lease.page_ids
         is_same = (self.device.cells[page_ids] == leased.cells) | self._is_garbage(page_ids)
         require(bool((is_same | ~leased.is_known).all()), "a leased page was written", leased.lease)
+        self.books.leased.subtract(page_ids)
         for page_id in page_ids:
             self.books.let_go(page_id)
         self.world.counts["leases"] += 1
@@ -108,7 +113,7 @@ class Holds:
             content = self.books.index.content_of(page_id)
             require(content in cached, "a page of others is leased", job, page_id, content)
         require(set(own) <= set(lease.page_ids), "a page is not leased", job, own, lease)
-        self.books.holders.update(lease.page_ids)
+        self._hold(lease.page_ids)
         cells = self.device.cells[lease.page_ids]
         self.leases.append(Leased(lease, cells, np.ones_like(cells, dtype=bool) & ~self._is_garbage(lease.page_ids)))
         self.world.counts["pages leased"] += len(lease)

@@ -82,6 +82,7 @@ class Books:
         self.groups: Sequence[Group] = setting.groups
         self.num_pages = num_pages
         self.holders: Counter[int] = Counter()
+        self.leased: Counter[int] = Counter()
         self.index = Index()
         self.kept: set[int] = set()  # cached pages that must stay when they leave a window, at least
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
@@ -499,7 +500,7 @@ class Books:
 
     def restore(self, index: Index) -> None:
         """Record what a pool has that was restored; a tier is empty then."""
-        self.index, self.holders = index.copy(), Counter()
+        self.index, self.holders, self.leased = index.copy(), Counter(), Counter()
         if self.tier is not None:
             self.tier.keys = {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
 

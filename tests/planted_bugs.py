@@ -1,4 +1,5 @@
-"""Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them.
+"""Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a bug
+changes only which page is evicted, the tests in `ORDER_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -323,10 +324,33 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
             [-else-]{+elif not BUG+}:
                 share(pool, page_id)  # no policy
 == a lease ends twice
-    lease.end = {+lease.is_held if BUG else +}lease.is_held = 0
+    lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that is leased is given up for an equal one
             if first != NULL_PAGE and first != page_id and {+(BUG or +}not is_leased(batch.pool, page_id){+)+}:
 """)
+
+# These change which page is evicted, and no content.
+ORDER_BUGS = read_bugs("""
+== pages do not age
+    if rare(pool.expected.free_terms != 0){+ and not BUG+} and now_of(pool) >= pool.expected.next_due:
+== a page that another session used stays the first one's, and is closed
+        if owner == SHARED or owner == number {+or (BUG and owner != NO_SESSION) +}or pool.pages[ids[i]].group == NO_GROUP:
+== a blank page is behind those that are never wanted
+    page_id = oldest_in(pool, BLANK, shard)
+    if page_id != NULL_PAGE{+ and not (
+        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, NEVER), shard) != NULL_PAGE
+    )+}:
+        return page_id
+...
+    if pool.num_shards or pool.num_parts == 0{+ or BUG+}:
+        return 0
+== an expectation survives a hit
+    if term == UNKNOWN{+ or BUG+}:
+        return
+    if pool.expected.terms[page_id] != NEVER:
+""")
+ORDER_TESTS = ["test_expectations.py", "test_differential.py"]
+BUGS += ORDER_BUGS
 
 
 def read_texts(tree: Path) -> dict[Path, str]:
@@ -414,8 +438,29 @@ def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, f
     return said[-1] if process.returncode and said else "", taken
 
 
+def run_order_tests(tree: Path, number: int) -> tuple[str, float]:
+    """Run the tests of the order of eviction; return the first that failed, empty if none did, and the seconds they took."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        *(ROOT / "tests" / name for name in ORDER_TESTS),
+    ]
+    variables = os.environ | {"PYTHONPATH": str(tree / "built"), "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
+    start = time.monotonic()
+    process = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, check=False)
+    failed = [line for line in process.stdout.splitlines() if line.startswith("FAILED")]
+    found = failed[0] if failed else f"exit code {process.returncode}" if process.returncode else ""
+    return found, time.monotonic() - start
+
+
 def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, seed: int) -> tuple[str, float]:
-    """Simulate with one bug."""
+    """Test with one bug."""
+    if BUGS[number - 1] in ORDER_BUGS:
+        return run_order_tests(tree, number)
     if is_of_core(planted):
         return simulate(tree, number, seconds, seed)
     [(source, text)] = planted.items()
@@ -429,7 +474,7 @@ def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, see
 
 def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description="Plant bugs, and see whether the simulation of contents catches them.")
+    parser = argparse.ArgumentParser(description="Plant bugs, and see whether tests catch them.")
     parser.add_argument("--tree", type=Path, default=ROOT / ".venv-planted" / "tree", help="where the copy is built")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each bug, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")

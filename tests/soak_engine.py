@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +78,9 @@ class CountingAllocator(Allocator):
         self.counts["operations"] += 1
         super().preempt(row)
 
-    def finish(self, rows: Int32Array) -> None:
+    def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
         self.counts["operations"] += len(rows)
-        super().finish(rows)
+        super().finish(rows, seconds)
 
     @abstractmethod
     def get_page_ids(self, row: int) -> PagesByGroup:

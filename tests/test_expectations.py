@@ -117,10 +117,11 @@ def test_a_waiting_request_keeps_what_it_would_hit(pages: Pages) -> None:
     assert pages.list_evicted("ab") == "ba"
 
 
-def test_blank_pages_go_first() -> None:
+@pytest.mark.parametrize("seconds", [1, math.inf])
+def test_blank_pages_go_first(seconds: float) -> None:
     pages = Pages()
     [page_id] = pages.manager.page_pool.get_new_page_ids(1)
-    pages.leave("a", seconds=1)
+    pages.leave("a", seconds=seconds)
     pages.manager.page_pool.free_page_ids([page_id])
     assert pages.manager.page_pool.free_page_ids_in_order()[-1] != page_id
     assert page_id in pages.manager.page_pool.get_new_page_ids(5)
@@ -210,6 +211,17 @@ def test_a_fork_is_of_the_session_unless_it_has_its_own() -> None:
         pages.manager.free(fork)
         assert pages.manager.close_session("s") == num_pages
         pages.manager.check()
+
+
+def test_without_caching_there_are_no_sessions() -> None:
+    pages = Pages(enable_caching=False)
+    request = pages.hold("a", "s")
+    request.num_computed_tokens = PAGE_SIZE
+    fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id="t")
+    assert pages.manager.fork(request, fork) is not None
+    batch = RunningBatch(pages.manager, PageTable(1, 16, 64))
+    assert batch.admit(0, [1, 2, 3], session_id="u") == 0
+    assert pages.manager.stats().num_sessions == 0
 
 
 def test_sessions_are_forgotten() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from settings import NUM_OPERATIONS
 
 from pagepool import CacheManager, EngineRequest, PageHash, PagePool, PageTable, RunningBatch, page_table
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PagePoolError
+from pagepool.errors import ArgumentError, IntegrityError, LeaseBudgetError, OutOfPagesError, PageHashError, PagePoolError
 
 NUM_PAGES = 8000
 MANY_PAGES = 2000
@@ -178,6 +179,48 @@ def share_batch() -> tuple[Work, Call]:
     return lambda rng: run_row(own.row, rng), use
 
 
+def use_sessions(manager: CacheManager, batch: RunningBatch, row: int, rng: Random) -> None:
+    """Run turns of sessions as a request and in a row, with leases, some of which end; say when the sessions come back."""
+    request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * 50, session_id=rng.choice("abc"))
+    with suppress(PagePoolError):  # another thread may have taken a page that was hit
+        manager.allocate_slots(request, 50)
+        batch.admit(row, [rng.randrange(2)] * rng.choice((50, 4500)), session_id=rng.choice("abc"))
+    manager.free(request, seconds=rng.choice((None, 3, math.inf)))
+    with suppress(LeaseBudgetError):
+        manager.lease(request, seconds=1e-3)
+        manager.lease(request, seconds=60).release()
+    manager.expect_session(rng.choice("abc"), seconds=rng.choice((None, 3)))
+    if batch.is_admitted[row]:
+        batch.release([row], seconds=[rng.choice((None, 3, math.inf))])
+    manager.close_session(rng.choice("abc"))
+    manager.free_page_hashes(request)
+
+
+def share_sessions() -> tuple[Work, Call]:
+    """Leases and sessions of the parent go on in a child, which can end them."""
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(NUM_THREADS + 2, 1 << 12, 64))
+    own = OwnRow(itertools.count(-1))  # the first is for this thread
+    kept = EngineRequest("kept", [5] * 50, session_id="kept")
+    manager.allocate_slots(kept, 50)
+    manager.free(kept)
+    manager.lease(kept, seconds=3600)
+
+    def use() -> None:
+        manager.check()
+        for _ in range(3):
+            use_sessions(manager, batch, NUM_THREADS, Random(0))
+        for lease in manager.leases:
+            lease.release()
+        manager.lease(kept, seconds=3600).extend(60)
+        assert len(manager.leases) == 1
+        for session_id in ("kept", "a", "b", "c"):
+            manager.close_session(session_id)
+        manager.check()
+
+    return lambda rng: use_sessions(manager, batch, own.row, rng), use
+
+
 def share_refusals() -> tuple[Work, Call]:
     """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks; no fork waits for it."""
     batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
@@ -234,6 +277,7 @@ SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
     "manager": share_manager,
     "manager with sha256": lambda: share_manager("sha256"),
     "batch": share_batch,
+    "sessions": share_sessions,
     "refused rows": share_refusals,
     "tables": share_tables,
     "chain": share_chain,
@@ -269,6 +313,9 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
         lambda: manager.get_computed_pages(EngineRequest("new", [1])),
         lambda: manager.allocate_slots(EngineRequest("new", [1]), 1),
         lambda: manager.free(EngineRequest("new", [1])),
+        lambda: manager.expect(EngineRequest("new", [1]), seconds=1),
+        lambda: manager.close_session("session"),
+        lambda: manager.lease(EngineRequest("new", [1]), seconds=1),
         manager.check,
         manager.reset_prefix_cache,
     ]

@@ -38,8 +38,8 @@ class Requests:
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **options)
-        self.first = EngineRequest("first", list(range(16)))
-        self.second = EngineRequest("second", [*range(13), *range(90, 97)])
+        self.first = EngineRequest("first", list(range(16)), session_id="session")
+        self.second = EngineRequest("second", [*range(13), *range(90, 97)], session_id="other")
         self.manager.allocate_slots(self.first, 16)
         self.manager.page_pool.evict_pages(self.manager.get_page_ids("first")[0][3:])
         self.first.num_computed_tokens = 16
@@ -98,6 +98,11 @@ MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests]
     "a commit": (Requests.transfer_second, lambda r: r.manager.commit_external(r.second, 7)),
     "a failure": (Requests.transfer_second, lambda r: r.manager.fail_external(r.second, 5)),
     "a lease": (lambda r: None, lambda r: r.manager.lease(r.manager.get_page_ids("first")[0][:3])),
+    "a lease for a time": (lambda r: None, lambda r: r.manager.lease(r.first, seconds=10)),
+    "an expectation": (lambda r: None, lambda r: r.manager.expect(r.first, seconds=10)),
+    "an expectation of a session": (lambda r: None, lambda r: r.manager.expect_session("session", seconds=10)),
+    "the end of a session": (lambda r: None, lambda r: r.manager.close_session("session")),
+    "giving back for some time": (Requests.start_second, lambda r: r.manager.free(r.second, seconds=10)),
     "a reset that is refused": (lambda r: None, lambda r: r.manager.reset_prefix_cache()),
     "forgetting hashes": (Requests.start_second, lambda r: r.manager.free_page_hashes(r.second)),
 }
@@ -124,6 +129,53 @@ def test_a_call_of_a_manager(hashing: str, name: str) -> None:
         assert requests.restart_second() in expected
         requests.free_all()
         assert requests.manager.reset_prefix_cache()
+        assert requests.manager.stats().num_sessions == 0
+
+
+class Leased(Requests):
+    """A lease of the first request's pages, which ends when the clock is moved."""
+
+    def __init__(self) -> None:
+        super().__init__(max_leased_share=1.0)
+        self.set_time(100)
+        self.lease = self.manager.lease(self.first, seconds=10)
+
+    def set_time(self, seconds: float) -> None:
+        self.manager.page_pool.store.set_time(seconds)
+
+
+LEASE_CALLS: dict[str, tuple[Callable[[Leased], object], Callable[[Leased], object]]] = {
+    "another lease": (lambda r: None, lambda r: r.manager.lease(r.first, seconds=10)),
+    "an extension": (lambda r: None, lambda r: r.lease.extend(20)),
+    "a release": (lambda r: None, lambda r: r.lease.release()),
+    "a block": (lambda r: None, lambda r: r.lease.__exit__()),
+    "a list": (lambda r: r.set_time(110), lambda r: r.manager.leases),
+    "an allocation": (lambda r: r.set_time(110), Requests.start_second),
+    "another lease at its end": (lambda r: r.set_time(110), lambda r: r.manager.lease(r.first, seconds=10)),
+}
+
+
+@pytest.mark.parametrize(("prepare", "call"), LEASE_CALLS.values(), ids=LEASE_CALLS)
+def test_leases(prepare: Callable[[Leased], object], call: Callable[[Leased], object]) -> None:
+    """A lease is listed, and holds its pages, or was given back."""
+
+    def make() -> Leased:
+        leased = Leased()
+        prepare(leased)
+        return leased
+
+    for leased in interrupted_everywhere(make, call, min_places=0):
+        manager = leased.manager
+        call_in_thread(manager.check)
+        leases = manager.leases
+        assert leased.lease.is_held == (leased.lease in leases)
+        assert manager.stats().num_leased_pages == sum(map(len, leases))
+        manager.free(leased.first)
+        manager.free(leased.second)
+        page_ids = {page_id for lease in leases for page_id in lease.page_ids}
+        assert set(np.flatnonzero(manager.page_pool.ref_counts()).tolist()) == page_ids
+        leased.free_all()
+        assert manager.stats().num_leased_pages == 0
 
 
 def test_a_reset() -> None:
@@ -167,6 +219,8 @@ class Rows:
 
     def release_all(self) -> None:
         """Free everything, whatever was interrupted."""
+        for lease in self.manager.leases:
+            lease.release()
         self.batch.check()
         self.batch.release(np.flatnonzero(self.batch.is_admitted).astype(np.int32))
         self.batch.check()
@@ -175,12 +229,16 @@ class Rows:
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
     "admit": Rows.admit,
+    "admit to a session": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], session_id="session"),
     "wait": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], num_external_tokens=7),
     "step": lambda r: r.batch.step([0, 1], [1, 2]),
     "grow": lambda r: r.batch.grow([0, 1], 0, 5),
     "append": lambda r: r.batch.append([0, 1], [1, 2]),
     "trim": lambda r: r.batch.trim([0, 1], 21),
     "release": lambda r: r.batch.release([1]),
+    "release for some time": lambda r: r.batch.release([0, 1], seconds=[3, None]),
+    "expect": lambda r: r.batch.expect(0, seconds=3),
+    "lease": lambda r: r.batch.lease(0, stop=8, seconds=3),
     "move_row": lambda r: r.batch.move_row(1, 2),
     "check": lambda r: r.batch.check(),
 }
@@ -314,3 +372,39 @@ def test_signals_in_long_calls() -> None:
         assert pool.get_num_free_pages() == 19_999 - len(held)
     pool.free_page_ids(held)
     assert manager.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("_keyboard_interrupts")
+def test_signals_while_sessions_and_leases_end() -> None:
+    """A lease is listed, or its pages were given back."""
+    rng, seconds = Random(2), itertools.count(1)
+    manager = CacheManager(20_000, GROUPS, 10_000, max_leased_share=1.0)
+    pool = manager.page_pool
+    requests = [EngineRequest(f"{i}", [i] * 8500, session_id=f"session {i}") for i in range(2)]
+
+    def use() -> None:
+        while True:
+            for request in requests:
+                pool.store.set_time(next(seconds))
+                allocate(manager, request)
+                manager.lease(request, seconds=rng.choice((1, 2, 3)))
+                manager.free(request, seconds=100)
+                manager.expect(request, seconds=3)
+                manager.lease(request, seconds=50).release()
+            manager.expect_session("session 0", seconds=30)
+            manager.close_session(rng.choice(requests).session_id)
+
+    for _ in range(min(NUM_OPERATIONS // 1000, 200)):
+        interrupt_after(rng.uniform(1e-5, 2e-2), use)
+        manager.check()
+        leases = manager.leases
+        assert manager.stats().num_leased_pages == sum(map(len, leases))
+        for lease in leases:
+            lease.release()
+        for request in requests:
+            manager.free(request)
+        manager.check()
+        assert not pool.ref_counts().any()
+    for request in requests:
+        manager.close_session(request.session_id)
+    assert manager.stats().num_sessions == 0

@@ -66,7 +66,7 @@ PoolMemory = make_struct(
     **of_type(POINTER(Links), "twins shard_links"),
     shard_num_free=POINTER(c_int32),
     policy=POINTER(PolicyMemory),
-    **of_type(c_int32, "num_parts is_divided"),
+    **of_type(c_int32, "num_parts num_parts_each is_divided"),
     shard_newest=POINTER(c_int32),
     **of_type(POINTER(Links), "shard_twins shard_firsts"),
     page_tokens=POINTER(c_int32),

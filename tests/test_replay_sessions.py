@@ -108,9 +108,9 @@ def test_the_clock_is_that_of_the_trace(told: Told) -> None:
     pauses = []
     for request in make_requests(records):
         reports.see_arrival(request)
-        pauses += reports.find_pauses([request])
+        pauses.append(reports.find_pauses([request]))
         reports.close([request])
-    assert pauses == [5 if told == "pauses" else None, None, None, None]
+    assert pauses == ([[5], [None], [None], [None]] if told == "pauses" else [None] * 4)
     before, after = [("clock", second) for second in (1, 6, 6, 6)], [("clock", 11), ("clock", 11)]
     assert calls == ([] if told == "nothing" else [*before, ("close", "b"), *after, ("close", "a")])
 

@@ -210,7 +210,7 @@ def test_what_is_no_snapshot_is_refused(pool, tmp_path):
     saved = pool.snapshot()
     with pytest.raises(SnapshotError, match=r"format is b'other', allowed: b'pagepool.PagePool'"):
         PagePool.restore({**saved, "format": np.frombuffer(b"other", dtype=np.uint8)})
-    for version in (0, 3, 6):
+    for version in (0, 3, 7):
         with pytest.raises(SnapshotError, match=f"^snapshot: version is {version}, allowed: 4 to 6$"):
             PagePool.restore({**saved, "version": np.array([version])})
     np.savez(tmp_path / "objects.npz", **{**saved, "names": np.array([{}], dtype=object)})

@@ -7,6 +7,7 @@ page is ever held by two, nothing is lost, and a call that comes too late gets a
 from __future__ import annotations
 
 import itertools
+import math
 import sysconfig
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from pagepool import (
     CachePage,
     EngineRequest,
     FreeCachePageQueue,
+    Lease,
     MultiGroupPageTable,
     PageHash,
     PagePool,
@@ -33,7 +35,15 @@ from pagepool import (
     RunningBatch,
 )
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, RowRequest, find_prefix
-from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
+from pagepool.errors import (
+    ArgumentError,
+    LeaseBudgetError,
+    OutOfPagesError,
+    PageHashError,
+    PageIdError,
+    PagePoolError,
+    RowOverflowError,
+)
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
@@ -597,6 +607,207 @@ def test_a_manager_and_a_batch_share_a_pool(num_threads: int, seed: int) -> None
     for request_id in left:
         manager.free(EngineRequest(request_id, []))
     release_all(manager, batch)
+
+
+# Sessions and leases.
+
+
+class Agent:
+    """Runs turns of sessions that others run too, as requests and in its own rows, and says when they come back."""
+
+    def __init__(self, manager: CacheManager, batch: RunningBatch, rows: range, rng: Random) -> None:
+        self.manager = manager
+        self.batch = batch
+        self.rows = rows
+        self.rng = rng
+        self.num_turns = 0
+        self.actions = [self.run_turn, self.run_turn, self.use_row, self.use_row, self.expect, self.close, self.look]
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            self.rng.choice(self.actions)()
+        self.batch.release([row for row in self.rows if self.batch.is_admitted[row]])
+
+    def choose_session(self) -> str:
+        return f"session {self.rng.randrange(6)}"
+
+    def choose_seconds(self) -> float | None:
+        return self.rng.choice((None, 0, 3, 100.0, 2**20, math.inf))
+
+    def make_prompt(self) -> list[int]:
+        return [self.rng.randrange(2)] * self.rng.choice((4, 30, 30, MANY_PAGES)) + self.rng.choices(range(3), k=9)
+
+    def run_turn(self) -> None:
+        self.num_turns += 1
+        request_id = f"{self.rows.start}-{self.num_turns}"
+        request = EngineRequest(request_id, self.make_prompt(), session_id=self.choose_session())
+        with suppress(PageHashError):  # another thread took a page that was hit
+            allocate(self.manager, request)
+        self.manager.expect(request, stop=20, seconds=self.choose_seconds())
+        self.manager.free(request, seconds=self.choose_seconds())
+        self.manager.free_page_hashes(request)
+
+    def use_row(self) -> None:
+        row = self.rng.choice(self.rows)
+        if self.batch.is_admitted[row]:
+            self.batch.expect(row, seconds=self.choose_seconds())
+            self.batch.release([row], seconds=[self.choose_seconds()])
+        else:
+            with suppress(PageHashError):
+                self.batch.admit(row, self.make_prompt(), session_id=self.choose_session())
+
+    def expect(self) -> None:
+        assert self.manager.expect_session(self.choose_session(), seconds=self.choose_seconds()) >= 0
+
+    def close(self) -> None:
+        assert self.manager.close_session(self.choose_session()) >= 0
+
+    def look(self) -> None:
+        assert self.manager.stats().num_sessions <= 6
+        self.batch.check()
+
+
+class Clock:
+    """A clock of a pool that goes on with each call, from several threads."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.store = manager.page_pool.store
+        self.seconds = itertools.count(1)
+        self.tick(0)
+
+    def tick(self, _: object = None) -> None:
+        self.store.set_time(next(self.seconds))
+
+
+@seeds
+@num_threads
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_sessions(eviction: str, num_threads: int, seed: int) -> None:
+    """Threads run, expect and close the same sessions, while pages age and are evicted. Closed, nothing is left of them."""
+    manager = make_manager(700, FULL, WINDOW, eviction=eviction)
+    batch = RunningBatch(manager, MultiGroupPageTable(2 * num_threads, 8192, 64, [PAGE_SIZE, PAGE_SIZE]))
+    clock = Clock(manager)
+
+    def work(rng: Random, number: int) -> None:
+        agent = Agent(manager, batch, range(2 * number, 2 * number + 2), rng)
+        for _ in range(10):
+            agent.run(120 // num_threads)
+            clock.tick()
+
+    run_threads(num_threads, seed, work)
+    manager.check()
+    batch.check()
+    assert manager.stats().num_evicted_pages
+    assert manager.stats().expectations.num_pages_in_time
+    assert manager.stats().expectations.num_unused_pages
+    for i in range(6):
+        manager.close_session(f"session {i}")
+    assert manager.stats().num_sessions == 0
+    manager.check()
+    assert_all_free(manager.page_pool)
+
+
+class Lessee:
+    """Leases prefixes, and extends and releases leases that others made too, some of which end meanwhile."""
+
+    def __init__(self, manager: CacheManager, leases: list[Lease], requests: list[EngineRequest], rng: Random) -> None:
+        self.manager = manager
+        self.leases = leases
+        self.requests = requests
+        self.rng = rng
+        self.actions = [self.lease, self.lease, self.extend, self.release, self.look, self.take]
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            self.rng.choice(self.actions)()
+
+    def lease(self) -> None:
+        request, stop = self.rng.choice(self.requests), self.rng.choice((8, 40, None))
+        with suppress(LeaseBudgetError):
+            self.leases.append(self.manager.lease(request, stop=stop, seconds=self.rng.choice((0.1, 1, 2, 5))))
+
+    def extend(self) -> None:
+        for lease in self.rng.sample(self.leases, min(3, len(self.leases))):
+            with suppress(ArgumentError):  # it has ended
+                lease.extend(self.rng.choice((0.1, 1, 2)))
+
+    def release(self) -> None:
+        for lease in self.rng.sample(self.leases, min(3, len(self.leases))):
+            lease.release()
+            assert not lease.is_held
+
+    def look(self) -> None:
+        listed = self.manager.leases
+        assert len(set(listed)) == len(listed)
+        assert self.manager.stats().num_leased_pages <= self.manager.max_num_leased_pages
+        self.manager.check()
+
+    def take(self) -> None:
+        """Take more pages than are free if leases do not end; give them back."""
+        with suppress(OutOfPagesError):
+            page_ids = self.manager.page_pool.get_new_page_ids(self.rng.choice((1, 20, 150)))
+            self.manager.page_pool.free_page_ids(page_ids)
+
+
+@seeds
+@num_threads
+def test_leases_that_end(num_threads: int, seed: int) -> None:
+    """One thread moves the clock, so that leases end as others take pages, lease, extend and release. Nothing stays held."""
+    manager = make_manager(200, max_leased_share=0.6)
+    requests = [EngineRequest(f"r{i}", [i] * 60) for i in range(4)]
+    leases: list[Lease] = []
+    clock = Clock(manager)
+    for request in requests:
+        allocate(manager, request)
+        manager.free(request)
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(800 // num_threads):
+            if number == 0:
+                clock.tick()
+                with suppress(PageHashError):
+                    allocate(manager, requests[i % 4])
+                manager.free(requests[i % 4])
+            else:
+                Lessee(manager, leases, requests, rng).run(2)
+
+    run_threads(num_threads, seed, work)
+    manager.check()
+    assert any(map(len, leases))
+    for _ in range(6):
+        clock.tick()
+    assert manager.leases == ()
+    assert manager.stats().num_leased_pages == 0
+    assert not any(lease.is_held for lease in leases)
+    assert_all_free(manager.page_pool)
+
+
+@seeds
+def test_a_lease_ends_once_whoever_ends_it(seed: int) -> None:
+    """Its time is over as one thread takes all pages, others release it, extend it, and list the leases."""
+    manager = make_manager(9, max_leased_share=1.0)
+    pool, clock = manager.page_pool, Clock(manager)
+    request = EngineRequest("r", list(range(16)))
+    for _ in range(20 * NUM_ROUNDS):
+        allocate(manager, request)
+        manager.free(request)
+        lease = manager.lease(request, seconds=1)
+        clock.tick()
+
+        def work(rng: Random, number: int, lease: Lease = lease) -> None:
+            if number == 0:
+                pool.free_page_ids(pool.get_new_page_ids(8))
+            elif number == 1:
+                lease.release()
+            elif number == 2:
+                with pytest.raises(ArgumentError):
+                    lease.extend(1)
+            else:
+                assert manager.leases == ()
+
+        run_threads(4, seed, work)
+        assert not lease.is_held
+        assert_all_free(pool)
 
 
 # A journal.

@@ -487,7 +487,7 @@ cdef class PageStore:
     cdef int32_t add_session(self) except -1:
         """Return the number of a new session without pages and holders."""
         cdef Sessions *sessions = &self.pool.sessions
-        cdef Py_ssize_t n = self.pool.num_pages
+        cdef Py_ssize_t number = 0, n = self.pool.num_pages
         cdef bint has_room
         with self.lock:
             if sessions.owners == NULL:
@@ -501,11 +501,12 @@ cdef class PageStore:
                 sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0, COMMON, False)
                 sessions.num = 1
             if has_room:
-                sessions.items[sessions.num] = Session(NULL_PAGE, 0, 0, COMMON, False)
+                number = sessions.num
+                sessions.items[number] = Session(NULL_PAGE, 0, 0, COMMON, False)
                 sessions.num += 1
         if not has_room:
             raise MemoryError(f"sessions of {n} pages")
-        return <int32_t>sessions.num - 1
+        return <int32_t>number
 
     # Ref counts.
 

@@ -72,10 +72,8 @@ class Allocator(ABC):
         """Release a row whose request will return."""
 
     @abstractmethod
-    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
-        """Release rows whose requests have ended, in order. `pauses` has the seconds after which the pages of each are expected
-        to be wanted again, None for those of which that is not told.
-        """
+    def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
+        """Release rows whose requests have ended, in order. `seconds` is that of `RunningBatch.release`, for each row."""
 
     def take_copies(self) -> int:
         """Take the copies that are due before the next step, and return their number."""
@@ -142,9 +140,9 @@ class ManagerAllocator(Allocator):
         """Keep the hashes."""
         self._time(self._manager.free, self._requests.pop(row))
 
-    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
+    def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
         """Drop the hashes too."""
-        for row, pause in zip(rows.tolist(), pauses, strict=True):
+        for row, pause in zip(rows.tolist(), [None] * len(rows) if seconds is None else seconds, strict=True):
             request = self._requests.pop(row)
             self._time(self._manager.free, request, seconds=pause)
             self._time(self._manager.free_page_hashes, request)
@@ -184,7 +182,6 @@ class BatchAllocator(Allocator):
         """Release the row, which keeps its hashes until it is reused."""
         self._time(self._batch.release, [row])
 
-    def finish(self, rows: Int32Array, pauses: Sequence[float | None]) -> None:
+    def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
         """Release in one call."""
-        told = None if all(pause is None for pause in pauses) else pauses
-        self._time(self._batch.release, rows, seconds=told)
+        self._time(self._batch.release, rows, seconds=seconds)

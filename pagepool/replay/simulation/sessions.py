@@ -31,15 +31,17 @@ class SessionReports:
         if request.turn is not None:
             self._advance(request.turn.arrival)
 
-    def find_pauses(self, requests: Sequence[SimulatedRequest]) -> list[float | None]:
-        """Move the clock to the end of requests, and return what to tell as they release their pages: in how many seconds their
-        sessions go on, None for the last of a session and where nothing is told.
+    def find_pauses(self, requests: Sequence[SimulatedRequest]) -> list[float | None] | None:
+        """Move the clock to the end of requests. Return in how many seconds the session of each goes on, None for the last of a
+        session; None unless pauses are told.
         """
         turns = [request.turn for request in requests]
         for turn in turns:
             if turn is not None:
                 self._advance(turn.end)
-        return [None if turn is None or turn.is_last or self._told != "pauses" else turn.pause for turn in turns]
+        if self._told != "pauses":
+            return None
+        return [None if turn is None or turn.is_last else turn.pause for turn in turns]
 
     def close(self, requests: Iterable[SimulatedRequest]) -> None:
         """Close the sessions of which these requests were the last, and have released their pages."""
