@@ -189,7 +189,7 @@ class Simulation:
         name = next(self._names) if rng.random() < 0.8 else self._reuse_name()
         job = Job(name, tokens, num_final_tokens, self.histories)
         if "expectations" in self.features:
-            job.session_id = self.rng.choice(("a", "b", None))
+            job.session_id, job.tenant = self.rng.choice(("a", "b", None)), self.rng.choice(("x", "y", None))
         if rng.random() < 0.35:
             self._make_special(job)
         if self.setting.windows is not None and rng.random() < 0.3:
@@ -615,6 +615,7 @@ class Simulation:
                 (lambda: holds.with_any(holds.lease_span), 0.1),
                 (lambda: holds.with_any(holds.expect), 0.2),
                 (holds.expect_session, 0.05),
+                (holds.set_shares, 0.02),
                 (holds.wait, 0.3),
             ],
             "snapshots": [(self.save, 0.05), (self.restore, 0.01)],

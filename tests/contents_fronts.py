@@ -590,8 +590,7 @@ class BatchFront(Front):
             options |= {"cache_salt": job.cache_salt, "lora_id": job.lora_id, "mm_features": job.mm_features}
         if job.resume_at:
             options["resume_at"] = job.resume_at
-        if job.session_id is not None:
-            options["session_id"] = job.session_id
+        options |= {name: value for name in ("session_id", "tenant") if (value := getattr(job, name)) is not None}
         if rng.random() < 0.4:
             options["num_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.3:

@@ -133,6 +133,11 @@ class Holds:
         num_pages = self.world.call(name, self.world.manager, self.rng.choice(("a", "b", "unknown")), **options)
         self.world.counts["pages of sessions"] += num_pages
 
+    def set_shares(self) -> None:
+        """Give tenants shares, or take them."""
+        self.world.call("set_shares", self.world.manager, {name: 0.3 for name in "xy" if self.rng.random() < 0.7})
+        self.world.counts["shares"] += 1
+
     def wait(self) -> None:
         """Let the clock go on. Leases of spans that are over are checked, and end."""
         self.time += self.rng.choice((0.5, 20, 2.0 ** self.rng.uniform(0, 6 if "tier" in self.world.features else 16)))

@@ -28,6 +28,7 @@ class Job:
     cache_salt: str | None = None
     resume_at: Sequence[int] = ()
     session_id: str | None = None
+    tenant: str | None = None
     num_computed_tokens: int = 0
     status: int = WAITING
 

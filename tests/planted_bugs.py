@@ -69,7 +69,7 @@ BUGS = read_bugs("""
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         push_to_shard(pool, page_id, shard, end_of_part(
 == two rows get the same page
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard){+
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard, batch.sessions[row]){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
             held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]+}
 == a page that a cut goes through is shared
@@ -192,20 +192,20 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}take_from(pool, held.ids, 1, shard)
+        {+if not BUG: +}take_from(pool, held.ids, 1, shard, holding.session)
         record_taken(pool, held)
         {+if not BUG: +}queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, &holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
             {+if BUG: touch_all(pool, hits.ids + hits.num - 1, 1)
-            else: +}take_this(pool, hits.ids[hits.num - 1])
+            else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
         {+if BUG: ids[n] = source.ids[n]
-        else: +}take_from(pool, ids + n, 1, shard)
+        else: +}take_from(pool, ids + n, 1, shard, new.session)
         record_taken(pool, target)
         target.num_pages += 1
         {+if not BUG: +}queue_copy(pool, source.ids[n], target, n, g)
@@ -278,7 +278,7 @@ tier.items[i].key.hi == key.hi:
 == a load is of another page of the tier
 NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
 == a page is loaded into another shard
-    take_from(pool, taken, num_loads, {+-1 if BUG else +}shard)
+    take_from(pool, taken, num_loads, {+-1 if BUG else +}shard, contents.session)
 == what is computed with a page that is being loaded is entered
     if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
         return
@@ -338,7 +338,7 @@ ORDER_BUGS = read_bugs("""
 == a blank page is behind those that are never wanted
     page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE{+ and not (
-        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, NEVER), shard) != NULL_PAGE
+        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, 0, NEVER), shard) != NULL_PAGE
     )+}:
         return page_id
 ...
@@ -348,6 +348,17 @@ ORDER_BUGS = read_bugs("""
     if term == UNKNOWN{+ or BUG+}:
         return
     if pool.expected.terms[page_id] != NEVER:
+== a page that another tenant used stays the first one's
+            if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
+== a page stays charged to the tenant from which it was taken
+            {+if not BUG: +}charge(pool, out[i], supply.taker)
+        fetch_entry(pool, out[i])
+== a tenant below its share gives pages
+        if has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
+== a tenant gives pages of another shard
+    if {+BUG or +}pool.tenants.num_free[tenant] == 0 or shard < 0:
+== pages of a tenant without a share are the last to go
+            while {+not BUG and +}target != NULL_PAGE and idle_time(pool, target) >= idle_time(pool, page_id):
 """)
 ORDER_TESTS = ["test_expectations.py", "test_differential.py"]
 BUGS += ORDER_BUGS

@@ -34,12 +34,20 @@ def _count_parts(records: Records) -> Any:
     return records.policy_counts
 
 
+def _list_free_ids(records: Records) -> Any:
+    """Return the free queue as if all pages were of one tenant: those of each part in the order of their release."""
+    if not len(records.tenants):
+        return records.free_ids
+    idle = np.uint32(records.now % (1 << 32)) - records.stamps.take(records.free_ids)
+    return records.free_ids[np.lexsort((-idle.astype(np.int64), records.find_parts() % records.num_parts_each))]
+
+
 FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Records], Any] | None]] = {
     "format": (np.uint8, (None,), None),
     "version": (np.int64, (1,), None),
     "enable_caching": (np.bool_, (1,), lambda records: [records.store.enable_caching]),
     "ref_counts": (np.int32, (None,), lambda records: records.pages["ref_cnt"]),
-    "free_page_ids": (np.int32, (None,), lambda records: records.free_ids),
+    "free_page_ids": (np.int32, (None,), _list_free_ids),
     "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
     "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
     "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),

@@ -1,0 +1,271 @@
+"""Shares of tenants: whose pages are evicted, to whom they are charged, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from argument_cases import SPEC
+from hybrids import manager_state
+from refusing import refused
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+PAGE_SIZE = SPEC.page_size
+
+
+class Tenants:
+    """Requests of one full page each, by letter, on a clock that stands."""
+
+    def __init__(self, num_pages: int = 11, **options: Any) -> None:
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **options)
+        self.now = 1000.0
+        self.wait(0)
+
+    def wait(self, seconds: float = 1) -> None:
+        self.now += seconds
+        self.manager.page_pool.store.set_time(self.now)
+
+    def request(self, name: str, **options: Any) -> EngineRequest:
+        return EngineRequest(name, [ord(name)] * PAGE_SIZE, **options)
+
+    def run(self, names: str, tenant: str | None = None, seconds: float | None = None, **options: Any) -> None:
+        """Run requests one after another, each a second later."""
+        for name in names:
+            request = self.request(name, tenant=tenant, **options)
+            _, num_hit_tokens = self.manager.get_computed_pages(EngineRequest("look-up", [*request.all_token_ids, 0]))
+            if num_hit_tokens:
+                request.all_token_ids.append(0)
+            hits, num_hit_tokens = self.manager.get_computed_pages(request)
+            num_new = request.num_tokens - num_hit_tokens
+            assert self.manager.allocate_slots(request, num_new, num_hit_tokens, hits) is not None
+            self.manager.free(request, seconds=seconds)
+            self.wait()
+        self.manager.check()
+
+    def cached(self, names: str) -> str:
+        """Return the requests whose pages are cached."""
+        return "".join(name for name in names if self.manager.probe(self._longer(name)).num_hit_tokens)
+
+    def _longer(self, name: str) -> EngineRequest:
+        return EngineRequest(name, [ord(name)] * PAGE_SIZE + [0])
+
+    @property
+    def charged(self) -> dict[str, int]:
+        return dict(self.manager.stats().num_pages_by_tenant)
+
+
+@pytest.fixture(params=["lru", "adaptive"])
+def tenants(request: pytest.FixtureRequest) -> Tenants:
+    return Tenants(eviction=request.param)
+
+
+def test_a_tenant_keeps_its_share(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"chat": 0.3})
+    tenants.run("abc", "chat")
+    tenants.run("ABCDEFGHIJKLM", "flood")
+    assert tenants.cached("abcABCDEFGHIJKLM") == "abcGHIJKLM"
+    assert tenants.charged == {"chat": 3}
+
+
+def test_room_that_is_left_serves_all(tenants: Tenants) -> None:
+    """No request is refused for a share."""
+    tenants.manager.set_shares({"chat": 0.9, "flood": 0.01})
+    tenants.run("ABCDEFGHIJ", "flood")
+    assert tenants.charged == {"chat": 0, "flood": 10}
+    assert (
+        tenants.manager.allocate_slots(EngineRequest("long", [1] * 10 * PAGE_SIZE, tenant="flood"), 10 * PAGE_SIZE) is not None
+    )
+
+
+def test_of_tenants_above_their_share_the_oldest_page_goes(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.2, "y": 0.2})
+    tenants.run("ab", "x")
+    tenants.run("cde", "y")
+    tenants.run("fgh", "x")
+    tenants.run("ij")
+    tenants.run("A")
+    assert tenants.cached("abcdefghij") == "bcdefghij"
+    tenants.run("BC")
+    assert tenants.cached("abcdefghij") == "defghij"
+
+
+def test_what_nobody_wants_goes_before_older_pages(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.2, "y": 0.2})
+    tenants.run("abcd", "x")
+    tenants.run("efgh", "y", seconds=math.inf)
+    tenants.run("ij")
+    tenants.run("AB", "x")
+    assert tenants.cached("abcdefghij") == "abcdghij"
+
+
+def test_in_a_tenant_what_returns_last_goes_first(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.5})
+    tenants.run("abc", "x", seconds=3)
+    tenants.run("def", "x", seconds=600)
+    tenants.run("ghij", "x", seconds=3)
+    tenants.run("A", "x")
+    assert tenants.cached("abcdefghij") == "abcefghij"
+
+
+def test_a_page_of_two_tenants_is_common(tenants: Tenants) -> None:
+    """So the flood cannot take it over, nor is its first user charged. A use by a lease is none."""
+    tenants.manager.set_shares({"x": 0.3, "y": 0.3})
+    tenants.run("abc", "x")
+    with tenants.manager.lease(tenants._longer("a"), seconds=5):
+        assert tenants.charged == {"x": 3, "y": 0}
+    tenants.run("a", "y")
+    assert tenants.charged == {"x": 2, "y": 0}
+    tenants.run("a", "x")
+    assert tenants.manager.page_pool.evict_pages([1]) == 1
+    assert tenants.charged["x"] == 2
+
+
+def test_sessions_of_two_tenants_are_two_that_are_closed_together(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.3})
+    tenants.run("ab", "x", session_id="s")
+    tenants.run("c", session_id="s")
+    assert tenants.manager.stats().num_sessions == 2
+    assert tenants.manager.close_session("s") == 3
+    tenants.run("d", "x")
+    assert tenants.manager.stats().num_sessions == 0
+
+
+def test_a_tenant_without_a_session_is_no_session(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.3})
+    tenants.run("a", "x")
+    tenants.run("a", "x", session_id="s")
+    assert tenants.manager.close_session("s") == 1
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_one_tenant_with_nearly_all_is_as_without_shares(eviction: str) -> None:
+    """Page for page. All pages are cached, as blank ones go first with shares."""
+    rng, plain, shared = Random(3), Tenants(40, eviction=eviction), Tenants(40, eviction=eviction)
+    shared.manager.set_shares({"x": 0.95})
+    for _ in range(1500):
+        name, wait, used = chr(rng.choice(range(60, 140))), rng.choice((0.0, 1.0, 9.0)), []
+        for tenants in (plain, shared):
+            hits, _ = tenants.manager.get_computed_pages(tenants._longer(name))
+            [page_ids] = hits.get_page_ids()
+            if page_ids:
+                tenants.manager.page_pool.touch_page_ids(page_ids)
+                tenants.manager.page_pool.free_page_ids(page_ids)
+            else:
+                new = tenants.request(name, tenant="x")
+                [page_ids] = tenants.manager.allocate_slots(new, PAGE_SIZE).get_page_ids()
+                tenants.manager.free(new)
+            tenants.wait(wait)
+            used.append(page_ids)
+        assert used[0] == used[1]
+    shared.manager.check()
+
+
+def test_pages_of_a_tenant_without_a_share_any_more_are_common_as_old_as_they_were() -> None:
+    tenants = Tenants()
+    tenants.manager.set_shares({"x": 0.3, "y": 0.3})
+    for name, tenant in zip("abcdefghij", ["x", None, "y", "x", None] * 2, strict=True):
+        tenants.run(name, tenant)
+    tenants.manager.set_shares({"y": 0.3, "z": 0.6})
+    assert tenants.charged == {"y": 2, "z": 0}
+    tenants.run("ABCD", "z")
+    assert tenants.cached("abcdefghij") == "cfghij"  # c, of y, is within its share
+    tenants.manager.set_shares({})
+    assert tenants.charged == {}
+    tenants.run("EF")
+    assert tenants.cached("abcdefghij") == "ghij"
+
+
+def test_rows_and_their_forks_are_charged() -> None:
+    tenants = Tenants(20)
+    batch = RunningBatch(tenants.manager, PageTable(4, 16, 64))
+    tenants.manager.set_shares({"x": 0.3, "y": 0.3})
+    batch.admit(0, list(range(PAGE_SIZE + 1)), tenant="x")
+    batch.fork(0, [1])
+    batch.take_copies()
+    assert tenants.charged == {"x": 3, "y": 0}
+    tenants.manager.set_shares({"y": 0.3})
+    batch.append([0] * PAGE_SIZE, [7] * PAGE_SIZE)
+    batch.grow([0], PAGE_SIZE)
+    assert tenants.charged == {"y": 0}
+    tenants.manager.set_shares({"x": 0.1})
+    batch.append([0] * PAGE_SIZE, [7] * PAGE_SIZE)
+    batch.grow([0], PAGE_SIZE)
+    assert tenants.charged == {"x": 1}
+    batch.release([0, 1])
+    tenants.manager.check()
+
+
+def test_a_shard_gives_its_own_pages() -> None:
+    tenants = Tenants(20)
+    tenants.manager.set_shares({"x": 0.2})
+    for i in range(40):
+        request = tenants.request(chr(60 + i), tenant=("x", None)[i % 3 == 0])
+        pages = tenants.manager.allocate_slots(request, PAGE_SIZE, dp_shard_hint=i % 2, data_parallel_size=2)
+        assert pages.get_page_ids()[0][0] // 10 == i % 2
+        tenants.manager.free(request)
+        tenants.wait()
+        tenants.manager.check()
+    assert tenants.charged["x"] > 4
+
+
+def test_a_restored_pool_has_no_tenants_and_the_order_of_release(tenants: Tenants) -> None:
+    tenants.manager.set_shares({"x": 0.3, "y": 0.3})
+    for name, tenant in zip("abcdefghij", ["x", None, "y", "x", None] * 2, strict=True):
+        tenants.run(name, tenant)
+    restored = CacheManager(11, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool.restore(tenants.manager.page_pool.snapshot()))
+    assert dict(restored.stats().num_pages_by_tenant) == {}
+    assert restored.page_pool.free_page_ids_in_order().tolist() == list(range(1, 11))
+
+
+def test_without_caching_shares_change_nothing() -> None:
+    tenants = Tenants(enable_caching=False)
+    tenants.manager.set_shares({"x": 0.3})
+    tenants.manager.allocate_slots(tenants.request("a", tenant="x"), PAGE_SIZE)
+    assert tenants.charged == {"x": 0}
+
+
+MANY = {f"tenant {i}": 0.01 for i in range(63)}
+
+
+def test_63_tenants_have_shares(tenants: Tenants) -> None:
+    tenants.manager.set_shares(MANY)
+    for i, name in enumerate(MANY):
+        tenants.run(chr(300 + i), name)
+    assert sum(tenants.charged.values()) == 10
+    tenants.manager.set_shares(dict.fromkeys(f"other {i}" for i in range(19)) | {f"other {i}": 0.05 for i in range(19)})
+
+
+@pytest.mark.parametrize(
+    ("shares", "error", "text"),
+    [
+        (None, ArgumentTypeError, "shares: got NoneType, allowed: a mapping of tenants to shares"),
+        ({1: 0.1}, ArgumentTypeError, "shares: got int as a tenant, allowed: strings"),
+        ({"x": "1"}, ArgumentTypeError, r"shares\['x'\]: got str"),
+        ({"x": True}, ArgumentTypeError, r"shares\['x'\]: got bool"),
+        ({"x": 0}, ArgumentError, r"shares\['x'\]: got 0.0, allowed: above 0"),
+        ({"x": math.nan}, ArgumentError, r"shares\['x'\]: got nan"),
+        ({"x": -0.1}, ArgumentError, r"shares\['x'\]: got -0.1"),
+        ({"x": 0.5, "y": 0.46}, ArgumentError, "shares: got 0.96 in all, allowed: 0.95"),
+        ({"x": math.inf}, ArgumentError, "shares: got inf in all, allowed: 0.95"),
+        (MANY | {"one more": 0.01}, ArgumentError, "shares: got 64 tenants, allowed: 63"),
+    ],
+)
+def test_wrong_shares_are_refused(shares: Any, error: type[Exception], text: str) -> None:
+    tenants = Tenants()
+    tenants.manager.set_shares({"x": np.float32(0.25)})
+    with refused(lambda: (manager_state(tenants.manager), tenants.charged), error, text):
+        tenants.manager.set_shares(shares)
+
+
+def test_a_tenant_is_a_string() -> None:
+    tenants = Tenants()
+    batch = RunningBatch(tenants.manager, PageTable(4, 16, 64))
+    with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
+        batch.admit(0, [1], tenant=7)
+    with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
+        tenants.manager.allocate_slots(tenants.request("a", tenant=7), 1)
