@@ -169,6 +169,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: isinstance(value, float | np.floating),
     "fraction": lambda value: isinstance(value, Fraction),
     "list": lambda value: isinstance(value, list | tuple | dict | np.ndarray | bytes),
+    "mapping": lambda value: isinstance(value, dict),
     "hashable": lambda value: not isinstance(value, list | dict | np.ndarray),
     "type": lambda value: isinstance(value, type),
     "dtype": lambda value: isinstance(value, np.generic),
@@ -415,6 +416,8 @@ use.manager.lease(use.held, start=<0>, stop=<None|None>, seconds=<1.0|float frac
 use.manager.expect(use.held, start=<0>, stop=<None|None>, seconds=<1.0|None float fraction>)
 use.manager.expect_session(session_id=<"s"|str>, seconds=<1.0|None float fraction>)
 use.manager.close_session(session_id=<"s"|str>)
+use.manager.set_shares(shares=<{"x": 0.5}|mapping>)
+use.manager.set_shares({"x": <0.5|float fraction>})
 use.manager.complete_transfers(number=<1>)
 use.manager.fail_transfers(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
 use.manager.find_wrong_token(<use.held>, FAILED_LOADS)

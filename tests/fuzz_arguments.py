@@ -257,6 +257,8 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "max_num_leased": constant(20, 20, 2, 0),
     "term": constant(0, 0, 1, 18, 19, 20),
     "session_id": constant(None, "a", "a", "b", 7),
+    "tenant": constant(None, "x", "x", "y", 7),
+    "shares": constant({}, {"x": 0.3}, {"x": 0.1, "y": 0.5}, {"y": 2.0}, 7),
     "session hold.number release.number": constant(0, 0, 1, 2),
     "stop_token": constant(None, None, 8),
     "groups_of_rows": rules_by_group,

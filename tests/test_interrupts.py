@@ -102,6 +102,7 @@ MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests]
     "an expectation": (lambda r: None, lambda r: r.manager.expect(r.first, seconds=10)),
     "an expectation of a session": (lambda r: None, lambda r: r.manager.expect_session("session", seconds=10)),
     "the end of a session": (lambda r: None, lambda r: r.manager.close_session("session")),
+    "shares": (lambda r: None, lambda r: r.manager.set_shares({"x": 0.3})),
     "giving back for some time": (Requests.start_second, lambda r: r.manager.free(r.second, seconds=10)),
     "a reset that is refused": (lambda r: None, lambda r: r.manager.reset_prefix_cache()),
     "forgetting hashes": (Requests.start_second, lambda r: r.manager.free_page_hashes(r.second)),

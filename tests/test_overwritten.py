@@ -11,11 +11,21 @@ from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_ui
 from typing import Any
 
 import pytest
+from argument_cases import SPEC
 from hybrids import WINDOW, make_manager
 from overwriting import overwrite
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    PageHash,
+    PageHashWithGroupId,
+    PagePool,
+    PageTable,
+    RunningBatch,
+)
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, TokenSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
@@ -82,6 +92,14 @@ PoolMemory = make_struct(
     stamps=POINTER(c_uint32),
     num_free_by_term=c_int32 * 20,
     free_terms=c_uint32,
+    times=c_int64 * 5,
+    **of_type(c_void_p, "lease_counts first_lease"),
+    leases=c_int64 * 3,
+    **of_type(c_void_p, "owners owner_links sessions"),
+    session_counts=c_int64 * 3,
+    tenants=POINTER(c_uint8),
+    num_charged=c_int32 * 64,
+    num_free_by_tenant=c_int32 * 64,
 )
 GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
 HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
@@ -225,6 +243,25 @@ def test_each_number_that_is_overwritten_is_found(eviction: str) -> None:
     for number, value in share_of(itertools.product(numbers_that_matter(memory), values)):
         if not can_be(number, value):
             assert_found(pool, number, value)
+
+
+def test_each_number_of_tenants_that_is_overwritten_is_found() -> None:
+    manager = CacheManager(8, [CacheGroupSpec(SPEC)], 64)
+    manager.set_shares({"x": 0.2, "y": 0.2})
+    for i, tenant in enumerate(("x", "y", None, "x")):
+        request = EngineRequest(f"{i}", [i] * SPEC.page_size, tenant=tenant)
+        assert manager.allocate_slots(request, SPEC.page_size) is not None
+        if i != 1:
+            manager.free(request)
+    pool, memory = manager.page_pool, memory_of(manager.page_pool.store, PoolMemory)
+    charged = [memory.tenants[page_id] for page_id in range(1, 8)]
+    assert sorted(charged) == [0, 1, 1, 2, 255, 255, 255]
+    for page_id, value in itertools.product(range(1, 8), (0, 1, 2, 3, 63, 64, 254, 255)):
+        if charged[page_id - 1] != value:
+            assert_found(pool, (memory.tenants, page_id), value)
+    for counts, tenant in itertools.product((memory.num_charged, memory.num_free_by_tenant), (0, 1, 2, 3, 63)):
+        for value in (-1, counts[tenant] + 1, counts[tenant] - 1):
+            assert_found(pool, (counts, tenant), value)
 
 
 def numbers_of_policy(memory: Any) -> Iterator[tuple[Any, Any, Any]]:

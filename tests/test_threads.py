@@ -621,7 +621,16 @@ class Agent:
         self.rows = rows
         self.rng = rng
         self.num_turns = 0
-        self.actions = [self.run_turn, self.run_turn, self.use_row, self.use_row, self.expect, self.close, self.look]
+        self.actions = [
+            self.run_turn,
+            self.run_turn,
+            self.use_row,
+            self.use_row,
+            self.expect,
+            self.close,
+            self.share,
+            self.look,
+        ]
 
     def run(self, num_actions: int) -> None:
         for _ in range(num_actions):
@@ -640,7 +649,8 @@ class Agent:
     def run_turn(self) -> None:
         self.num_turns += 1
         request_id = f"{self.rows.start}-{self.num_turns}"
-        request = EngineRequest(request_id, self.make_prompt(), session_id=self.choose_session())
+        session_id, tenant = self.choose_session(), self.rng.choice("xyz")
+        request = EngineRequest(request_id, self.make_prompt(), session_id=session_id, tenant=tenant)
         with suppress(PageHashError):  # another thread took a page that was hit
             allocate(self.manager, request)
         self.manager.expect(request, stop=20, seconds=self.choose_seconds())
@@ -654,7 +664,7 @@ class Agent:
             self.batch.release([row], seconds=[self.choose_seconds()])
         else:
             with suppress(PageHashError):
-                self.batch.admit(row, self.make_prompt(), session_id=self.choose_session())
+                self.batch.admit(row, self.make_prompt(), session_id=self.choose_session(), tenant=self.rng.choice("xyz"))
 
     def expect(self) -> None:
         assert self.manager.expect_session(self.choose_session(), seconds=self.choose_seconds()) >= 0
@@ -662,8 +672,12 @@ class Agent:
     def close(self) -> None:
         assert self.manager.close_session(self.choose_session()) >= 0
 
+    def share(self) -> None:
+        if self.rng.random() < 0.1:
+            self.manager.set_shares(dict.fromkeys(self.rng.sample("xyz", self.rng.randint(0, 3)), 0.2))
+
     def look(self) -> None:
-        assert self.manager.stats().num_sessions <= 6
+        assert self.manager.stats().num_sessions <= 24
         self.batch.check()
 
 
