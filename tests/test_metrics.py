@@ -54,6 +54,7 @@ SERVER_LABELS = {"instance", "job", "alertname"}
 def manager() -> CacheManager:
     groups = [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))]
     manager = CacheManager(9, groups, 64, eviction="adaptive", host_tier=HostTier(7, policy="write_through"))
+    manager.set_shares({"tenant": 0.1})
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
         request = EngineRequest(name, token_ids)
         hits, num_hit_tokens = manager.get_computed_pages(request)
@@ -159,7 +160,7 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
 
 
-def test_only_adaptive_eviction_estimates_hits_and_a_tier_has_metrics(manager: CacheManager) -> None:
+def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> None:
     plain = CacheManager(9, manager.kv_cache_groups, 64, eviction="lru")
     assert plain.stats().host_tier is None
     collector = CacheCollector(plain, {"engine": "0"})
@@ -170,7 +171,7 @@ def test_only_adaptive_eviction_estimates_hits_and_a_tier_has_metrics(manager: C
         engines.setdefault(sample.name, set()).add(sample.labels["engine"])
     special = {name for name in engines if name.startswith("pagepool_host_")}
     assert len(special) == len(HostTierStats._fields)
-    special |= {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total"}
+    special |= {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total", "pagepool_tenant_pages"}
     assert {name for name, values in engines.items() if values == {"1"}} == special
     assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - special
 
@@ -229,7 +230,7 @@ def test_legends_and_variables_tell_engines_apart() -> None:
         assert variables[name]["definition"] == variables[name]["query"]["query"]
         assert re.fullmatch(rf"label_values\(pagepool_pages(\{{.*\}})?, {name}\)", variables[name]["definition"])
     for expression, labels in read_panels():
-        assert labels == {"instance", "model_name", "engine"}
+        assert labels - {"tenant"} == {"instance", "model_name", "engine"}
         assert expression.count("pagepool_") == expression.count('{instance=~"$instance",model_name=~"$model_name"}')
         assert "by (" not in expression or "by (le, instance, model_name, engine)" in expression
 
