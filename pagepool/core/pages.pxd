@@ -4,15 +4,15 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 
 from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, drop_all, find, home_of
-from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.owners cimport begin_charge, charge, tenant_of
+from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    Supply, age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back, record_behind,
-    start_of_part, use_page,
+    Supply, age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back,
+    record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    COMMON, FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram, LeasedSpan, Page,
-    Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
+    COMMON, FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram,
+    LeasedSpan, Page, Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
 )
 from pagepool.core.siphash cimport Digest
 

@@ -246,17 +246,19 @@ cdef class RequestPages:
         return self.limits.num_room
 
     def count_entered_hashes(self, num_computed_tokens) -> int:
-        """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens are
-        entered again, if they lost theirs.
+        """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
+        are entered again, if they lost theirs.
         """
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), count = MAX_TOKENS
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        cdef int64_t num_entered, count = MAX_TOKENS
         cdef const Group *group
         cdef Py_ssize_t g
         with self.store.lock:
             for g in range(self.holding.num_groups):
                 group = &self.holding.groups[g]
                 if group.id != NO_GROUP:
-                    count = min(count, min(self.holding.held[g].num_cached, num_computed // group.rules.entry_size) * group.stride)
+                    num_entered = min(<int64_t>self.holding.held[g].num_cached, num_computed // group.rules.entry_size)
+                    count = min(count, num_entered * group.stride)
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:

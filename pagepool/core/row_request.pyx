@@ -23,7 +23,7 @@ from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport signs_of
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NO_SESSION, NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.running cimport RunningRows

@@ -149,8 +149,8 @@ cdef class PageSessions:
         cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
         cdef list removed = [number for name, number in self.tenants.items() if name not in checked]
         cdef double[MAX_TENANTS] values
-        cdef int32_t i, tenant
-        cdef PageIds left = PageIds(removed), numbers = PageIds([]), charged = PageIds([])
+        cdef int32_t i
+        cdef PageIds numbers, charged, left = PageIds(removed)
         cdef bint has_room
         for i in range(MAX_TENANTS):
             values[i] = 0
@@ -178,9 +178,5 @@ cdef class PageSessions:
 
     def count_charged(self) -> dict:
         """Count the pages that are charged to each tenant with a share. O(tenants)."""
-        cdef dict counts = {}
-        cdef int32_t tenant, num_pages
-        for name, number in self.tenants.items():
-            tenant = number
-            counts[name] = self.store.read(&self.store.pool.tenants.num_charged[tenant])
-        return counts
+        cdef const int32_t *counts = &self.store.pool.tenants.num_charged[0]
+        return {name: self.store.read(&counts[<int32_t>number]) for name, number in self.tenants.items()}

@@ -21,13 +21,13 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns, raw_realloc
 from pagepool.core.queue cimport (
-    Supply, age_pages, begin_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards, now_of, page_before, page_behind, pick,
-    push, push_all,
+    Supply, age_pages, begin_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards, now_of,
+    page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
-    COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN, Expectations,
-    Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_plain_parts, count_queue_links, count_remembered,
-    digest_of, is_free, is_leased, reserve_items, resize,
+    COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN,
+    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_plain_parts, count_queue_links,
+    count_remembered, digest_of, is_free, is_leased, reserve_items, resize,
 )
 from pagepool.core.siphash cimport Digest
 

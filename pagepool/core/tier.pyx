@@ -21,7 +21,7 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.queue cimport count_free, has_free_pages, let_go, put_back, take_out
 from pagepool.core.records cimport (
-    FILLED, FLAGS, NO_SESSION, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of,
+    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of,
     is_free, reserve_items,
 )
 from pagepool.core.request_pages cimport RequestPages, contents_of
@@ -445,9 +445,9 @@ def load_prefix(
 ) -> tuple:
     """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
     with its entry, a `context` of `EntryJournal.add_context` and a `session` of `PageSessions.hold`, among `ids`, which are
-    those of a shard then; it is held until the load ends. The third item says whether too few pages are free for them beside `num_reserved`: then nothing has changed,
-    and the prefix is what the pool has. The last one counts the tokens that all groups of full attention hit, where others hit
-    fewer, else it is 0. O(pages x groups).
+    those of a shard then; it is held until the load ends. The third item says whether too few pages are free for them beside
+    `num_reserved`: then nothing has changed, and the prefix is what the pool has. The last one counts the tokens that all
+    groups of full attention hit, where others hit fewer, else it is 0. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
