@@ -67,13 +67,15 @@ cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     cdef int32_t part = NEW
     if pool.num_parts == 0:
         return NO_PART
-    if term_of(pool, page_id) != UNKNOWN:
+    if rare(term_of(pool, page_id) != UNKNOWN):
         return part_of_term(pool, first_part_of(pool, page_id), term_of(pool, page_id))
     if pool.policy != NULL:
         part = <int32_t>(pool.policy.marks[page_id] & PART)
     elif pool.pages[page_id].group == NO_GROUP:
         part = BLANK
-    return part if part == BLANK else first_part_of(pool, page_id) + part
+    if rare(pool.expected.terms != NULL) and part != BLANK:
+        return first_part_of(pool, page_id) + part
+    return part
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
@@ -182,12 +184,12 @@ cdef inline void mark_queued(Pool *pool, int32_t page_id) noexcept nogil:
             pool.policy.marks[page_id] = BLANK
         else:
             stamp_page(pool.policy, page_id, part)
-    if pool.expected.terms != NULL:
+    if rare(pool.expected.terms != NULL):
         pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
         if term_of(pool, page_id) != UNKNOWN:
             wait_for(pool, limit_of(term_of(pool, page_id)))
-    if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
-        end_charge(pool, page_id)
+        if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
+            end_charge(pool, page_id)
 
 
 cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
@@ -211,6 +213,14 @@ cdef inline void wait_for(Pool *pool, uint32_t time) noexcept nogil:
 
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """Count a page that comes into its part, or leaves it."""
+    if rare(pool.expected.terms != NULL):
+        count_with_term(pool, page_id, change)
+    if pool.policy != NULL and term_of(pool, page_id) == UNKNOWN:
+        pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
+
+
+cdef inline void count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
+    """`count_in_part` for its term, if it has one, and its tenant."""
     cdef int32_t term = term_of(pool, page_id)
     if term != UNKNOWN:
         pool.expected.num_free[term] += change
@@ -218,8 +228,6 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
             pool.expected.free_terms |= <uint32_t>1 << term
         else:
             pool.expected.free_terms &= ~(<uint32_t>1 << term)
-    elif pool.policy != NULL:
-        pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
     if pool.tenants.of_pages != NULL and pool.tenants.of_pages[page_id] != NO_TENANT:
         pool.tenants.num_free[pool.tenants.of_pages[page_id]] += change
 
@@ -255,7 +263,7 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
     count_in_part(pool, page_id, -1)
-    if pool.tenants.of_pages != NULL:
+    if rare(pool.tenants.of_pages != NULL):
         begin_charge(pool, page_id)
 
 
@@ -566,6 +574,8 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
     page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id
+    if pool.expected.terms == NULL:  # there is a policy, as there are parts
+        return pick_least_value(pool, shard, 0)
     if rare(pool.tenants.of_pages != NULL):
         choose_tenant(pool, shard, supply)
     return pick_cached(pool, shard, supply.tenant * pool.num_parts_each)
