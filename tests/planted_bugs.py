@@ -360,7 +360,7 @@ ORDER_BUGS = read_bugs("""
 == pages of a tenant without a share are the last to go
             while {+not BUG and +}target != NULL_PAGE and idle_time(pool, target) >= idle_time(pool, page_id):
 """)
-ORDER_TESTS = ["test_expectations.py", "test_differential.py"]
+ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_differential.py"]
 BUGS += ORDER_BUGS
 
 
