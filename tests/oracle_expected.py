@@ -138,7 +138,7 @@ class Expectations:
         self.overdue.discard(page)
 
     def age(self) -> None:
-        """Let pages that were idle for all of their term have the next one, as long as the oldest of a term was."""
+        """Let pages that were idle for all of their term have that of twice their idle time, as long as the oldest was."""
         if self.now < self.next_due or not any(page in self.terms for page in self.pool.free_queue):
             return
         dues = []
@@ -147,7 +147,7 @@ class Expectations:
                 if self.idle(page) < SECOND << term:
                     dues.append(self.stamps[page] + (SECOND << term))
                     break
-                self.terms[page] = term + 1
+                self.terms[page] = min(term + 2, NEVER)
                 self.overdue.add(page)
                 self.pool.free_queue.move_to_end(page)
                 self.counts["aged"] += 1

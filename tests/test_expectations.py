@@ -91,8 +91,17 @@ def test_what_does_not_come_ages(pages: Pages) -> None:
     assert pages.manager.stats().expectations.num_unused_pages == 2
 
 
-def test_in_the_end_nobody_waits_for_it(pages: Pages) -> None:
-    pages.leave("a", seconds=2**17)
+@pytest.mark.parametrize(("seconds", "order"), [(3, "ab"), (10, "ba")])
+def test_what_is_late_counts_as_wanted_in_twice_its_idle_time(seconds: float, order: str, pages: Pages) -> None:
+    pages.leave("a", seconds=1)
+    pages.wait(5)
+    pages.leave("b", seconds=seconds)
+    assert pages.list_evicted("ab") == order
+
+
+@pytest.mark.parametrize("seconds", [2**16, 2**17])
+def test_in_the_end_nobody_waits_for_it(seconds: float, pages: Pages) -> None:
+    pages.leave("a", seconds=seconds)
     pages.wait(2**18)
     pages.leave("b", seconds=2**17)
     pages.manager.page_pool.get_new_page_ids(1)

@@ -715,13 +715,15 @@ cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void age_pages(Pool *pool) noexcept nogil:
-    """Let pages that have been idle for their whole term have the next one: before any is taken."""
+    """Let pages that have been idle for their whole term have a longer one: before any is taken."""
     if rare(pool.expected.free_terms != 0) and now_of(pool) >= pool.expected.next_due:
         age_due(pool)
 
 
 cdef inline void age_due(Pool *pool) noexcept nogil:
-    """Give the oldest pages of each term, as long as they have been idle for it, the next one. O(1) each, and O(tenants)."""
+    """Give the oldest pages of each term, as long as they have been idle for it, the term of twice that time. O(1) each, and
+    O(tenants).
+    """
     cdef int32_t tenant
     pool.expected.next_due = INT64_MAX
     for tenant in range(pool.num_parts // pool.num_parts_each):
@@ -735,7 +737,7 @@ cdef inline void age_tenant(Pool *pool, int32_t first) noexcept nogil:
         page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
         while page_id != NULL_PAGE and idle_time(pool, page_id) >= limit_of(term):
             pull(pool, page_id)
-            pool.expected.terms[page_id] = <uint8_t>(OVERDUE | (term + 1))
+            pool.expected.terms[page_id] = <uint8_t>(OVERDUE | min(term + 2, <int32_t>NEVER))
             place(pool, page_id)
             page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
         if page_id != NULL_PAGE:
