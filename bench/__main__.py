@@ -27,6 +27,7 @@ ENGINES = {
     "events": ("none",),
     "eviction": ("none",),
     "windows": ("none",),
+    "keeping": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

@@ -46,6 +46,7 @@ STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
 EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
 WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
+KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
     "siphash128",
@@ -53,7 +54,7 @@ HASHES = Suite(
     1e9,
     "target",
 )
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, WINDOWS, HASHES)
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, WINDOWS, KEEPING, HASHES)
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
 """Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")

@@ -22,7 +22,9 @@ from pagepool.core.pages cimport (
     take_from, take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
-from pagepool.core.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, is_counted, push, put_back_held
+from pagepool.core.queue cimport (
+    count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
+)
 from pagepool.core.records cimport (
     FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, UNKNOWN, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard,
     is_free, reserve_items, shard_of,
@@ -739,7 +741,7 @@ cdef inline void enter_states(
     for g in range(holding.num_groups):
         if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
             if enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
-                expect_page(pool, holding.held[g].ids[0], term)
+                expect_page(pool, holding.held[g].ids[0], term, now_of(pool))
 
 
 # Copies of pages are due before the next step. They are queued here, and done by whoever takes the list (`Copies`). Each has a

@@ -1,13 +1,13 @@
 # Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    Supply, age_pages, end_of_queue, expect_page, is_counted, is_page, now_of, pick, pull, push, push_first, put_back,
+    Supply, age_pages, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first, put_back,
     record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
@@ -263,6 +263,7 @@ cdef inline Py_ssize_t give_back_to_parts(
 ) noexcept nogil:
     """`give_back` with parts. A policy gets to know how many pages come before the first does."""
     cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
+    cdef int64_t now = 0
     cdef Page *page
     for i in range(n):
         at = n - 1 - i if tail_first else i
@@ -279,13 +280,15 @@ cdef inline Py_ssize_t give_back_to_parts(
             num_counted += is_counted(pool, ids[at])
     if num_counted:
         count_release(pool.policy, num_counted, pool.num_free)
+    if pool.expected.terms != NULL and num_released:
+        now = now_of(pool)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
         if ids[at] != NULL_PAGE and page.ref_cnt == 0 and page.next_free == i and not is_free(pool, ids[at]):
-            if terms != NULL and terms[at] != UNKNOWN:
-                expect_page(pool, ids[at], terms[at])
-            push(pool, ids[at])
+            if terms != NULL and terms[at] != UNKNOWN and may_have_term(pool, ids[at], terms[at]):
+                pool.expected.terms[ids[at]] = <uint8_t>terms[at]
+            push_at(pool, ids[at], now)
     pool.num_freed += num_released
     return -1
 

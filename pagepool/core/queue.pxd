@@ -135,7 +135,12 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """`push` to the back of the part in which the page belongs, and of that of its shard."""
-    mark_queued(pool, page_id)
+    push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+
+
+cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+    """`push_to_divisions` at a time, which matters only with terms."""
+    mark_queued(pool, page_id, now)
     place(pool, page_id)
 
 
@@ -160,7 +165,7 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry to the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
-    mark_queued(pool, page_id)
+    mark_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
     link_page(pool, page_id, record_behind(pool, front_of_blank(pool, -1), -1))
     if pool.num_shards:
@@ -173,7 +178,7 @@ cdef inline int32_t front_of_blank(const Pool *pool, int32_t shard) noexcept nog
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
-cdef inline void mark_queued(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Mark a page that is put into the queue as one of the policy's part that its mark names, or, without an entry, of the
     blank one, and stamp it.
     """
@@ -185,9 +190,9 @@ cdef inline void mark_queued(Pool *pool, int32_t page_id) noexcept nogil:
         else:
             stamp_page(pool.policy, page_id, part)
     if rare(pool.expected.terms != NULL):
-        pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
+        pool.expected.stamps[page_id] = <uint32_t>now
         if term_of(pool, page_id) != UNKNOWN:
-            wait_for(pool, limit_of(term_of(pool, page_id)))
+            wait_for(pool, now + limit_of(term_of(pool, page_id)))
         if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
             end_charge(pool, page_id)
 
@@ -206,9 +211,9 @@ cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
     return <uint32_t>SECOND << term
 
 
-cdef inline void wait_for(Pool *pool, uint32_t time) noexcept nogil:
-    """Expect the end of a term after a time from now."""
-    pool.expected.next_due = min(pool.expected.next_due, now_of(pool) + time)
+cdef inline void wait_for(Pool *pool, int64_t time) noexcept nogil:
+    """Expect the end of a term at a time."""
+    pool.expected.next_due = min(pool.expected.next_due, time)
 
 
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
@@ -670,21 +675,26 @@ cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
 # next use, and the loss of its entry, end the term.
 
 
-cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
-    """Give a cached page another term, or UNKNOWN. A free page is queued as if it had been released now. One that sessions
-    share only gets a shorter one, so that none of them puts off what the others use.
+cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
+    """Whether a page is cached and can get a term, or lose it. One that sessions share only gets a shorter one, so that none
+    of them puts off what the others use.
     """
-    cdef bint is_moved = is_free(pool, page_id)
     if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(pool, page_id) == UNKNOWN):
-        return
-    if rare(is_shared(pool, page_id)) and (term == UNKNOWN or term >= own_term(pool, page_id)):
+        return False
+    return not rare(is_shared(pool, page_id)) or UNKNOWN < term < own_term(pool, page_id)
+
+
+cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t now) noexcept nogil:
+    """Give a page another term, or UNKNOWN, if it may have it. A free page is queued as if it had been released now."""
+    cdef bint is_moved = is_free(pool, page_id)
+    if not may_have_term(pool, page_id, term):
         return
     if is_moved:
         take_out(pool, page_id)
     pool.expected.terms[page_id] = <uint8_t>term
-    pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
+    pool.expected.stamps[page_id] = <uint32_t>now
     if is_moved:
-        push(pool, page_id)
+        push_at(pool, page_id, now)
 
 
 cdef inline int32_t own_term(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -741,4 +751,4 @@ cdef inline void age_tenant(Pool *pool, int32_t first) noexcept nogil:
             place(pool, page_id)
             page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
         if page_id != NULL_PAGE:
-            wait_for(pool, limit_of(term) - idle_time(pool, page_id))
+            wait_for(pool, now_of(pool) + limit_of(term) - idle_time(pool, page_id))

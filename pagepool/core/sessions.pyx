@@ -1,12 +1,12 @@
 """Sessions: rows and requests with the same id and tenant, and the pages that they have cached. Shares of tenants."""
 
 cimport cython
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport float_of, term_of_seconds
 from pagepool.core.ids cimport PageIds
 from pagepool.core.owners cimport hold_session, is_live, leave_session
-from pagepool.core.queue cimport expect_page, join_common, link_shards
+from pagepool.core.queue cimport expect_page, join_common, link_shards, now_of
 from pagepool.core.records cimport COMMON, MAX_TENANTS, NEVER, NO_SESSION, Pool, Session
 from pagepool.core.store cimport PageStore
 
@@ -124,17 +124,18 @@ cdef class PageSessions:
         cdef const Session *session
         cdef PageIds terms = PageIds([term])
         cdef int32_t _, page_id, following, num_pages
+        cdef int64_t now
         cdef bint has_room
         with self.store.lock:
             session = &pool.sessions.items[number]
-            num_pages = session.num_pages
+            num_pages, now = session.num_pages, now_of(pool)
             has_room = num_pages == 0 or self.store.make_terms(terms)
             page_id = pool.sessions.links[session.first].prev
             for _ in range(num_pages if has_room else 0):
                 following = pool.sessions.links[page_id].prev
                 if term == NEVER:
                     leave_session(pool, page_id)
-                expect_page(pool, page_id, term)
+                expect_page(pool, page_id, term, now)
                 page_id = following
         if not has_room:
             raise MemoryError(f"expectations of {pool.num_pages} pages")

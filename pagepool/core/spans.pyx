@@ -14,7 +14,7 @@ from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.lookups cimport Query, count_junction_tokens, fetch_hits, find_longest, query_of
 from pagepool.core.pages cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
-from pagepool.core.queue cimport expect_page
+from pagepool.core.queue cimport expect_page, now_of
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, Range, is_free
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport MAX_TOKENS, Group, first_hit_page, has_window, is_state, last_hash
@@ -382,9 +382,11 @@ cdef class TokenSpan:
         cdef PageIds found = PageIds.__new__(PageIds), terms = PageIds([term])
         cdef tuple hits = self.lock()
         cdef bint has_room = self.list_cached(found, hits) and (found.num == 0 or self.store.make_terms(terms))
+        cdef int64_t now
         cdef Py_ssize_t i
+        now = now_of(&self.store.pool)
         for i in range(found.num if has_room else 0):
-            expect_page(&self.store.pool, found.ids[found.num - 1 - i], term)
+            expect_page(&self.store.pool, found.ids[found.num - 1 - i], term, now)
         self.unlock()
         if not has_room:
             raise MemoryError(f"expectations of {self.store.pool.num_pages} pages")
