@@ -125,7 +125,9 @@ class Engine:
         If the model fails, the step is taken back and the error raised, so that later steps compute the same tokens again.
         """
         chunks = self.scheduler.schedule()
-        if not chunks and self.host_tier is not None:  # what runs next waits for transfers, or for pages that they hold
+        for _ in range(self.num_rows):  # what runs next waits for transfers, or for pages that they hold, or swaps a row first
+            if chunks or self.host_tier is None or not self.host_tier.stats().num_in_flight:
+                break
             self.move_pages()
             self.end_transfers(must_wait=True)
             chunks = self.scheduler.schedule()
