@@ -172,6 +172,7 @@ PARTS: Mapping[str, Callable[[Results], str]] = {
     "windows_hits": partial(make_hits, "windows"),
     "windows_cases": partial(make_hits, "windows_cases"),
     "keeping_hits": partial(make_hits, "keeping"),
+    "tenants_hits": partial(make_hits, "tenants"),
 }
 
 
