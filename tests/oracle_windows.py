@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from oracle import OracleManager
 
 
-NUM_BEFORE_PIN = 7
+NUM_BEFORE_LEASE = 7
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted. A pin adds one
-    as long as there are fewer than `NUM_BEFORE_PIN`.
+    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted. A lease adds one
+    as long as there are fewer than `NUM_BEFORE_LEASE`.
     """
 
     tokens: tuple[int, ...]
@@ -69,7 +69,7 @@ class OracleWindows:
     def add(self, request: Any, end: int) -> None:
         """Let a request that has pages keep the window before an end when it leaves that."""
         boundaries = self.boundaries.get(request.request_id) if request.request_id in self.manager.held else None
-        if boundaries is not None and end not in (0, *boundaries.tokens) and len(boundaries.tokens) < NUM_BEFORE_PIN:
+        if boundaries is not None and end not in (0, *boundaries.tokens) and len(boundaries.tokens) < NUM_BEFORE_LEASE:
             self.boundaries[request.request_id] = replace(boundaries, tokens=(*boundaries.tokens, end))
 
     def keep_hits(self, hits: tuple[list[int], ...]) -> None:
