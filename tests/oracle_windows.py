@@ -17,8 +17,8 @@ NUM_BEFORE_LEASE = 7
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted. A lease adds one
-    as long as there are fewer than `NUM_BEFORE_LEASE`.
+    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted. A lease adds
+    one as long as there are fewer than `NUM_BEFORE_LEASE`.
     """
 
     tokens: tuple[int, ...]
