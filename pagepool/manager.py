@@ -748,9 +748,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         are no longer named.
 
         Each page that is held or cached is charged to the `tenant` of the request or row that took it; once another tenant has
-        used it, to all others together, until it loses its prefix entry. After pages without an entry those of the tenant are
-        evicted that has the most for its share, in the order of `expect`, so a tenant with no more than its share loses pages
-        only if nobody else has free ones. Room that a tenant leaves unused serves all, and no request is refused for a share.
+        used it, to all others together, until it loses its prefix entry. Pages without an entry are evicted first. Of the
+        tenants above their share the one then gives a page whose next page, in the order of `expect`, nobody wants again, or
+        was released earliest; a tenant with no more than its share gives one only if nobody else has free ones. Room that a
+        tenant leaves unused serves all, and no request is refused for a share.
 
         ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most 63, each
         above 0, and at most 0.95 in all. Memory is 6 bytes a page from the first call on. O(num_pages), and O(sessions).
