@@ -7,8 +7,8 @@ from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    Supply, age_pages, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first, put_back,
-    record_behind, start_of_part, use_page,
+    Supply, age_pages, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
+    put_back, record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
     COMMON, FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram,
