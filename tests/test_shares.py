@@ -213,6 +213,18 @@ def test_a_shard_gives_its_own_pages() -> None:
     assert tenants.charged["x"] > 4
 
 
+def test_a_tenant_far_above_its_share_gives_no_page_of_another_shard() -> None:
+    tenants = Tenants(20)
+    tenants.manager.set_shares({"x": 0.01})
+    for i in range(30):
+        request = tenants.request(chr(60 + i), tenant="x" if i < 9 else None)
+        pages = tenants.manager.allocate_slots(request, PAGE_SIZE, dp_shard_hint=int(i >= 9), data_parallel_size=2)
+        assert (pages.get_page_ids()[0][0] < 10) == (i < 9)
+        tenants.manager.free(request)
+        tenants.manager.check()
+    assert tenants.charged == {"x": 9}
+
+
 def test_a_restored_pool_has_no_tenants_and_the_order_of_release(tenants: Tenants) -> None:
     tenants.manager.set_shares({"x": 0.3, "y": 0.3})
     for name, tenant in zip("abcdefghij", ["x", None, "y", "x", None] * 2, strict=True):
