@@ -122,7 +122,8 @@ class Workload(Driver):
         self.families = [self._tokens(self.max_tokens) for _ in range(num_families)]
         self.in_flight: list[Taken] = []  # transfers
         self.time = START
-        self.twins.call("set_time", self.time)
+        if features.expectations:
+            self.twins.call("set_time", self.time)
 
     def _with_features(self, actions: Actions) -> Actions:
         """Add the actions that the features ask for; with a tier, what empties it is rare."""
