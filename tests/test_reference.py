@@ -93,6 +93,8 @@ class ReferenceTwin(Twin):
             self.manager.usage,
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             {},
+            (0, 0, 0),
+            {},
             {},
         )
 
