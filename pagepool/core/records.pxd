@@ -140,7 +140,7 @@ cdef struct Sessions:         # see `owners.pxd`
     int32_t *owners           # [num_pages] numbers of sessions; NULL: there were none
     Links *links              # [num_pages] rings of the pages of a session
     Session *items            # [num], and room for `capacity`; the first stands for none
-    Py_ssize_t num
+    int32_t num
     Py_ssize_t capacity
     int32_t num_live
 
@@ -163,7 +163,7 @@ cdef struct Leases:
     LeasedSpan *first         # of spans
     int64_t num_pages         # of spans, each page once for each lease
     int64_t next_end          # no lease ends before; 0: none has an end
-    Py_ssize_t num_ended      # leases that ended by themselves since they were listed last
+    int32_t num_ended         # leases that ended by themselves since they were listed last
 
 cdef struct Transfer:         # of a page between a pool and its tier
     Digest key                # of the page

@@ -163,7 +163,7 @@ cdef class Lease:
 cdef Lease new_lease(PageStore store):
     """A lease without pages, listed before it holds any, so that no interrupt can lose it. Amortised O(1)."""
     cdef Lease lease = Lease.__new__(Lease)
-    if 2 * store.pool.leases.num_ended > len(store.leases):
+    if 2 * store.read(&store.pool.leases.num_ended) > len(store.leases):
         list_leases(store)
     lease.store = store
     store.leases[lease] = None
@@ -174,13 +174,16 @@ def list_leases(PageStore store not None) -> list:
     """List the leases of a pool that are held, the oldest first, and forget those that have ended. O(leases)."""
     cdef Lease lease
     cdef list held = [], listed = list(store.leases)
+    cdef LeasedSpan span
     with store.lock:
         end_leases(&store.pool)
         store.pool.leases.num_ended = 0
     for lease in listed:
-        if lease.span.is_held:
+        with store.lock:
+            span = lease.span
+        if span.is_held:
             held.append(lease)
-        elif lease.span.has_begun:  # other threads list leases before they hold pages
+        elif span.has_begun:  # other threads list leases before they hold pages
             store.leases.pop(lease, None)
     return held
 

@@ -482,7 +482,7 @@ cdef class PageStore:
 
     cdef int32_t checked_session(self, object session) except -1:
         """The number of a session."""
-        return <int32_t>size_of(session, "session", 0, max(1, self.pool.sessions.num) - 1)
+        return <int32_t>size_of(session, "session", 0, max(1, self.read(&self.pool.sessions.num)) - 1)
 
     cdef int32_t add_session(self) except -1:
         """Return the number of a new session without pages and holders."""
