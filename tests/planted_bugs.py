@@ -358,7 +358,7 @@ ORDER_BUGS = read_bugs("""
 == a tenant gives pages of another shard
     if {+BUG or +}pool.tenants.num_free[tenant] == 0 or shard < 0:
 == pages of a tenant without a share are the last to go
-            while {+not BUG and +}target != NULL_PAGE and idle_time(pool, target) >= idle_time(pool, page_id):
+            while {+not BUG and +}target != NULL_PAGE and not is_older(pool, page_id, target):
 """)
 ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_differential.py"]
 BUGS += ORDER_BUGS

@@ -206,6 +206,11 @@ cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id) noexcept nogil
     return <uint32_t>now_of(pool) - pool.expected.stamps[page_id]
 
 
+cdef inline bint is_older(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+    """Whether a free page was released before another one. Stamps wrap around; no page is idle for half of their range."""
+    return <int32_t>(pool.expected.stamps[other] - pool.expected.stamps[page_id]) > 0
+
+
 cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
     """The idle time at which a term is over."""
     return <uint32_t>SECOND << term
@@ -299,9 +304,10 @@ cdef inline void begin_terms(Pool *pool) noexcept nogil:
     cdef Page *pages = pool.pages
     cdef bint is_plain = pool.num_parts == 0
     cdef int32_t part, page_id, following, num_plain_parts = count_plain_parts(pool)
+    cdef uint32_t now = <uint32_t>now_of(pool)
     pool.num_parts, pool.num_parts_each, pool.is_divided = num_plain_parts + NEVER, num_plain_parts + NEVER, True
     for page_id in range(pool.num_pages):
-        pool.expected.stamps[page_id] = <uint32_t>now_of(pool)
+        pool.expected.stamps[page_id] = now
     for part in range(NEW, BLANK - 1 if is_plain else NEW, -1):
         link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
     for part in range(num_plain_parts, pool.num_parts):
@@ -310,10 +316,7 @@ cdef inline void begin_terms(Pool *pool) noexcept nogil:
     while is_plain and is_page(pool, page_id):
         following = pages[page_id].next_free
         if pages[page_id].group == NO_GROUP:
-            pages[pages[page_id].prev_free].next_free = following
-            pages[following].prev_free = pages[page_id].prev_free
-            pages[page_id].prev_free = NOT_FREE
-            pool.num_free -= 1
+            pull(pool, page_id)
             link_page(pool, page_id, start_of_part(pool, NEW, -1))
         page_id = following
 
@@ -346,7 +349,7 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
         while page_id != NULL_PAGE:
             pull(pool, page_id)
             charge(pool, page_id, COMMON)
-            while target != NULL_PAGE and idle_time(pool, target) >= idle_time(pool, page_id):
+            while target != NULL_PAGE and not is_older(pool, page_id, target):
                 target = record_behind(pool, target, -1)
                 target = target if is_page(pool, target) else <int32_t>NULL_PAGE
             count_in_part(pool, page_id, 1)
@@ -505,11 +508,10 @@ cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
 
 cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
     """Whether the return of a page without a term is further off than that of one with a term."""
-    cdef uint32_t idle = idle_time(pool, page_id)
-    cdef int32_t term = term_from_idle(idle)
+    cdef int32_t term = term_from_idle(idle_time(pool, page_id))
     if term != term_of(pool, other):
         return term > term_of(pool, other)
-    return idle >= idle_time(pool, other)
+    return not is_older(pool, other, page_id)
 
 
 cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
@@ -543,7 +545,7 @@ cdef inline bint goes_before(const Pool *pool, int32_t page_id, int32_t other) n
     cdef bint is_wanted = term_of(pool, page_id) != NEVER
     if is_wanted != (term_of(pool, other) != NEVER):
         return not is_wanted
-    return idle_time(pool, page_id) > idle_time(pool, other)
+    return is_older(pool, page_id, other)
 
 
 cdef inline bint choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:

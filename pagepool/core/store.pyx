@@ -296,9 +296,9 @@ cdef class PageStore:
             free(links)
             return False
         self.pool.expected = divided.expected
-        self.pool.tenants = divided.tenants
         if by_terms:
             begin_terms(&self.pool)
+        self.pool.tenants = divided.tenants
         if by_tenants:
             begin_tenants(&self.pool)
         if self.pool.num_shards:
@@ -385,8 +385,8 @@ cdef class PageStore:
         return list(copied.num_free), copied.num_in_time, copied.num_late, copied.num_unused
 
     def set_time(self, seconds) -> None:
-        """Let the clock of expectations and leases stand at a time above 0, for tests; None: it goes. No page was released
-        later than that. O(num_pages).
+        """Let the clock of expectations and leases stand at a time above 0, for tests and replays; None: it goes. No page
+        was released later than that. O(num_pages).
         """
         cdef double time = 0 if seconds is None else float_of(seconds, "seconds")
         cdef int64_t old
