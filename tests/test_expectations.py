@@ -9,28 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from argument_cases import SPEC
+from clocked import PAGE_SIZE, Clocked
 from hybrids import manager_state
 from refusing import refused
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, HostTier, PagePool, PageTable, RunningBatch
+from pagepool import EngineRequest, HostTier, PagePool, PageTable, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
 from pagepool.page_pool import snapshot
 
-PAGE_SIZE = SPEC.page_size
 
-
-class Pages:
-    """Requests of one full page each, and a page for the next token, on a clock that stands."""
+class Pages(Clocked):
+    """Requests of one full page each, and a page for the next token."""
 
     def __init__(self, num_pages: int = 7, **options: Any) -> None:
-        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **options)
-        self.now = 1000.0
-        self.wait(0)
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.manager.page_pool.store.set_time(self.now)
+        super().__init__(num_pages, **options)
 
     def request(self, name: str, session_id: str | None = None) -> EngineRequest:
         tokens = [ord(name) + i for i in range(PAGE_SIZE)]
@@ -145,19 +137,10 @@ def test_if_all_say_the_same_the_order_is_that_of_lru(seconds: float) -> None:
         name, wait = chr(rng.choice(range(60, 120))), rng.choice((0.0, 1.0, 50.0))
         used = []
         for pages in (plain, told):
-            hits, _ = pages.manager.get_computed_pages(pages.request(name))
-            [page_ids] = hits.get_page_ids()
-            if page_ids:
-                pages.manager.page_pool.touch_page_ids(page_ids)
-                pages.manager.page_pool.free_page_ids(page_ids)
-            else:
-                new = EngineRequest(name, pages.request(name).all_token_ids[:PAGE_SIZE])
-                [page_ids] = pages.manager.allocate_slots(new, PAGE_SIZE).get_page_ids()
-                pages.manager.free(new)
+            used.append(pages.use_page(name, pages.request(name).all_token_ids[:PAGE_SIZE]))
             if pages is told:
                 pages.manager.expect(pages.request(name), seconds=seconds)
             pages.wait(wait)
-            used.append(page_ids)
         assert used[0] == used[1]
     told.manager.check()
 

@@ -9,26 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from argument_cases import SPEC
+from clocked import PAGE_SIZE, Clocked
 from hybrids import manager_state
 from refusing import refused
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-PAGE_SIZE = SPEC.page_size
 
-
-class Tenants:
-    """Requests of one full page each, by letter, on a clock that stands."""
+class Tenants(Clocked):
+    """Requests of one full page each, by letter."""
 
     def __init__(self, num_pages: int = 11, **options: Any) -> None:
-        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **options)
-        self.now = 1000.0
-        self.wait(0)
-
-    def wait(self, seconds: float = 1) -> None:
-        self.now += seconds
-        self.manager.page_pool.store.set_time(self.now)
+        super().__init__(num_pages, **options)
 
     def request(self, name: str, **options: Any) -> EngineRequest:
         return EngineRequest(name, [ord(name)] * PAGE_SIZE, **options)
@@ -150,17 +143,8 @@ def test_one_tenant_with_nearly_all_is_as_without_shares(eviction: str) -> None:
     for _ in range(1500):
         name, wait, used = chr(rng.choice(range(60, 140))), rng.choice((0.0, 1.0, 9.0)), []
         for tenants in (plain, shared):
-            hits, _ = tenants.manager.get_computed_pages(tenants._longer(name))
-            [page_ids] = hits.get_page_ids()
-            if page_ids:
-                tenants.manager.page_pool.touch_page_ids(page_ids)
-                tenants.manager.page_pool.free_page_ids(page_ids)
-            else:
-                new = tenants.request(name, tenant="x")
-                [page_ids] = tenants.manager.allocate_slots(new, PAGE_SIZE).get_page_ids()
-                tenants.manager.free(new)
+            used.append(tenants.use_page(name, [ord(name)] * PAGE_SIZE, tenant="x"))
             tenants.wait(wait)
-            used.append(page_ids)
         assert used[0] == used[1]
     shared.manager.check()
 
