@@ -622,14 +622,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     def lease(self, pages: Any, start: int = 0, stop: int | None = None, *, seconds: float | None = None) -> Lease:
         """Keep pages: until the lease is released, or has ended, they are not handed out, even if their request is freed.
 
-        With `seconds`, `pages` is a request: the cached pages that lie wholly within its tokens ``[start, stop)``, its own or
-        those that `get_computed_pages` would find, in each prefix-cached group. The lease ends after so many seconds, when
-        pages are taken next, unless `Lease.extend` is called; use does not extend it. LeaseBudgetError if leases with an end
-        had more than ``max_num_leased_pages`` pages, which is ``int(max_leased_share * (num_pages - 1))``: a page counts once
-        for each lease. With ``windows="ends"`` a `stop` is where others are to resume: cached pages that have left the
-        request's window there are leased as well, and it keeps those that have not when they do. ArgumentError if
-        ``windows="ends"`` has dropped pages of the window before `stop`: name that number of tokens in `resume_at` of the
-        request, or lease while the request has the window. O(tokens).
+        With `seconds`, `pages` is a request: the pages that are cached under its tokens ``[start, stop)``, wholly within them,
+        in each group. The lease ends after so many seconds, when pages are taken next, unless `Lease.extend` is called; use
+        does not extend it. LeaseBudgetError if leases with an end had more than ``max_num_leased_pages`` pages, which is
+        ``int(max_leased_share * (num_pages - 1))``: a page counts once for each lease. With ``windows="ends"`` a `stop` is
+        where others are to resume: name it in `resume_at` of the request, so that the window before it stays cached, and call
+        this once it is computed. ArgumentError if pages that others need to resume there are gone. O(tokens).
 
         Without `seconds`, `pages` are ids of pages that a transfer reads: held ones, or free ones that are cached; a page
         listed twice is leased twice. Such a lease has no end and no budget. PageIdError for the null page, ids outside the
@@ -666,23 +664,16 @@ class CacheManager(KeyHolder, SlotAllocator):
         return tuple(list_leases(self._store))
 
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
-        """Return the span of a request, with hashes up to its end if the request holds pages. Without hashes nothing hits."""
+        """Return the span of a request, with hashes up to its end. Without hashes no page is cached."""
         num_tokens = read_count(request, "num_tokens")
-        held = self._requests.get(id_of(request)) or None
-        num_hashed = num_tokens if self.enable_caching else 0
-        if held is not None:
-            num_hashed = min(num_hashed, span.stop)
-        elif self._read_query(request) is None:
-            num_hashed = 0
-        chain = self._hash_apart(request, num_hashed)
-        return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, held)
+        chain = self._hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
+        return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, self._requests.get(request.request_id))
 
     # Expectations.
 
     def expect(self, request: Request, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
-        """Say in how many seconds the cached pages that lie wholly within tokens ``[start, stop)`` of a request are wanted
-        again: its own, or those that `get_computed_pages` would find. Infinity: never; None: nobody knows. Returns the number
-        of these pages.
+        """Say in how many seconds the pages that are cached under tokens ``[start, stop)`` of a request, wholly within them,
+        are wanted again. Infinity: never; None: nobody knows. Returns the number of these pages.
 
         It orders eviction and promises nothing. Pages without a prefix entry are evicted first, then those that nobody wants
         again, then those whose return is furthest off. Times are compared by powers of two, up to 2**18 seconds, and count from

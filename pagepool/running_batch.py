@@ -248,14 +248,14 @@ class RunningBatch(RunningRows):
         return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
-        """Say in how many seconds the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)`` are
-        wanted again: see `CacheManager.expect`. Returns the number of these pages. RowIndexError outside the table,
-        ArgumentError for a row that is not admitted, and as there. O(pages).
+        """Say in how many seconds the pages that are cached under tokens ``[start, stop)`` of an admitted row are wanted again:
+        see `CacheManager.expect`. Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row
+        that is not admitted, and as there. O(pages).
         """
         return TokenSpan(start, stop).of_row(self, row).expect(seconds)
 
     def lease(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease:
-        """Keep the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)`` for some time: see
+        """Keep the pages that are cached under tokens ``[start, stop)`` of an admitted row for some time: see
         `CacheManager.lease`. RowIndexError outside the table, ArgumentError for a row that is not admitted, and errors as
         there. O(pages).
         """

@@ -95,24 +95,22 @@ class Holds:
             action(job, *self._draw_span(job))
 
     def lease_span(self, job: Job, span: Span, cached: set[Content]) -> None:
-        """Lease what a job holds, or would hit, for a moment or for long."""
-        own = self._list_own(job, cached)
+        """Lease what is cached under tokens of a job, for a moment or for long."""
+        own = self._find_own(job, cached)
         num_before, most = self.world.manager.stats().num_leased_pages, self.world.manager.max_num_leased_pages
         self.world.settle()
         try:
             lease = self._call("lease", job, span, seconds=self.rng.choice((1, 30, 1e6)))
         except LeaseBudgetError:
-            is_over = num_before + len(own) > most or self.books.has_state or not job.pages
-            is_over |= self.books.setting.windows is not None and span[1] is not None  # pages that left the window are leased
+            is_over = num_before + sum(self.books.index.has(content, None) for content in cached) > most
             require(is_over, "refused, and there is room for leases", job, own)
             return
         except ArgumentError:
             self._require_gone(job, span)
             return
-        for page_id in lease.page_ids:
-            content = self.books.index.content_of(page_id)
-            require(content in cached, "a page of others is leased", job, page_id, content)
-        require(set(own) <= set(lease.page_ids), "a page is not leased", job, own, lease)
+        leased = {self.books.index.content_of(page_id) for page_id in lease.page_ids}
+        require(leased <= cached, "a page of others is leased", job, leased - cached)
+        require(own <= leased, "a page is not leased", job, own - leased, lease)
         self._hold(lease.page_ids)
         cells = self.device.cells[lease.page_ids]
         self.leases.append(Leased(lease, cells, np.ones_like(cells, dtype=bool) & ~self._is_garbage(lease.page_ids)))
@@ -121,7 +119,7 @@ class Holds:
     def expect(self, job: Job, span: Span, cached: set[Content]) -> None:
         """Say when the cached pages of a job are wanted."""
         num_pages = self._call("expect", job, span, seconds=self.world.draw_seconds())
-        num_own = len(self._list_own(job, cached))
+        num_own = len(self._find_own(job, cached))
         require(num_pages >= num_own, "a page is not expected", job, num_pages, num_own)
         self.world.counts["pages expected"] += num_pages
 
@@ -168,9 +166,9 @@ class Holds:
         windows = self.books.list_windows(job, stop)
         require(any(not self.books.index.has(content, None) for content in windows), "no window is gone", job, start, stop)
 
-    def _list_own(self, job: Job, contents: set[Content]) -> list[int]:
-        """Return the pages of a job that are cached with these contents."""
-        return [page_id for pages in job.pages for page_id in pages if self.books.index.content_of(page_id) in contents]
+    def _find_own(self, job: Job, contents: set[Content]) -> set[Content]:
+        """Return those of the contents with which pages of a job are cached."""
+        return contents & {self.books.index.content_of(page_id) for pages in job.pages for page_id in pages}
 
     def _call(self, name: str, job: Job, span: Span, **options: Any) -> Any:
         if isinstance(job.front, BatchFront):

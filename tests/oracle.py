@@ -207,7 +207,7 @@ class OracleManager:
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
         if self.windows is not None:
-            self.windows.junctions[request.request_id] = request, self.windows.last_junctions[True]
+            self.windows.junctions[request.request_id] = request, self.windows.last_junction
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
@@ -255,8 +255,8 @@ class OracleManager:
             agreed = length
             for kind in self.classes:
                 length = self._floor(kind.confirmed(hits[kind], length, self.use_eagle))
-        if self.windows is not None:
-            self.windows.find_junction(hits, length, most, reaches_tier)
+        if self.windows is not None and reaches_tier:
+            self.windows.find_junction(hits, length, most)
         return length
 
     def _floor(self, num_tokens: int) -> int:
@@ -827,9 +827,7 @@ class OracleManager:
         self.states.copies.require_none(self.held.get(request.request_id, ()), into_only=True)
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
-        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
-        shard = self.states.shard_of(held[0]) if held else None
-        if not self.states.fork(request, [new_request], shard):
+        if not self.states.fork(request, [new_request], self._shard_of(request)):
             return None
         self.keys.share_nonce(request, new_request.request_id)
         if not any(self.get_page_ids(new_request.request_id)):
@@ -898,7 +896,7 @@ class OracleManager:
     def expect(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Say when the cached pages within tokens [start, stop) are wanted again, the last one first."""
         self._check_span(start, stop)
-        term, found = term_of_seconds(seconds), self._find_cached(request, start, stop, is_end_needed=False)
+        term, found = term_of_seconds(seconds), self._find_cached(request, start, stop)
         if term != UNKNOWN and found:
             self.page_pool.expected.begin()
         for page in reversed(found):
@@ -913,56 +911,40 @@ class OracleManager:
         return self.page_pool.expected.expect_session(session_id, term)
 
     def lease_span(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float) -> PageIds:
-        """Lease the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        """Lease the pages that are cached under tokens [start, stop)."""
         self._check_span(start, stop)
         if not 0 < seconds < float("inf"):
             raise ValueError("no time")
+        self._check_end(request, stop)
         found = self._find_cached(request, start, stop)
         if len(found) + sum(len(lease.page_ids) for lease in self.leases if lease.end is not None) > self.max_num_leased_pages:
             raise ValueError("too many pages are leased")
         self.lease(found)
         self.leases[-1].end = self.page_pool.expected.now + math.ceil(seconds * SECOND)
-        self._keep_end(request, stop)
         return found
 
-    def _find_cached(self, request: Any, start: int, stop: int | None, is_end_needed: bool = True) -> PageIds:
-        """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit. In the
-        window before the end there may be others, if the request's left it; then all must be cached, if that `is_end_needed`.
-        """
-        found: PageIds = []
-        if not self.enable_caching or not (self._takes_hits(request) or request.request_id in self.held):
-            return found
-        pages_by_group = self.held_pages_or_hits(request)
+    def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
+        """List the pages that are cached under tokens [start, stop), in the shard of the request's pages if it holds any."""
+        shard = self._shard_of(request)
+        found = [self.page_pool.first_entered(key, group, shard) for group, _, key in self._places(request, start, stop)]
+        return [page for page in found if page is not None] if self.enable_caching else []
+
+    def _shard_of(self, request: Any) -> range | None:
+        """Return the shard of the first page that a request holds."""
+        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
+        return self.states.shard_of(held[0]) if held else None
+
+    def _check_end(self, request: Any, stop: int | None) -> None:
+        """Refuse an end of a span that is reached, and where a request can no longer resume."""
         end = self.windows.find_end(request, stop) if self.windows is not None else 0
-        is_held = request.request_id in self.held
-        is_short = end and not is_held and self._find_hits(request, None)[1] < end <= self.windows.last_junctions[False]
-        for group_id, place, key in self._places(request, start, stop):
-            pages, first = pages_by_group[group_id], self.page_pool.first_entered(key, group_id, None)
-            is_in_window = end and place in self.windows.list_window(self.kinds[group_id], end)
-            if is_kept(self.kinds[group_id]):
-                found += [first] if first is not None else []
-            elif is_in_window and first is None and (is_short if place >= len(pages) else pages[place] == NULL_PAGE):
-                if is_end_needed:
-                    raise ValueError("the window before the end is gone")
-            elif is_in_window and place < len(pages) and pages[place] == NULL_PAGE:
-                found.append(first)
-            elif place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
-                found.append(pages[place])
-        return found
-
-    def _keep_end(self, request: Any, stop: int | None) -> None:
-        if self.windows is not None:
-            self.windows.add(request, self.windows.find_end(request, stop))
-
-    def held_pages_or_hits(self, request: Any) -> PagesByGroup:
-        """Return the pages of a request or an admitted row, else those of a look-up that is not counted."""
-        if request.request_id in self.held:
-            return self.get_page_ids(request.request_id)
-        return self._peek_hits(request)
-
-    def _peek_hits(self, request: Any) -> PagesByGroup:
-        """Return the pages of a look-up that is not counted."""
-        return self._find_hits(request, None)[0] if self._takes_hits(request) else self._no_pages()
+        shard, is_cached = self._shard_of(request), {}
+        for group_id, place, key in self._places(request, 0, end):
+            kind = self.kinds[group_id]
+            if not isinstance(kind, Mamba) and place >= kind.first_hit_page(end, self.use_eagle):
+                is_cached[group_id, place] = self.page_pool.first_entered(key, group_id, shard) is not None
+        lasts = [is_cached[group_id, place] for group_id, place in is_cached if (group_id, place + 1) not in is_cached]
+        if any(lasts) and not all(is_cached.values()):
+            raise ValueError("requests can no longer resume at the end")
 
     def _check_span(self, start: int, stop: int | None) -> None:
         if start < 0 or (stop is not None and stop < start):

@@ -12,14 +12,9 @@ if TYPE_CHECKING:
     from oracle import OracleManager
 
 
-NUM_BEFORE_LEASE = 7
-
-
 @dataclass(frozen=True)
 class Boundaries:
-    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted. A lease adds
-    one as long as there are fewer than `NUM_BEFORE_LEASE`.
-    """
+    """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -33,19 +28,19 @@ class OracleWindows:
         self.manager = manager
         self.slack, self.interval = -(-slack // step) * step, -(-interval // step) * step
         self.boundaries: dict[str, Boundaries] = {}
-        self.last_junctions = {True: 0, False: 0}  # of the last look-up that reached the tier, and of the last other one
+        self.last_junction = 0  # of the last look-up that reached the tier
         self.junctions: dict[str, tuple[Any, int]] = {}  # by request id, with the request that was looked up
 
     @staticmethod
     def has_window(kind: Kind) -> bool:
         return isinstance(kind, Sliding | Chunked)
 
-    def find_junction(self, hits: dict[Kind, list[bool]], length: int, most: int, reaches_tier: bool) -> None:
+    def find_junction(self, hits: dict[Kind, list[bool]], length: int, most: int) -> None:
         """Note the tokens that all groups of full attention hit, if that is more than the hit of `length` tokens."""
         full = [kind for kind in hits if type(kind) is Full]
         for kind in full:
             most = self.manager._floor(kind.longest(hits[kind], most, self.manager.use_eagle))
-        self.last_junctions[reaches_tier] = most if full and most > length else 0
+        self.last_junction = most if full and most > length else 0
 
     def begin(self, request: Any) -> None:
         """Fix the boundaries of a request that is admitted."""
@@ -59,18 +54,6 @@ class OracleWindows:
         if stop is None:
             return 0
         return max(0, self.manager._floor(min(stop, request.num_tokens)) - self.manager.hit_step * self.manager.use_eagle)
-
-    def list_window(self, kind: Kind, end: int) -> range:
-        """Return the places of the window that a request needs which resumes at an end."""
-        if not self.has_window(kind):
-            return range(0)
-        return range(kind.first_hit_page(end, self.manager.use_eagle), end // kind.page_size)
-
-    def add(self, request: Any, end: int) -> None:
-        """Let a request that has pages keep the window before an end when it leaves that."""
-        boundaries = self.boundaries.get(request.request_id) if request.request_id in self.manager.held else None
-        if boundaries is not None and end not in (0, *boundaries.tokens) and len(boundaries.tokens) < NUM_BEFORE_LEASE:
-            self.boundaries[request.request_id] = replace(boundaries, tokens=(*boundaries.tokens, end))
 
     def keep_hits(self, hits: tuple[list[int], ...]) -> None:
         """Let the pages of windows that were hit stay when they leave the window again."""

@@ -253,10 +253,9 @@ def test_a_snapshot_of_version_4_keeps_all(monkeypatch: pytest.MonkeyPatch) -> N
 # --- leases of spans ----------------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_a_boundary() -> None:
-    """What the row computes later of the window before the end of a lease stays, without the lease."""
+def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(10), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
     lease = rows.batch.lease(0, stop=104, seconds=600)
     assert len(lease) == CHUNK // 4 * 2
     while rows.batch.num_computed_tokens[0] < len(prompt):
@@ -270,20 +269,20 @@ def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0), draw(Random(11), 200)
     other = pagepool.EngineRequest("other", [*prompt[:106], 7])
     rows.start(prompt)
-    with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
+    with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* gone, .* resume_at=\[104\]"):
         rows.batch.lease(0, stop=106, seconds=600)
     with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* resume_at=\[104\]"):
         rows.manager.lease(other, stop=106, seconds=600)
     lease = rows.manager.lease(pagepool.EngineRequest("end", [*prompt, 7]), stop=200, seconds=600)
-    assert len(lease) == 50 + 2
+    assert len(lease) == 50 + 4  # the row has left no more of its last step
     rows.batch.release([0])
     with refused(lambda: manager_state(rows.manager), ArgumentError, r"resume_at=\[104\]"):
         rows.manager.lease(other, stop=106, seconds=600)
 
 
 def test_a_prefix_that_was_named_is_leased_when_its_window_is_left() -> None:
-    """And so after the row was released. Of the window alone: the slack before it is not leased."""
-    rows, prompt = Rows(FULL_AND_WINDOW, max_leased_share=1.0), draw(Random(12), 200)
+    """And so after the row was released."""
+    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0), draw(Random(12), 200)
     rows.start(prompt, resume_at=[106])
     assert len(rows.batch.lease(0, stop=106, seconds=600)) == 26 + 2
     rows.batch.release([0])

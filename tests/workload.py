@@ -329,14 +329,14 @@ class RandomWorkload(Workload):
     # expectations, and leases of spans
 
     def expect(self) -> None:
-        """Say when what a request holds, or would hit, is wanted."""
+        """Say when what is cached under tokens of a request is wanted."""
         request = self.any_request()
         if request is not None:
             span = random_span(self.rng, request.num_tokens)
             self.twins.call("expect", request, *span, seconds=random_seconds(self.rng))
 
     def lease_span(self) -> None:
-        """Lease what a request holds, or would hit, for a moment or long."""
+        """Lease what is cached under tokens of a request, for a moment or long."""
         request = self.any_request()
         if request is not None:
             span = random_span(self.rng, request.num_tokens)

@@ -9,7 +9,7 @@ from pagepool.core.records cimport Range
 from pagepool.core.rules cimport MAX_TOKENS, Rules, first_hit_page, full_pages
 
 cdef enum:
-    NUM_BOUNDARIES = 8        # end of the prompt, junction, four that the engine names, one of a lease, and the end at release
+    NUM_BOUNDARIES = 7        # end of the prompt, junction, four that the engine names, and the end at release
 
 cdef struct Boundaries:       # numbers of tokens
     int32_t[NUM_BOUNDARIES] tokens  # [num] ascending

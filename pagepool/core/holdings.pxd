@@ -213,14 +213,6 @@ cdef inline int32_t keep_needed(
     return needed.start
 
 
-cdef inline void keep_window(const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Let the windows before `num_tokens` tokens stay cached when they are left."""
-    cdef Py_ssize_t g
-    add_boundary(holding.boundaries, num_tokens)
-    for g in range(holding.num_groups):
-        holding.held[g].next_needed = 0
-
-
 cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
     """Give back the pages of a group before place `stop`, which has one, the last first. A policy counts them as one call."""
     cdef Held *held = &holding.held[g]

@@ -5,19 +5,18 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.arguments cimport float_of, size_of, term_of_seconds
-from pagepool.core.batch cimport digests_of, held_by, holding_of
-from pagepool.core.boundaries cimport NUM_BOUNDARIES, Boundaries
+from pagepool.core.batch cimport RowRecord, digests_of, hash_row, holding_of
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held, Holding, keep_window
-from pagepool.core.ids cimport PageIds, as_own_ids, new_ids
-from pagepool.core.index cimport find, has_key
-from pagepool.core.lookups cimport Query, count_junction_tokens, fetch_hits, find_longest, query_of
+from pagepool.core.holdings cimport Holding
+from pagepool.core.ids cimport PageIds, as_own_ids
+from pagepool.core.index cimport find_within
 from pagepool.core.pages cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
 from pagepool.core.queue cimport expect_page, now_of
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, Range, is_free
-from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport MAX_TOKENS, Group, first_hit_page, has_window, is_state, last_hash
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, Range, ids_in_shard, is_free
+from pagepool.core.request_pages cimport RequestPages, find_shard
+from pagepool.core.rules cimport Group, first_hit_page, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
@@ -213,23 +212,21 @@ def lease_pages(PageStore store not None, page_ids) -> Lease:
 @cython.auto_pickle(False)
 cdef class TokenSpan:
     """Tokens ``[start, stop)`` of a request or an admitted row, which `of_request` and `of_row` name; a `stop` of None is the
-    end of its tokens. The cached pages that lie wholly within them are leased, or expected back. If pages of windows stay only
-    at boundaries, a `stop` is one for what is leased: the window before it must not be gone.
+    end of its tokens. The pages that are cached under these tokens, wholly within them, are leased, or expected back.
     """
 
     cdef readonly int64_t start
     cdef readonly int64_t stop
     cdef PageStore store            # None: the span is of no request and no row yet
     cdef CacheGroups groups
-    cdef int64_t num_tokens         # of a request; of a row while it is locked
     cdef HashChain chain            # of a request; None: it is of a row
-    cdef RequestPages held          # None: the request holds no pages
+    cdef RequestPages held          # of a request
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef const Digest *digests      # of the request or row, while it is locked, as are the next
-    cdef int32_t end                # tokens behind which a request is to resume; 0: anywhere
-    cdef bint is_short              # whether groups of full attention hit as far as the end, and all groups do not
-    cdef bint is_gone               # whether a group lacks a page of the window before the end
+    cdef int64_t num_tokens         # of the request or row, while it is locked, as are the next
+    cdef const Digest *digests
+    cdef Py_ssize_t num_digests
+    cdef Range ids                  # of pages among which its own are
 
     def __cinit__(self, start=0, stop=None):
         self.start = size_of(start, "start", 0, INT64_MAX)
@@ -242,12 +239,12 @@ cdef class TokenSpan:
         self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
         RequestPages held=None,
     ) -> TokenSpan:
-        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`. Its pages are those in `held`, or, if it
-        is None, those that the request would hit.
+        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`, which has the pages `held`, or
+        none.
         """
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
-        if held is not None and (held.store is not store or held.groups is not groups):
-            raise ArgumentError("held: got pages of another pool or other groups")
+        if held is not None and held.store is not store:
+            raise ArgumentError("held: got pages of another pool")
         span.store, span.groups, span.chain, span.held = store, groups, chain, held
         span.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         return span
@@ -264,22 +261,31 @@ cdef class TokenSpan:
             raise ArgumentError("the span is of no request and no row: call of_request or of_row")
         return self.store
 
-    cdef tuple lock(self):
-        """Take the locks of the request or row, and return room for hits. ArgumentError for a row that is not admitted."""
-        cdef tuple hits
+    cdef int lock(self) except -1:
+        """Take the locks of the request or row. ArgumentError for a row that is not admitted."""
+        cdef const RowRecord *record
+        cdef Holding holding
+        cdef int32_t shard = -1
         self.require_store()
-        hits = new_ids(self.groups.num)
         if self.chain is not None:
             self.chain.lock.acquire()
             self.store.lock.acquire()
-            self.digests = self.chain.digests
-            return hits
-        self.rows.enter_call()
-        if not self.rows.batch.records[self.row].is_admitted:
-            self.rows.let_go()
-            raise ArgumentError(f"row {self.row} is not admitted")
-        self.num_tokens, self.digests = self.rows.batch.records[self.row].num_tokens, digests_of(&self.rows.batch, self.row)
-        return hits
+            self.digests, self.num_digests = self.chain.digests, self.chain.num
+            if self.held is not None:
+                shard = find_shard(&self.store.pool, &self.held.holding)
+        else:
+            self.rows.enter_call()
+            record = &self.rows.batch.records[self.row]
+            if not record.is_admitted:
+                self.rows.let_go()
+                raise ArgumentError(f"row {self.row} is not admitted")
+            if self.rows.batch.hash_page_size:
+                hash_row(&self.rows.batch, self.row, record.num_tokens)
+            self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), record.num_hashed
+            holding = holding_of(&self.rows.batch, self.row)
+            self.num_tokens, shard = record.num_tokens, find_shard(&self.store.pool, &holding)
+        self.ids = ids_in_shard(&self.store.pool, shard)
+        return 0
 
     cdef void unlock(self) noexcept:
         if self.chain is None:
@@ -288,94 +294,49 @@ cdef class TokenSpan:
             self.store.lock.release()
             self.chain.lock.release()
 
-    cdef Range places_in(self, const Group *group, Py_ssize_t num_pages) noexcept:
-        """The places of those of a group's `num_pages` pages that have digests, or of a state's checkpoints."""
-        cdef Py_ssize_t num_digests = self.rows.batch.records[self.row].num_hashed if self.chain is None else self.chain.num
-        cdef int64_t size = group.rules.entry_size
-        cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
-        cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
-        if group.id == NO_GROUP:
-            return Range(0, 0)
-        return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
+    cdef int32_t find_cached(self, const Group *group, Py_ssize_t place) noexcept:
+        return find_within(&self.store.pool, self.digests[last_hash(group, place)], group.id, self.ids)
 
-    cdef int32_t find_end(self) noexcept:
-        """Return the number of tokens at which a request is to resume behind the span; 0: anywhere."""
+    cdef bint list_cached(self, PageIds found) noexcept:
+        """List the cached pages, group by group. False where memory is short. The locks are held."""
+        cdef const Group *group
+        cdef Py_ssize_t g
+        cdef int64_t i, size, stop
+        cdef int32_t page_id
+        for g in range(self.groups.num):
+            group = &self.groups.groups[g]
+            size = group.rules.entry_size
+            stop = min(self.stop // size, self.num_digests // group.stride) if group.id != NO_GROUP else 0
+            for i in range(min(self.start // size + (self.start % size > 0), stop), stop):
+                page_id = self.find_cached(group, i)
+                if page_id != NULL_PAGE:
+                    if not found.try_reserve(1):
+                        return False
+                    found.put(&page_id, 1)
+        return True
+
+    cdef int64_t find_lost_end(self) noexcept:
+        """Return the number of tokens at which requests are to resume behind the span, if a page that ends there is cached, and
+        another that they need there is not; else 0.
+        """
         cdef const Boundaries *rule = &self.groups.boundaries
-        cdef int64_t end = min(self.stop, min(self.num_tokens, <int64_t>MAX_TOKENS))
+        cdef const Group *group
+        cdef Py_ssize_t g
+        cdef int64_t i, stop, end = min(self.stop, self.num_tokens)
+        cdef bint is_cached, is_reached = False, is_lost = False
         if not rule.multiple or self.stop == INT64_MAX:
             return 0
-        return <int32_t>max(0, end - end % rule.multiple - rule.use_eagle * rule.multiple)  # eagle drops a page
-
-    cdef bint list_group(self, const Group *group, const int32_t *ids, Py_ssize_t n, PageIds found) noexcept:
-        """List those of a group's `n` pages, or of a state's checkpoints, that are cached under their digests. A page of the
-        window before the end may have left a holder's window, and is another one with its content then.
-        """
-        cdef Range places = self.places_in(group, n)
-        cdef int32_t i, page_id, start = MAX_TOKENS, stop = self.end // group.rules.page_size
-        cdef bint is_sought
-        cdef Digest key
-        if not found.try_reserve(max(0, places.stop - places.start)):
-            return False
-        if has_window(&group.rules):
-            start = first_hit_page(&group.rules, self.end, self.groups.boundaries.use_eagle)
-        for i in range(places.start, places.stop):
-            key = self.digests[last_hash(group, i)]
-            is_sought = start <= i < stop and ids[i] == NULL_PAGE
-            page_id = find(&self.store.pool, key, group.id) if is_state(&group.rules) or is_sought else ids[i]
-            if page_id != NULL_PAGE and has_key(&self.store.pool.pages[page_id], key, group.id):
-                found.put(&page_id, 1)
-            elif is_sought:
-                self.is_gone = True
-        for i in range(max(start, max(places.start, <int32_t>n)), stop if self.is_short else 0):
-            self.is_gone |= find(&self.store.pool, self.digests[last_hash(group, i)], group.id) == NULL_PAGE
-        return True
-
-    cdef void keep_end(self) noexcept:
-        """Let what holds the pages keep the window before the end when that is left."""
-        cdef Holding holding
-        if self.chain is not None and self.held is None:
-            return
-        holding = self.held.holding if self.chain is not None else holding_of(&self.rows.batch, self.row)
-        if holding.boundaries != NULL and self.end and holding.boundaries.num < NUM_BOUNDARIES - 1:
-            keep_window(&holding, self.end)
-
-    cdef int refuse_end(self) except -1:
-        raise ArgumentError(
-            f"stop: got {self.stop}, where the window of token {self.end} is no longer cached, allowed: where requests can "
-            f"resume, as with resume_at=[{self.end}] at admission, or as long as the request or row has the window"
-        )
-
-    cdef bint list_cached(self, PageIds found, tuple hits) noexcept:
-        """List the cached pages that the request or row holds, or those that it would hit. False where memory is short. The
-        locks are held.
-        """
-        cdef Pool *pool = &self.store.pool
-        cdef Group *groups = self.groups.groups
-        cdef const Held *held = NULL
-        cdef Query query
-        cdef PageIds ids
-        cdef Py_ssize_t g, num_hashes
-        self.end, self.is_short, self.is_gone = self.find_end(), False, False
-        if self.chain is None:
-            held = held_by(&self.rows.batch, self.row, 0)
-        elif self.held is not None:
-            held = self.held.holding.held
-        else:
-            query = query_of(
-                self.groups, self.digests, self.chain.num, self.chain.page_size, self.num_tokens,
-                Range(0, pool.num_pages),
-            )
-            num_hashes = find_longest(pool, &query)
-            self.is_short = num_hashes * query.hash_size < self.end <= count_junction_tokens(&query, num_hashes)
-            if fetch_hits(pool, &query, num_hashes, hits) < 0:
-                return False
+        end -= end % rule.multiple + rule.use_eagle * rule.multiple  # eagle drops a page
         for g in range(self.groups.num):
-            ids = hits[g]
-            if not self.list_group(
-                &groups[g], held[g].ids if held else ids.ids, held[g].num_pages if held else ids.num, found
-            ):
-                return False
-        return True
+            group = &self.groups.groups[g]
+            stop = end // group.rules.page_size
+            if is_state(&group.rules) or not 0 < stop <= self.num_digests // group.stride:
+                continue
+            for i in range(first_hit_page(&group.rules, <int32_t>end, rule.use_eagle), stop):
+                is_cached = self.find_cached(group, i) != NULL_PAGE
+                is_reached |= is_cached and i == stop - 1
+                is_lost |= not is_cached
+        return end if is_reached and is_lost else 0
 
     def expect(self, seconds) -> int:
         """Say in how many seconds the cached pages are expected back (None: nobody knows), the last page first. Returns how
@@ -383,10 +344,11 @@ cdef class TokenSpan:
         """
         cdef int32_t term = term_of_seconds(seconds)
         cdef PageIds found = PageIds.__new__(PageIds), terms = PageIds([term])
-        cdef tuple hits = self.lock()
-        cdef bint has_room = self.list_cached(found, hits) and (found.num == 0 or self.store.make_terms(terms))
+        cdef bint has_room
         cdef int64_t now
         cdef Py_ssize_t i
+        self.lock()
+        has_room = self.list_cached(found) and (found.num == 0 or self.store.make_terms(terms))
         now = now_of(&self.store.pool)
         for i in range(found.num if has_room else 0):
             expect_page(&self.store.pool, found.ids[found.num - 1 - i], term, now)
@@ -397,31 +359,32 @@ cdef class TokenSpan:
 
     def lease(self, max_num_leased, seconds) -> Lease:
         """Lease the cached pages for a number of seconds. LeaseBudgetError, and nothing changed, if leases with an end had more
-        than `max_num_leased` pages in all; ArgumentError if the window before the end of the span is gone. O(pages).
+        than `max_num_leased` pages in all; ArgumentError if pages are gone that requests need to resume at the end of the span.
+        O(pages).
         """
         cdef Py_ssize_t most = size_of(max_num_leased, "max_num_leased"), bad = -1
-        cdef int64_t num_leased, duration = duration_of(seconds)
+        cdef int64_t num_leased, lost_end, duration = duration_of(seconds)
         cdef Lease lease = new_lease(self.require_store())
-        cdef bint has_room, is_over = False, is_held = False
-        cdef tuple hits
+        cdef bint is_listed, is_held = False
         try:
-            hits = self.lock()
+            self.lock()
             end_leases(&self.store.pool)
-            has_room = self.list_cached(lease.ids, hits)
+            lost_end = self.find_lost_end()
+            is_listed = lost_end == 0 and self.list_cached(lease.ids)
             num_leased = self.store.pool.leases.num_pages
-            is_over = num_leased + lease.ids.num > most
-            if has_room and not is_over and not self.is_gone:
+            if is_listed and num_leased + lease.ids.num <= most:
                 bad = find_unholdable(&self.store.pool, lease.ids.ids, lease.ids.num)
                 is_held = bad < 0 and lease.hold(duration)
-            if is_held:
-                self.keep_end()
             self.unlock()
         finally:
             if not is_held:
                 self.store.leases.pop(lease)
-        if has_room and self.is_gone:
-            self.refuse_end()
-        if is_over:
+        if lost_end:
+            raise ArgumentError(
+                f"stop: got {self.stop}, where pages that requests need to resume are gone, allowed: where all are cached, as with "
+                f"resume_at=[{lost_end}] at admission"
+            )
+        if is_listed and num_leased + lease.ids.num > most:
             raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")
         if not is_held:
             lease.refuse(bad)
