@@ -827,7 +827,9 @@ class OracleManager:
         self.states.copies.require_none(self.held.get(request.request_id, ()), into_only=True)
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
-        if not self.states.fork(request, [new_request], self._shard_of(request)):
+        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
+        shard = self.states.shard_of(held[0]) if held else None
+        if not self.states.fork(request, [new_request], shard):
             return None
         self.keys.share_nonce(request, new_request.request_id)
         if not any(self.get_page_ids(new_request.request_id)):
@@ -896,7 +898,7 @@ class OracleManager:
     def expect(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Say when the cached pages within tokens [start, stop) are wanted again, the last one first."""
         self._check_span(start, stop)
-        term, found = term_of_seconds(seconds), self._find_cached(request, start, stop)
+        term, found = term_of_seconds(seconds), self._list_cached(request, start, stop)
         if term != UNKNOWN and found:
             self.page_pool.expected.begin()
         for page in reversed(found):
@@ -916,34 +918,36 @@ class OracleManager:
         if not 0 < seconds < float("inf"):
             raise ValueError("no time")
         self._check_end(request, stop)
-        found = self._find_cached(request, start, stop)
+        found = self._list_cached(request, start, stop)
         if len(found) + sum(len(lease.page_ids) for lease in self.leases if lease.end is not None) > self.max_num_leased_pages:
             raise ValueError("too many pages are leased")
         self.lease(found)
         self.leases[-1].end = self.page_pool.expected.now + math.ceil(seconds * SECOND)
         return found
 
-    def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
-        """List the pages that are cached under tokens [start, stop), in the shard of the request's pages if it holds any."""
-        shard = self._shard_of(request)
-        found = [self.page_pool.first_entered(key, group, shard) for group, _, key in self._places(request, start, stop)]
-        return [page for page in found if page is not None] if self.enable_caching else []
+    def _list_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
+        return [page for page in self._find_cached(request, start, stop).values() if page is not None]
 
-    def _shard_of(self, request: Any) -> range | None:
-        """Return the shard of the first page that a request holds."""
-        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
-        return self.states.shard_of(held[0]) if held else None
+    def _find_cached(self, request: Any, start: int, stop: int | None) -> dict[tuple[int, int], int | None]:
+        """Find the page that is cached under the tokens of each place within [start, stop), its own before others."""
+        found, own = {}, self.get_page_ids(request.request_id)
+        for group_id, place, key in self._places(request, start, stop) if self.enable_caching else ():
+            pages = [*own[group_id][place : place + 1], self.page_pool.first_entered(key, group_id, None)]
+            is_right = [self.page_pool.entry_of_page.get(page) == (key, group_id) for page in pages]
+            found[group_id, place] = pages[is_right.index(True)] if any(is_right) else None
+        return found
 
     def _check_end(self, request: Any, stop: int | None) -> None:
         """Refuse an end of a span that is reached, and where a request can no longer resume."""
         end = self.windows.find_end(request, stop) if self.windows is not None else 0
-        shard, is_cached = self._shard_of(request), {}
-        for group_id, place, key in self._places(request, 0, end):
-            kind = self.kinds[group_id]
-            if not isinstance(kind, Mamba) and place >= kind.first_hit_page(end, self.use_eagle):
-                is_cached[group_id, place] = self.page_pool.first_entered(key, group_id, shard) is not None
-        lasts = [is_cached[group_id, place] for group_id, place in is_cached if (group_id, place + 1) not in is_cached]
-        if any(lasts) and not all(is_cached.values()):
+        found = {
+            (group_id, place): page
+            for (group_id, place), page in self._find_cached(request, 0, end).items()
+            if not isinstance(self.kinds[group_id], Mamba)
+            and place >= self.kinds[group_id].first_hit_page(end, self.use_eagle)
+        }
+        lasts = [page for (group_id, place), page in found.items() if (group_id, place + 1) not in found]
+        if any(page is not None for page in lasts) and None in found.values():
             raise ValueError("requests can no longer resume at the end")
 
     def _check_span(self, start: int, stop: int | None) -> None:

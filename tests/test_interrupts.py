@@ -381,7 +381,7 @@ def test_signals_while_sessions_and_leases_end() -> None:
     rng, seconds = Random(2), itertools.count(1)
     manager = CacheManager(20_000, GROUPS, 10_000, max_leased_share=1.0)
     pool = manager.page_pool
-    requests = [EngineRequest(f"{i}", [i] * 8500, session_id=f"session {i}") for i in range(2)]
+    requests = [EngineRequest(f"{i}", [i] * 5000, session_id=f"session {i}") for i in range(2)]
 
     def use() -> None:
         while True:

@@ -310,13 +310,12 @@ cdef inline void begin_lease(
 
 cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
     lease.end = now_of(pool) + duration
-    if pool.leases.next_end == 0 or lease.end < pool.leases.next_end:
-        pool.leases.next_end = lease.end
+    pool.leases.next_end = min(pool.leases.next_end, lease.end)
 
 
 cdef inline void end_leases(Pool *pool) noexcept nogil:
     """Give back the pages of leases that are over: before pages are taken."""
-    if rare(pool.leases.next_end != 0) and now_of(pool) >= pool.leases.next_end:
+    if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
         end_due_leases(pool)
 
 
@@ -327,13 +326,13 @@ cdef inline void end_due_leases(Pool *pool) noexcept nogil:
     cdef LeasedSpan *lease = pool.leases.first
     cdef LeasedSpan *following
     cdef int64_t now = now_of(pool)
-    pool.leases.next_end = 0
+    pool.leases.next_end = INT64_MAX
     while lease != NULL:
         following = lease.next
-        if lease.end <= now and end_lease(pool, lease) < 0:
+        if lease.end > now:
+            pool.leases.next_end = min(pool.leases.next_end, lease.end)
+        elif end_lease(pool, lease) < 0:
             pool.leases.num_ended += 1
-        elif lease.end > now and (pool.leases.next_end == 0 or lease.end < pool.leases.next_end):
-            pool.leases.next_end = lease.end
         lease = following
 
 

@@ -299,15 +299,18 @@ cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogi
     pages[end].prev_free = mark
 
 
-cdef inline void begin_terms(Pool *pool) noexcept nogil:
-    """Divide the pool's queue by terms, for which there is memory. Free pages count as released now. O(num_pages)."""
+cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
+    """Divide the pool's queue by terms. Behind the stamps there is room for terms and tenants, all 0. Free pages count as
+    released now. O(num_pages).
+    """
     cdef Page *pages = pool.pages
     cdef bint is_plain = pool.num_parts == 0
     cdef int32_t part, page_id, following, num_plain_parts = count_plain_parts(pool)
     cdef uint32_t now = <uint32_t>now_of(pool)
+    pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
     pool.num_parts, pool.num_parts_each, pool.is_divided = num_plain_parts + NEVER, num_plain_parts + NEVER, True
     for page_id in range(pool.num_pages):
-        pool.expected.stamps[page_id] = now
+        stamps[page_id] = now
     for part in range(NEW, BLANK - 1 if is_plain else NEW, -1):
         link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
     for part in range(num_plain_parts, pool.num_parts):
@@ -322,13 +325,12 @@ cdef inline void begin_terms(Pool *pool) noexcept nogil:
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
-    """Divide the pool's queue, which is divided by terms, by tenants too, for which there is memory. All pages are common.
-    O(num_pages).
-    """
+    """Divide the pool's queue, which is divided by terms, by tenants too. All pages are common. O(num_pages)."""
     cdef int32_t part, page_id
     for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
         link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
     pool.num_parts = MAX_TENANTS * pool.num_parts_each
+    pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1
     pool.tenants.num_charged[COMMON] = pool.num_pages - 1
     for page_id in range(1, pool.num_pages):

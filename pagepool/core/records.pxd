@@ -119,8 +119,8 @@ cdef struct Copies:           # that are due before the next step; each has a re
     uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
 
 cdef struct Expectations:     # when pages are expected back
-    uint8_t *terms            # [num_pages] UNKNOWN for most; NULL: none was given yet
-    uint32_t *stamps          # [num_pages] when a free page was released, or given its term
+    uint32_t *stamps          # [num_pages] when a free page was released, or given its term; NULL: none was expected yet
+    uint8_t *terms            # [num_pages] behind that; UNKNOWN for most
     int32_t num_free[NEVER + 1]  # pages by term
     uint32_t free_terms       # bit n: free pages have term n
     int64_t next_due          # no free page is idle for its whole term before
@@ -137,15 +137,15 @@ cdef struct Session:
     uint8_t is_nameless       # it stands for the requests of a tenant that are in no session
 
 cdef struct Sessions:         # see `owners.pxd`
-    int32_t *owners           # [num_pages] numbers of sessions; NULL: there were none
-    Links *links              # [num_pages] rings of the pages of a session
+    Links *links              # [num_pages] rings of the pages of a session; NULL: there were none
+    int32_t *owners           # [num_pages] behind that: numbers of sessions
     Session *items            # [num], and room for `capacity`; the first stands for none
     int32_t num
     Py_ssize_t capacity
     int32_t num_live
 
-cdef struct Tenants:          # see `tenants.pxd`
-    uint8_t *of_pages         # [num_pages] tenants; NULL: no shares were set
+cdef struct Tenants:          # see `owners.pxd`
+    uint8_t *of_pages         # [num_pages] behind `Expectations.terms`; NULL: no shares were set
     int32_t num_charged[MAX_TENANTS]  # pages that are held or cached
     int32_t num_free[MAX_TENANTS]  # of them, in the queue
     double shares[MAX_TENANTS]  # of the pool; 0: none, nothing is charged to it
@@ -162,7 +162,7 @@ cdef struct Leases:
     int32_t *counts           # [num_pages] references of leases; NULL: there were none
     LeasedSpan *first         # of spans
     int64_t num_pages         # of spans, each page once for each lease
-    int64_t next_end          # no lease ends before; 0: none has an end
+    int64_t next_end          # no lease ends before
     int32_t num_ended         # leases that ended by themselves since they were listed last
 
 cdef struct Transfer:         # of a page between a pool and its tier

@@ -60,7 +60,6 @@ cdef class RequestPages:
 
 
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
-cdef int32_t find_shard(const Pool *pool, const Holding *holding) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
 cdef bint list_last_first(

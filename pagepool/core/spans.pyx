@@ -5,17 +5,17 @@ from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.arguments cimport float_of, size_of, term_of_seconds
-from pagepool.core.batch cimport RowRecord, digests_of, hash_row, holding_of
+from pagepool.core.batch cimport RowRecord, digests_of, hash_row, held_by
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Holding
+from pagepool.core.holdings cimport Held
 from pagepool.core.ids cimport PageIds, as_own_ids
-from pagepool.core.index cimport find_within
+from pagepool.core.index cimport find, has_key
 from pagepool.core.pages cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
 from pagepool.core.queue cimport expect_page, now_of
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, Range, ids_in_shard, is_free
-from pagepool.core.request_pages cimport RequestPages, find_shard
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
+from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, first_hit_page, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
@@ -212,7 +212,8 @@ def lease_pages(PageStore store not None, page_ids) -> Lease:
 @cython.auto_pickle(False)
 cdef class TokenSpan:
     """Tokens ``[start, stop)`` of a request or an admitted row, which `of_request` and `of_row` name; a `stop` of None is the
-    end of its tokens. The pages that are cached under these tokens, wholly within them, are leased, or expected back.
+    end of its tokens. The pages that are cached under these tokens, wholly within them, are leased, or expected back:
+    those that the request or row holds, and others where it holds none.
     """
 
     cdef readonly int64_t start
@@ -226,7 +227,7 @@ cdef class TokenSpan:
     cdef int64_t num_tokens         # of the request or row, while it is locked, as are the next
     cdef const Digest *digests
     cdef Py_ssize_t num_digests
-    cdef Range ids                  # of pages among which its own are
+    cdef const Held *own            # [groups] pages of the request or row; NULL: it holds none
 
     def __cinit__(self, start=0, stop=None):
         self.start = size_of(start, "start", 0, INT64_MAX)
@@ -239,12 +240,10 @@ cdef class TokenSpan:
         self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
         RequestPages held=None,
     ) -> TokenSpan:
-        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`, which has the pages `held`, or
-        none.
-        """
+        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`, which holds the pages `held`, or none."""
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
-        if held is not None and held.store is not store:
-            raise ArgumentError("held: got pages of another pool")
+        if held is not None and (held.store is not store or held.groups is not groups):
+            raise ArgumentError("held: got pages of another pool or other groups")
         span.store, span.groups, span.chain, span.held = store, groups, chain, held
         span.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         return span
@@ -264,15 +263,12 @@ cdef class TokenSpan:
     cdef int lock(self) except -1:
         """Take the locks of the request or row. ArgumentError for a row that is not admitted."""
         cdef const RowRecord *record
-        cdef Holding holding
-        cdef int32_t shard = -1
         self.require_store()
         if self.chain is not None:
             self.chain.lock.acquire()
             self.store.lock.acquire()
             self.digests, self.num_digests = self.chain.digests, self.chain.num
-            if self.held is not None:
-                shard = find_shard(&self.store.pool, &self.held.holding)
+            self.own = self.held.holding.held if self.held is not None else NULL
         else:
             self.rows.enter_call()
             record = &self.rows.batch.records[self.row]
@@ -282,9 +278,7 @@ cdef class TokenSpan:
             if self.rows.batch.hash_page_size:
                 hash_row(&self.rows.batch, self.row, record.num_tokens)
             self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), record.num_hashed
-            holding = holding_of(&self.rows.batch, self.row)
-            self.num_tokens, shard = record.num_tokens, find_shard(&self.store.pool, &holding)
-        self.ids = ids_in_shard(&self.store.pool, shard)
+            self.num_tokens, self.own = record.num_tokens, held_by(&self.rows.batch, self.row, 0)
         return 0
 
     cdef void unlock(self) noexcept:
@@ -294,8 +288,14 @@ cdef class TokenSpan:
             self.store.lock.release()
             self.chain.lock.release()
 
-    cdef int32_t find_cached(self, const Group *group, Py_ssize_t place) noexcept:
-        return find_within(&self.store.pool, self.digests[last_hash(group, place)], group.id, self.ids)
+    cdef int32_t find_cached(self, Py_ssize_t g, int64_t place) noexcept:
+        """Find the page that is cached under the tokens of a place, its own before others; NULL_PAGE: there is none."""
+        cdef const Group *group = &self.groups.groups[g]
+        cdef Digest key = self.digests[last_hash(group, place)]
+        if self.own != NULL and place < self.own[g].num_pages:
+            if has_key(&self.store.pool.pages[self.own[g].ids[place]], key, group.id):
+                return self.own[g].ids[place]
+        return find(&self.store.pool, key, group.id)
 
     cdef bint list_cached(self, PageIds found) noexcept:
         """List the cached pages, group by group. False where memory is short. The locks are held."""
@@ -308,7 +308,7 @@ cdef class TokenSpan:
             size = group.rules.entry_size
             stop = min(self.stop // size, self.num_digests // group.stride) if group.id != NO_GROUP else 0
             for i in range(min(self.start // size + (self.start % size > 0), stop), stop):
-                page_id = self.find_cached(group, i)
+                page_id = self.find_cached(g, i)
                 if page_id != NULL_PAGE:
                     if not found.try_reserve(1):
                         return False
@@ -333,7 +333,7 @@ cdef class TokenSpan:
             if is_state(&group.rules) or not 0 < stop <= self.num_digests // group.stride:
                 continue
             for i in range(first_hit_page(&group.rules, <int32_t>end, rule.use_eagle), stop):
-                is_cached = self.find_cached(group, i) != NULL_PAGE
+                is_cached = self.find_cached(g, i) != NULL_PAGE
                 is_reached |= is_cached and i == stop - 1
                 is_lost |= not is_cached
         return end if is_reached and is_lost else 0

@@ -19,7 +19,7 @@ from pagepool.core.pages cimport (
     count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
     take_from, touch_all,
 )
-from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns, raw_realloc
+from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
     Supply, age_pages, begin_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards, now_of,
     page_before, page_behind, pick, push, push_all,
@@ -207,8 +207,8 @@ cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 5 more once a
-    page was expected back, and one more once shares were set.
+    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 6 more once a
+    page was expected back, or shares were set.
     """
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
@@ -243,12 +243,9 @@ cdef class PageStore:
         free(self.pool.residency)
         free_policy(self.pool.policy)
         free(self.pool.leases.counts)
-        free(self.pool.sessions.owners)
         free(self.pool.sessions.links)
         free(self.pool.sessions.items)
-        free(self.pool.expected.terms)
         free(self.pool.expected.stamps)
-        free(self.pool.tenants.of_pages)
         free(self.pool.copies.items)
         Py_XDECREF(self.tier)
 
@@ -269,40 +266,28 @@ cdef class PageStore:
         """Divide the queue of the locked pool by terms, and by tenants, unless it is, or caches nothing; False, and nothing
         changed, where memory is short.
         """
+        cdef Pool *pool = &self.pool
         cdef Pool divided = self.pool
         cdef Links *links = NULL
-        cdef Py_ssize_t n = self.pool.num_pages
-        cdef bint by_terms = self.pool.expected.terms == NULL
-        by_tenants = by_tenants and self.pool.tenants.of_pages == NULL
+        cdef uint32_t *stamps = pool.expected.stamps
+        cdef bint by_terms = stamps == NULL
+        by_tenants = by_tenants and pool.tenants.of_pages == NULL
         if not self.enable_caching or not (by_terms or by_tenants):
             return True
-        divided.num_parts = (MAX_TENANTS if by_tenants else 1) * (count_plain_parts(&self.pool) + NEVER)
-        if by_terms:
-            divided.expected.terms = <uint8_t *>calloc(n, sizeof(uint8_t))
-            divided.expected.stamps = <uint32_t *>calloc(n, sizeof(uint32_t))
-        if by_tenants:
-            divided.tenants.of_pages = <uint8_t *>calloc(n, sizeof(uint8_t))
-        if self.pool.num_shards:
-            links = new_shard_links(&divided, self.pool.num_shards)
-        if (
-            divided.expected.terms == NULL or divided.expected.stamps == NULL or (links == NULL and self.pool.num_shards)
-            or (by_tenants and divided.tenants.of_pages == NULL)
-        ):
-            if by_terms:
-                free(divided.expected.terms)
-                free(divided.expected.stamps)
-            if by_tenants:
-                free(divided.tenants.of_pages)
+        divided.num_parts = (MAX_TENANTS if by_tenants else 1) * (count_plain_parts(pool) + NEVER)
+        if pool.num_shards:
+            links = new_shard_links(&divided, pool.num_shards)
+        if by_terms and (links != NULL or not pool.num_shards):
+            stamps = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t) + 2 * sizeof(uint8_t))
+        if stamps == NULL or (links == NULL and pool.num_shards):
             free(links)
             return False
-        self.pool.expected = divided.expected
         if by_terms:
-            begin_terms(&self.pool)
-        self.pool.tenants = divided.tenants
+            begin_terms(pool, stamps)
         if by_tenants:
-            begin_tenants(&self.pool)
-        if self.pool.num_shards:
-            use_shard_links(&self.pool, links, self.pool.num_shards)
+            begin_tenants(pool)
+        if pool.num_shards:
+            use_shard_links(pool, links, pool.num_shards)
         return True
 
     cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept:
@@ -385,23 +370,19 @@ cdef class PageStore:
         return list(copied.num_free), copied.num_in_time, copied.num_late, copied.num_unused
 
     def set_time(self, seconds) -> None:
-        """Let the clock of expectations and leases stand at a time above 0, for tests and replays; None: it goes. No page
-        was released later than that. O(num_pages).
+        """Let the clock of expectations and leases stand at a time, for tests and replays. ArgumentError for one before the
+        last, once a page was expected back.
         """
-        cdef double time = 0 if seconds is None else float_of(seconds, "seconds")
-        cdef int64_t old
-        cdef Py_ssize_t i
-        cdef bint is_back
-        if not 0 <= time < MAX_SECONDS:
-            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: 0 to {MAX_SECONDS}, or None")
+        cdef double time = float_of(seconds, "seconds")
+        cdef bint is_past
+        if not 1 <= time < MAX_SECONDS:
+            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: 1 to {MAX_SECONDS}")
         with self.lock:
-            old = now_of(&self.pool)
-            self.pool.expected.fixed_time = <int64_t>(time * SECOND)
-            is_back = now_of(&self.pool) < old and self.pool.expected.terms != NULL
-            if is_back:
-                self.pool.expected.next_due = 0
-            for i in range(self.pool.num_pages if is_back else 0):
-                self.pool.expected.stamps[i] = <uint32_t>min(<int64_t>self.pool.expected.stamps[i], now_of(&self.pool))
+            is_past = self.pool.expected.terms != NULL and time * SECOND < now_of(&self.pool)
+            if not is_past:
+                self.pool.expected.fixed_time = <int64_t>(time * SECOND)
+        if is_past:
+            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: no time that has passed, once a page was expected back")
 
     @property
     def num_kept_token_ids(self) -> int:
@@ -490,11 +471,10 @@ cdef class PageStore:
         cdef Py_ssize_t number = 0, n = self.pool.num_pages
         cdef bint has_room
         with self.lock:
-            if sessions.owners == NULL:
-                sessions.links = <Links *>raw_realloc(sessions.links, n * sizeof(Links))
-                if sessions.links != NULL:
-                    sessions.owners = <int32_t *>calloc(n, sizeof(int32_t))
-            has_room = sessions.owners != NULL and reserve_items(
+            if sessions.links == NULL:
+                sessions.links = <Links *>calloc(n, sizeof(Links) + sizeof(int32_t))
+                sessions.owners = <int32_t *>(sessions.links + n) if sessions.links != NULL else <int32_t *>NULL
+            has_room = sessions.links != NULL and reserve_items(
                 <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
             )
             if has_room and sessions.num == 0:

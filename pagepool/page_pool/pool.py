@@ -38,7 +38,7 @@ class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction is O(num_pages). A page
-    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 5 once one was expected back, 10 with adaptive eviction.
+    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 6 once one was expected back, 10 with adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
