@@ -943,8 +943,7 @@ class OracleManager:
         found = {
             (group_id, place): page
             for (group_id, place), page in self._find_cached(request, 0, end).items()
-            if not isinstance(self.kinds[group_id], Mamba)
-            and place >= self.kinds[group_id].first_hit_page(end, self.use_eagle)
+            if not isinstance(self.kinds[group_id], Mamba) and place >= self.kinds[group_id].first_hit_page(end, self.use_eagle)
         }
         lasts = [page for (group_id, place), page in found.items() if (group_id, place + 1) not in found]
         if any(page is not None for page in lasts) and None in found.values():
