@@ -240,7 +240,7 @@ cdef class TokenSpan:
         self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
         RequestPages held=None,
     ) -> TokenSpan:
-        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`, which holds the pages `held`, or none."""
+        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`. It holds the pages `held`, or none."""
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
         if held is not None and (held.store is not store or held.groups is not groups):
             raise ArgumentError("held: got pages of another pool or other groups")
@@ -381,8 +381,8 @@ cdef class TokenSpan:
                 self.store.leases.pop(lease)
         if lost_end:
             raise ArgumentError(
-                f"stop: got {self.stop}, where pages that requests need to resume are gone, allowed: where all are cached, as with "
-                f"resume_at=[{lost_end}] at admission"
+                f"stop: got {self.stop}, where pages that requests need to resume are gone, allowed: where all are cached, as "
+                f"with resume_at=[{lost_end}] at admission"
             )
         if is_listed and num_leased + lease.ids.num > most:
             raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")

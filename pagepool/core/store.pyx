@@ -382,7 +382,7 @@ cdef class PageStore:
             if not is_past:
                 self.pool.expected.fixed_time = <int64_t>(time * SECOND)
         if is_past:
-            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: no time that has passed, once a page was expected back")
+            raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: the last time, or a later one")
 
     @property
     def num_kept_token_ids(self) -> int:
