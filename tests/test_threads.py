@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sysconfig
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from random import Random
@@ -687,10 +688,12 @@ class Clock:
     def __init__(self, manager: CacheManager) -> None:
         self.store = manager.page_pool.store
         self.seconds = itertools.count(1)
+        self.lock = threading.Lock()
         self.tick(0)
 
     def tick(self, _: object = None) -> None:
-        self.store.set_time(next(self.seconds))
+        with self.lock:  # the clock does not go back
+            self.store.set_time(next(self.seconds))
 
 
 @seeds
