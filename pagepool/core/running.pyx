@@ -465,13 +465,14 @@ cdef class RunningRows:
         cdef PageIds target_rows = as_own_ids(targets, "targets")
         cdef list forgotten = [None] * (2 * target_rows.num)  # what goes with them may wait for a fork of the process
         cdef Batch *batch = &self.batch
-        cdef Holding holding = holding_of(batch, source)
+        cdef Holding holding
         cdef Py_ssize_t num_right, i
         cdef bint is_due, is_ready
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         if target_rows.num == 0:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.enter_call()
+        holding = holding_of(batch, source)
         is_due = awaits_copies(batch.pool, &holding)
         is_ready = batch.records[source].is_admitted and not batch.num_external[source] and not is_due
         num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
@@ -543,12 +544,13 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef Batch *batch = &self.batch
-        cdef Holding holding = holding_of(batch, source)
+        cdef Holding holding
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_staying = 0, bad = -1
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
         self.enter_call()
+        holding = holding_of(batch, source)
         is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.num_external[source]
         if is_running:
@@ -683,10 +685,12 @@ cdef class RunningRows:
 
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        cdef Holding holding = holding_of(&self.batch, self.checked_row(row))
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef Holding holding
         cdef tuple ids = new_ids(self.batch.num_groups)
         cdef bint has_room
         with self.lock:
+            holding = holding_of(&self.batch, checked)
             has_room = copy_ids(&holding, ids)
         if not has_room:
             raise MemoryError("the page ids of a row")
@@ -913,12 +917,13 @@ cdef Py_ssize_t release_checked(
 
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     cdef Batch *batch = &running.batch
-    cdef bint is_right
+    cdef bint is_right, has_source, has_target
     cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
     running.enter_call()
-    is_right = not is_move or (batch.records[source].is_admitted and not batch.records[target].is_claimed)
-    is_right = is_right and batch.records[source].is_admitted == batch.records[source].is_claimed
-    is_right = is_right and batch.records[target].is_admitted == batch.records[target].is_claimed
+    has_source, has_target = batch.records[source].is_admitted, batch.records[target].is_admitted
+    is_right = not is_move or (has_source and not batch.records[target].is_claimed)
+    is_right = is_right and has_source == batch.records[source].is_claimed
+    is_right = is_right and has_target == batch.records[target].is_claimed
     if is_right and source != target:
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
@@ -928,8 +933,8 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     running.let_go()
     if not is_right:
         raise ArgumentError(
-            f"rows {source} and {target}: {'admitted' if batch.records[source].is_admitted else 'free'} and "
-            f"{'admitted' if batch.records[target].is_admitted else 'free'}, allowed: "
+            f"rows {source} and {target}: {'admitted' if has_source else 'free'} and "
+            f"{'admitted' if has_target else 'free'}, allowed: "
             f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
         )
     return 0

@@ -629,18 +629,21 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num = size_of(n, "n")
         cdef int32_t num_free
+        cdef bint has_room
         cdef Supply supply = Supply(COMMON, 0, COMMON, 0)
-        ids.reserve(min(num, self.pool.num_pages))
         with self.lock:
             num_free = self.pool.num_free
-            if 0 < num <= num_free:
+            has_room = num > num_free or ids.try_reserve(num)  # here: a queue may grow meanwhile
+            if has_room and 0 < num <= num_free:
                 age_pages(&self.pool)
-            while num <= num_free and ids.num < num:
+            while has_room and num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1, &supply)
                 reuse(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
+        if not has_room:
+            raise MemoryError(f"{num} page ids")
         return ids
 
     def remove_page(self, page) -> None:
