@@ -163,8 +163,8 @@ class Holds:
         """Raise unless a page is not cached with which a request resumes at the end of a span."""
         start, stop = span
         require(self.books.setting.windows is not None and stop is not None, "refused", job, span)
-        windows = self.books.list_windows(job, stop)
-        require(any(not self.books.index.has(content, None) for content in windows), "no window is gone", job, start, stop)
+        needed = self.books.list_needed(job, stop)
+        require(any(not self.books.index.has(content, None) for content in needed), "no page is gone", job, start, stop)
 
     def _find_own(self, job: Job, contents: set[Content]) -> set[Content]:
         """Return those of the contents with which pages of a job are cached."""

@@ -164,10 +164,10 @@ class Books:
         ends = range((self._find_first(kind, length) + 1) * kind.page_size, length + 1, kind.page_size)
         return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
 
-    def list_windows(self, job: Job, stop: int) -> list[Content]:
-        """Return the contents of the windows before the last place up to `stop` where a request can resume."""
+    def list_needed(self, job: Job, stop: int) -> list[Content]:
+        """Return the contents of pages that a request needs which resumes at the last place up to `stop`, states aside."""
         length = self._floor(min(stop, job.num_tokens)) - self.setting.use_eagle * self.hit_step
-        kinds = [kind for kind in self.kinds if kind.kind in ("sliding", "chunked")] if length > 0 else []
+        kinds = [kind for kind in self.kinds if kind.kind != "mamba"] if length > 0 else []
         return [content for kind in kinds for content in self._list_read(kind, job.list_histories(length), length)]
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
