@@ -21,7 +21,7 @@ cdef double MAX_SHARES = 0.95
 cdef double ROUNDING = 1e-9
 
 
-def require_name(what, name) -> str | None:
+def require_name(str what not None, name) -> str | None:
     """The id of a session, or the name of a tenant, as a str, or None."""
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"{what}: got {type(name).__name__}, allowed: a string, or None")

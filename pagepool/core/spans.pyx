@@ -269,6 +269,8 @@ cdef class TokenSpan:
             self.store.lock.acquire()
             self.digests, self.num_digests = self.chain.digests, self.chain.num
             self.own = self.held.holding.held if self.held is not None else NULL
+            if not self.store.enable_caching:  # the chain may be of another manager
+                self.num_digests = 0
         else:
             self.rows.enter_call()
             record = &self.rows.batch.records[self.row]
