@@ -205,6 +205,7 @@ def test_a_tenant_far_above_its_share_gives_no_page_of_another_shard() -> None:
         pages = tenants.manager.allocate_slots(request, PAGE_SIZE, dp_shard_hint=int(i >= 9), data_parallel_size=2)
         assert (pages.get_page_ids()[0][0] < 10) == (i < 9)
         tenants.manager.free(request)
+        tenants.wait()
         tenants.manager.check()
     assert tenants.charged == {"x": 9}
 
