@@ -60,7 +60,7 @@ from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
-from pagepool.core.sessions import PageSessions, require_name
+from pagepool.core.sessions import PageSessions
 from pagepool.core.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.store import CachePage, PageStore, QueryCounter

@@ -25,6 +25,7 @@ __all__ = [
     "require_group_ids",
     "require_int",
     "require_list",
+    "require_name",
     "require_places",
     "require_share",
     "require_short",
@@ -81,6 +82,15 @@ def require_flag(name: str, value: object) -> bool:
         return bool(value)
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: True or False") from None
+
+
+def require_name(what: str, name: object) -> str | None:
+    """Return the id of a session, or the name of a tenant, as a str, or None. ArgumentTypeError for anything else."""
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"{what}: got {type(name).__name__}, allowed: a string, or None")
+    return str.__str__(name)  # a subclass may equal anything
 
 
 def require_share(name: str, value: Any) -> float:

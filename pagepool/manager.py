@@ -35,7 +35,6 @@ from pagepool._core import (
     list_leases,
     lists_of,
     load_prefix,
-    require_name,
     rewind_request,
     take_copies,
     take_transfers,
@@ -49,6 +48,7 @@ from pagepool.arguments import (
     refuse_incomplete,
     require_flag,
     require_int,
+    require_name,
     require_share,
 )
 from pagepool.coordinator import CacheCoordinator
@@ -404,10 +404,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
         """Return the int for a session in the core until `_release_session`; 0 for None, and without caching."""
-        require_name("session_id", session_id)
-        require_name("tenant", tenant)
         with self._lock:
-            return self.sessions.hold(session_id, tenant) if self.enable_caching else 0
+            return self.sessions.hold(session_id, tenant)
 
     def _release_session(self, session: int) -> None:
         if session:

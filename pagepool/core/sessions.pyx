@@ -12,6 +12,7 @@ from pagepool.core.store cimport PageStore
 
 from collections.abc import Mapping
 
+from pagepool.arguments import require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef enum:
@@ -19,13 +20,6 @@ cdef enum:
 
 cdef double MAX_SHARES = 0.95
 cdef double ROUNDING = 1e-9
-
-
-def require_name(str what not None, name) -> str | None:
-    """The id of a session, or the name of a tenant, as a str, or None."""
-    if name is not None and not isinstance(name, str):
-        raise ArgumentTypeError(f"{what}: got {type(name).__name__}, allowed: a string, or None")
-    return None if name is None else str.__str__(name)  # a subclass may equal anything
 
 
 cdef dict checked_shares(object shares):
@@ -67,12 +61,12 @@ cdef class PageSessions:
         raise ArgumentTypeError("the sessions of a pool cannot be pickled")
 
     def hold(self, session_id, tenant=None) -> int:
-        """Return the number of a session of a tenant, valid until `release`; 0 for no session and no tenant with a share.
-        Amortised O(1); the first call O(num_pages).
+        """Return the number of a session of a tenant, valid until `release`; 0 for no session and no tenant with a share,
+        and without caching. Amortised O(1); the first call O(num_pages).
         """
         cdef object number, checked = require_name("session_id", session_id), name = require_name("tenant", tenant)
         cdef int32_t charged = self.tenants.get(name, COMMON)
-        if checked is None and charged == COMMON:
+        if (checked is None and charged == COMMON) or not self.store.enable_caching:
             return NO_SESSION
         number = self.numbers.get(checked, {}).get(name)
         if number is None:

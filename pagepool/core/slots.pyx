@@ -17,9 +17,9 @@ from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, S
 from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
 
-from pagepool.core.sessions import PageSessions, require_name
+from pagepool.core.sessions import PageSessions
 
-from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_places
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
 

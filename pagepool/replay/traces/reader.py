@@ -30,8 +30,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
-from pagepool._core import require_name
-from pagepool.arguments import require_int
+from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn, count_slots
 from pagepool.specs import cdiv

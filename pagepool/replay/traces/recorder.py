@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
-from pagepool._core import require_name
-from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int, require_name
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing.algorithms import make_page_hasher
 from pagepool.manager import CacheManager
