@@ -5,12 +5,13 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
-VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
+VLLM_VERSION ?= 0.33.0
+VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 
 # The extras under test. Ray, which the extra fleet adds, is large, and only slow tests start it.
 TEST_EXTRAS ?= events,jax,metrics,plan,replay
 
-SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name '*.json' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 # jax keeps what it has compiled for other processes, and the next time.
 RUN = PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
@@ -31,7 +32,7 @@ help:  ## this list
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
 .PHONY: bench-vllm bench-windows bench-keeping bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
-.PHONY: wheel test-wheel test-lowest
+.PHONY: wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -220,16 +221,27 @@ easydel-environment:  ## the environment of test-easydel and bench-results
 VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
 
 test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
-test-vllm: vllm-environment  ## the tests with vllm, which is large: in an environment of its own
+test-vllm: vllm-environment  ## the tests with vllm, which is large, in an environment of its own: VLLM_VERSION=0.32.0
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
+
+# What a new vLLM changes: CANARY_VERSION= is the newest of the index. The differential test runs whatever was found before it.
+CANARY_VENV ?= $(HOME)/.cache/pagepool/venv-vllm-canary
+CANARY_VERSION ?=
+
+canary-vllm: export VLLM_TARGET_DEVICE = cpu
+canary-vllm:  ## what the newest vLLM changed of what the adapter relies on; fails if a part fell away: CANARY_VERSION=0.30.0
+	$(MAKE) vllm-environment VLLM_VENV=$(CANARY_VENV) VLLM_VERSION=$(CANARY_VERSION)
+	rm -rf $(CANARY_VENV)/recorded && $(CANARY_VENV)/bin/pip install --quiet --no-deps --target $(CANARY_VENV)/recorded vllm==0.33.0
+	$(RUN) $(CANARY_VENV)/bin/python $(CURDIR)/tests/vllm_canary.py $(CANARY_VENV)/recorded; found=$$?; \
+	    $(RUN) $(CANARY_VENV)/bin/python -m pytest $(PYTEST_ARGS) -k "not planted" $(CURDIR)/tests/test_vllm_differential.py && exit $$found
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
 vllm-environment:  ## the environment of test-vllm and bench-vllm
 	rm -f $(VLLM_VENV)/complete
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
-	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --upgrade vllm$(VLLM_VERSION:%===%)
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 	touch $(VLLM_VENV)/complete
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +15,12 @@ import fake_easydel
 from sources import ROOT
 
 from pagepool.compat.vllm import VARIABLE
-from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, MANAGER, OURS, POOL, REPLACEMENTS, SIGNATURES, UTILS
+from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, INHERITED, MANAGER, OURS, POOL, REPLACEMENTS, UTILS
 from pagepool.compat.vllm.policy import choices_for
+from pagepool.compat.vllm.sources import digests_of
 
 VERSION = "0.33.0"
+FAKE_CHANGES: dict[str, dict[str, str]] = {VERSION: {}}
 ENGINE_CORE = "vllm.v1.engine.core"
 HEADERS = {
     POOL: f"from {UTILS} import FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id\n",
@@ -28,43 +28,54 @@ HEADERS = {
     GROUPS: f"from {POOL} import BlockPool\n",
     MANAGER: f"import {COORDINATOR}, {GROUPS}\nfrom {UTILS} import KVCacheBlock\n",
 }
-CONSTRUCTORS = {
-    "BlockPool": "    def __init__(self, num_gpu_blocks=4):\n"
-    "        self.blocks = [KVCacheBlock(i, pool=self) for i in range(num_gpu_blocks)]\n"
-    "        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)\n"
-    "        self.cached_block_hash_to_block = BlockHashToBlockMap()\n"
-    "    def reset_prefix_cache(self):\n"
-    "        self.cached_block_hash_to_block = BlockHashToBlockMap()\n"
-    "        return True\n",
-}
+POOL_METHODS = """
+    def __init__(self, num_gpu_blocks=4):
+        self.blocks = [KVCacheBlock(i, pool=self) for i in range(num_gpu_blocks)]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+
+    def reset_prefix_cache(self):
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        return True
+"""
 SHOW = f"from {ENGINE_CORE} import get_request_block_hasher; print(get_request_block_hasher.__module__)"
 """Prints the module that defines the hasher that an engine calls."""
 
 
-def definition_source(home: str, name: str) -> str:
-    members = [item.name.partition(".")[2] for item in REPLACEMENTS if item.home == home and item.name.startswith(f"{name}.")]
-    if name not in SIGNATURES and not name[0].isupper():
-        return f"def {name}(*arguments): ...\n"
-    if not name[0].isupper():
-        return f"def {name}{SIGNATURES[name]}: ...\n"
-    constructor = CONSTRUCTORS.get(name, "")
-    if name in SIGNATURES:
-        signature = "(self)" if SIGNATURES[name] == "()" else SIGNATURES[name].replace("(", "(self, ", 1)
-        constructor = f"    def __init__{signature}: ...\n"
-    return (
-        f"class {name}:\n{constructor}"
-        + "".join(map(method_source, (f"{name}.{member}" for member in members)))
-        + "    x = 1\n"
-    )
-
-
-def method_source(name: str) -> str:
-    kind = "    @classmethod\n" if SIGNATURES[name].startswith("(cls") else ""
-    return f"{kind}    def {name.partition('.')[2]}{SIGNATURES[name]}: ...\n"
+HOMES = tuple(dict.fromkeys(place.split(":")[0] for recorded in DIGESTS.values() for place in recorded))
+RECORDED = {
+    home: {
+        place.split(":")[1]: digest
+        for recorded in DIGESTS.values()
+        for place, digest in recorded.items()
+        if place.startswith(f"{home}:")
+    }
+    for home in HOMES
+}
+"""What the parts rely on, by module: classes, functions and methods, with their digests."""
 
 
 def module_source(home: str) -> str:
-    return HEADERS.get(home, "") + "".join(definition_source(home, name) for name in DIGESTS[home])
+    """Return a source with all that is recorded of a module."""
+    owners = dict.fromkeys(name.partition(".")[0] for name in RECORDED[home])
+    return HEADERS.get(home, "") + "".join(definition_source(owner, members_of(home, owner)) for owner in owners)
+
+
+def members_of(home: str, owner: str) -> list[str]:
+    names = [name for name, digest in RECORDED[home].items() if digest != INHERITED]
+    return [name.partition(".")[2] for name in names if name.startswith(f"{owner}.")]
+
+
+def definition_source(name: str, members: Iterable[str]) -> str:
+    if not name.lstrip("_")[0].isupper():
+        return f"def {name}(*arguments, **options): ...\n"
+    own = POOL_METHODS if name == "BlockPool" else "    def __init__(self, *arguments, **options): ...\n"
+    return f"class {name}:\n{own}" + "".join(map(method_source, members))
+
+
+def method_source(name: str) -> str:
+    kind = "    @classmethod\n" if name == "find_longest_cache_hit" else ""
+    return f"{kind}    def {name}(self, *arguments, **options): ...\n"
 
 
 def path_of(folder: Path, module: str) -> Path:
@@ -74,7 +85,7 @@ def path_of(folder: Path, module: str) -> Path:
 def write_engine(folder: Path, version: str = VERSION) -> None:
     """Write the package, with a module that binds the hasher as vLLM's engine core does."""
     shutil.rmtree(folder / "vllm", ignore_errors=True)
-    sources = {home: module_source(home) for home in DIGESTS}
+    sources = {home: module_source(home) for home in HOMES}
     sources[ENGINE_CORE] = f"import {MANAGER}\nfrom {UTILS} import get_request_block_hasher\n"
     for module, source in sources.items():
         path = path_of(folder, module)
@@ -86,16 +97,9 @@ def write_engine(folder: Path, version: str = VERSION) -> None:
 
 
 def fake_digests() -> dict[str, dict[str, str]]:
-    """Return the digests of the package's definitions."""
-    return {home: dict(digests_of(module_source(home))) for home in DIGESTS}
-
-
-def digests_of(source: str) -> Iterator[tuple[str, str]]:
-    lines = source.splitlines(keepends=True)
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            text = "".join(lines[node.lineno - 1 : node.end_lineno])
-            yield node.name, hashlib.sha256(text.encode()).hexdigest()
+    """Return `DIGESTS` with those of the package's definitions."""
+    found = {f"{home}:{name}": digest for home in HOMES for name, digest in digests_of(module_source(home)).items()}
+    return {part: {place: found.get(place, INHERITED) for place in recorded} for part, recorded in DIGESTS.items()}
 
 
 def replacement_source(name: str) -> str:
@@ -129,8 +133,8 @@ def write_customization(folder: Path) -> None:
     lines = [
         "import sys",
         "from types import ModuleType",
-        "from pagepool.compat.vllm.engine import DIGESTS",
-        f"DIGESTS.update({fake_digests()!r})",
+        "from pagepool.compat.vllm.engine import CHANGES, DIGESTS",
+        f"CHANGES.clear(), CHANGES.update({FAKE_CHANGES!r}), DIGESTS.update({fake_digests()!r})",
         inspect.getsource(make_module),
         f"sys.modules.update({{name: make_module(name, source) for name, source in {replacement_sources()!r}.items()}})",
     ]

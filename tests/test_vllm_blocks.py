@@ -10,8 +10,9 @@ from random import Random
 import pytest
 from settings import NUM_OPERATIONS
 
-from pagepool.compat.vllm.blocks import Block, BlockMap, BlockQueue
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError
+from pagepool.compat.vllm.blocks import Block, BlockMap, BlockQueue, Queue
+from pagepool.compat.vllm.policy_queue import AdaptiveQueue
+from pagepool.errors import ArgumentError, ArgumentTypeError, CompatError, DoubleFreeError, IntegrityError, OutOfPagesError
 
 
 def make_queue(num_blocks: int = 5) -> tuple[BlockQueue, list[Block]]:
@@ -138,6 +139,13 @@ def test_map_same_as_lists(seed: int) -> None:
         assert cached.get_one_block(key) is (model[key][0] if model[key] else None)
         assert [cached.contain(key, other.block_id) for other in blocks] == [other in model[key] for other in blocks]
         assert len(cached) == sum(map(bool, model.values()))
+
+
+@pytest.mark.parametrize("queue_class", [Queue, AdaptiveQueue])
+def test_the_queue_refuses_patches(queue_class: type) -> None:
+    """Compiled functions would not call what is set."""
+    with pytest.raises(CompatError, match=r"append_n of pagepool\.compat\.vllm\..*Queue: got None, allowed: no other than"):
+        queue_class.append_n = None  # type: ignore[attr-defined]
 
 
 def test_long_chains_are_freed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,8 +17,8 @@ from vllm_engine import BLOCK_SIZE, make_manager
 
 from pagepool._core import HashChain
 from pagepool.compat import vllm as compat
-from pagepool.compat.vllm.blocks import Block, BlockQueue
-from pagepool.compat.vllm.policy_queue import PolicyQueue
+from pagepool.compat.vllm.blocks import Block, Queue
+from pagepool.compat.vllm.policy_queue import AdaptiveQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import SimulatedRequest, generate_workload, make_requests, read_trace
@@ -73,7 +74,7 @@ def hash_pages(request: SimulatedRequest) -> list[bytes]:
 def run_alone(manager: Any, simulated: SimulatedRequest, max_batched_tokens: int) -> int:
     """Run a request from its look-up to its end, and return how many tokens it hit."""
     request = Traced(simulated.request_id, hash_pages(simulated), simulated.num_prompt_tokens)
-    found, num_hits, _ = manager.get_computed_blocks(request)
+    found, num_hits, request.shared_prefix_boundary = manager.get_computed_blocks(request)
     placement: tuple[Any, ...] = (num_hits, found)
     lengths = [*range(num_hits + max_batched_tokens, request.num_tokens, max_batched_tokens), request.num_tokens]
     size = BLOCK_SIZE
@@ -91,10 +92,16 @@ def run_alone(manager: Any, simulated: SimulatedRequest, max_batched_tokens: int
 def count_hits(requests: list[SimulatedRequest], num_blocks: int, max_batched_tokens: int = 8192) -> int:
     """Run requests one after another through vLLM's manager, and return the number of prompt tokens that hit."""
     manager = make_manager(num_blocks, MAX_MODEL_LEN)
-    fitting = [request for request in requests if -(-request.num_slots // BLOCK_SIZE) < num_blocks]
-    num_hits = sum(run_alone(manager, request, max_batched_tokens) for request in fitting)
+    num_hits = run_all(manager, requests, max_batched_tokens)
     check_pool(manager.block_pool)
     return num_hits
+
+
+def run_all(manager: Any, requests: list[SimulatedRequest], max_batched_tokens: int = 8192) -> int:
+    num_blocks = len(manager.block_pool.blocks)
+    num_groups = len(manager.coordinator.single_type_managers)
+    fitting = [request for request in requests if num_groups * -(-request.num_slots // BLOCK_SIZE) < num_blocks]
+    return sum(run_alone(manager, request, max_batched_tokens) for request in fitting)
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("mix", 2000), ("agents", 900), ("loop", 5000), ("drift", 2000)])
@@ -112,12 +119,73 @@ def test_hits_of_a_replay_in_steps(max_batched_tokens: int) -> None:
     assert count_hits(requests, 1500, max_batched_tokens) == expected
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the trace is not available")
+has_trace = pytest.mark.skipif(not TRACE.exists(), reason="the trace is not available")
+
+
+@has_trace
 def test_hit_rate_of_the_real_trace() -> None:
     requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
     num_tokens = sum(request.num_prompt_tokens for request in requests)
     expected = PolicySimulator(requests, ModelPages(BLOCK_SIZE)).count_hits("adaptive", 100_000)
     assert abs(count_hits(requests, 100_000) - expected) / num_tokens < MAX_DIFFERENCE
+
+
+# Windows: which of their blocks are cached is vLLM's choice.
+
+WINDOWS = (None, 512)
+RETENTIONS = (None, 0, 1024)
+LEAST_SHARE = 0.99  # of vLLM's hits: the policy samples keys, so that the last thousandths are chance
+
+
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_windows_keep_what_vllm_keeps(retention: int | None) -> None:
+    """Where there is room for all, the same blocks are cached under the same hashes: intervals, last windows, junctions."""
+    requests = generate_workload("agents", 20, seed=3)
+    kept = []
+    for _ in range(2):
+        manager = make_manager(40_000, MAX_MODEL_LEN, WINDOWS, retention)
+        num_hits = run_all(manager, requests)
+        kept.append(
+            (type(manager.block_pool.free_block_queue), num_hits, {*manager.block_pool.cached_block_hash_to_block._cache})
+        )
+        del manager
+        compat.uninstall()
+    (ours, *found), (theirs, *expected) = kept
+    assert (ours is AdaptiveQueue, theirs is AdaptiveQueue) == (True, False)
+    assert found == expected
+    assert found[0] > 0
+    gc.collect()
+
+
+def count_with_and_without(requests: list[SimulatedRequest], num_blocks: int, retention: int | None) -> list[int]:
+    """Return the hits with adaptive eviction, and those of vLLM without pagepool."""
+    counts = []
+    for install in (compat.install, compat.uninstall):
+        if compat.is_installed() != (install is compat.install):
+            install()
+        counts.append(run_all(make_manager(num_blocks, MAX_MODEL_LEN, WINDOWS, retention), requests))
+        gc.collect()
+    return counts
+
+
+@has_trace
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [60_000, 200_000])
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_windows_hit_no_less_than_vllms(retention: int | None, num_blocks: int) -> None:
+    requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
+    ours, theirs = count_with_and_without(requests, num_blocks, retention)
+    assert ours >= LEAST_SHARE * theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_windows_hit_no_less_than_vllms_on_generated_work(retention: int | None) -> None:
+    """In sum: short work of one kind may hit less, as without windows."""
+    works = [(name, size, seed) for name, size in (("mix", 4000), ("agents", 1800), ("drift", 4000)) for seed in range(3, 6)]
+    counts = [count_with_and_without(generate_workload(name, 120, seed=seed), size, retention) for name, size, seed in works]
+    ours, theirs = map(sum, zip(*counts, strict=True))
+    assert ours >= theirs
 
 
 # Blocks and pages.
@@ -126,7 +194,7 @@ def test_hit_rate_of_the_real_trace() -> None:
 def check_pool(pool: Any) -> None:
     """Check that exactly the blocks without references are queued, and that the queue's pages agree with them."""
     queue = pool.free_block_queue
-    assert type(queue) is PolicyQueue
+    assert type(queue) is AdaptiveQueue
     queue.check()
     free = [block.block_id for block in queue.get_all_free_blocks()]
     assert sorted(free) == [block.block_id for block in pool.blocks if block.ref_cnt == 0 and not block.is_null]
@@ -134,11 +202,16 @@ def check_pool(pool: Any) -> None:
 
 
 class Load:
-    """Random work: requests that share prefixes come, grow, are preempted and end; blocks are pinned, evicted and reset."""
+    """Random work: requests that share prefixes come, grow, are preempted and end; blocks are pinned, evicted and reset.
+
+    Windows are cached at intervals, at prompts' ends and at junctions with other prompts, or all.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
-        self.manager = make_manager(rng.choice((12, 30)), 1024, rng.choice(((None,), (None, 40), (20, None))))
+        groups = rng.choice(((None,), (None, 40), (20, None)))
+        retention = rng.choice((None, 0, 3 * BLOCK_SIZE)) if len(groups) > 1 else None
+        self.manager = make_manager(rng.choice((12, 30)), 1024, groups, retention)
         self.pool = self.manager.block_pool
         self.families = [[rng.randbytes(32) for _ in range(12)] for _ in range(3)]
         self.running: list[Traced] = []
@@ -152,7 +225,7 @@ class Load:
         digests = [*shared, *(rng.randbytes(32) for _ in range(14 - len(shared)))]
         request = Traced(f"r{self.num_requests}", digests, rng.randint(1, 8 * BLOCK_SIZE))
         self.num_requests += 1
-        found, num_hits, _ = self.manager.get_computed_blocks(request)
+        found, num_hits, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         num_new = rng.randint(1, request.num_tokens - num_hits)
         if self.manager.allocate_slots(request, num_new, num_hits, found) is not None:
             request.num_computed_tokens = num_hits + num_new
@@ -196,6 +269,13 @@ class Load:
         if cached and others:
             self.pool.move_block_hashes(self.rng.choice(cached), self.rng.choice(others))
 
+    def held(self) -> dict[int, Any]:
+        """Return the hashes of the blocks that requests or a connector hold, by id."""
+        managers = self.manager.coordinator.single_type_managers
+        running = [manager.req_to_blocks[request.request_id] for request in self.running for manager in managers]
+        blocks = [block for blocks in [*running, *self.pinned] for block in blocks if not block.is_null]
+        return {block.block_id: block.block_hash for block in blocks}
+
     def reset(self) -> None:
         """End everything and forget all hashes."""
         while self.running:
@@ -208,17 +288,23 @@ class Load:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_blocks_and_pages_agree(seed: int) -> None:
+    """What is held, by requests or pins, is never taken, nor does it lose its hash."""
     load = Load(seed)
     actions = [load.start, load.grow, load.end, load.evict, load.pin, load.unpin, load.move, load.reset]
     for action in load.rng.choices(actions, (8, 20, 5, 1, 1, 1, 1, 0.2), k=400):
+        before = load.held()
         action()
         check_pool(load.pool)
+        if action in (load.start, load.pin):  # which let nothing go
+            after = load.held()
+            assert before.keys() <= after.keys()
+            assert all(after[block_id] == block_hash for block_id, block_hash in before.items() if block_hash is not None)
     load.reset()
 
 
 def test_uncached_pool() -> None:
     pool = make_manager(8, 1024, enable_caching=False).block_pool
-    assert type(pool.free_block_queue) is BlockQueue
+    assert type(pool.free_block_queue) is Queue
     taken = pool.get_new_blocks(3)
     pool.free_blocks(reversed(taken))
     assert [block.block_id for block in pool.get_new_blocks(2)] == [3, 2]
@@ -227,7 +313,7 @@ def test_uncached_pool() -> None:
 def test_request_counts_once() -> None:
     manager = make_manager(8, 1024)
     noted: list[int] = []
-    request = Traced("r", [bytes(32)], 3 * BLOCK_SIZE)
+    request = Traced("r", [bytes([i] * 32) for i in range(3)], 3 * BLOCK_SIZE)
     for num_tokens, placement in ((BLOCK_SIZE, (0,)), (BLOCK_SIZE, ()), (1, (0,))):
         assert manager.allocate_slots(request, num_tokens, *placement) is not None
         request.num_computed_tokens += num_tokens

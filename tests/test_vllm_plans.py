@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_configs import MODELS, REQUEST_TOKENS, STEP_TOKENS, VLLM_BYTES
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("vllm.v1.core.kv_cache_planning", reason="vLLM is not installed, or older than 0.33")
 
 from vllm_plans import plan
 

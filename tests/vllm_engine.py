@@ -31,10 +31,13 @@ ONE_GROUP = (None,)
 Groups = Sequence[int | None]
 
 
-def make_cache_config(num_blocks: int, groups: Groups = ONE_GROUP) -> KVCacheConfig:
+def make_cache_config(num_blocks: int, groups: Groups = ONE_GROUP, retention: int | None = None) -> KVCacheConfig:
+    """Describe the groups. vLLM caches the windows before multiples of `retention` tokens and a prompt's last; all for None."""
     register_all_kvcache_specs(None)
     specs = [KVCacheGroupSpec([f"layer {i}"], make_spec(window)) for i, window in enumerate(groups)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs, prefix_cache_retention_interval=retention
+    )
 
 
 def make_spec(window: int | None) -> Any:
@@ -42,9 +45,11 @@ def make_spec(window: int | None) -> Any:
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
-def make_manager(num_blocks: int, max_model_len: int, groups: Groups = ONE_GROUP, **options: Any) -> KVCacheManager:
+def make_manager(
+    num_blocks: int, max_model_len: int, groups: Groups = ONE_GROUP, retention: int | None = None, **options: Any
+) -> KVCacheManager:
     """Make a `KVCacheManager` with prefix caching; `options` are further arguments of its constructor."""
-    config = make_cache_config(num_blocks, groups)
+    config = make_cache_config(num_blocks, groups, retention)
     options = {"scheduler_block_size": BLOCK_SIZE, "hash_block_size": BLOCK_SIZE} | options
     return KVCacheManager(kv_cache_config=config, max_model_len=max_model_len, **options)
 

@@ -27,19 +27,21 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
 VISION = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "num_hidden_layers": 24}
 OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "max_position_embeddings": 2048}
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960}
+LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "text_config": LLAMA,
+    "vision_config": VISION,
+}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "facebook/opt-125m": OPT,
     "facebook/opt-350m": OPT,
     "hmellor/tiny-random-LlamaForCausalLM": LLAMA,
     "Qwen/Qwen3-0.6B": QWEN,
     "Qwen/Qwen1.5-7B": QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "llava-hf/llava-1.5-7b-hf": {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "image_token_index": 32000,
-        "text_config": LLAMA,
-        "vision_config": VISION,
-    },
+    "llava-hf/llava-1.5-7b-hf": LLAVA,
+    "Qwen/Qwen2.5-VL-3B-Instruct": LLAVA,  # for tests that want any model with images
 }
 WORDS = {"type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 2}, "unk_token": "<unk>"}
 IMAGE_TOKENS = {"image": 576}
@@ -60,7 +62,7 @@ def pytest_configure() -> None:
     if INSTALLS in os.environ:
         import pagepool.compat.vllm
 
-        pagepool.compat.vllm.install()
+        pagepool.compat.vllm.install(strict=True)
 
 
 def describe_llava() -> None:

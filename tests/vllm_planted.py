@@ -29,6 +29,8 @@ class Bug(NamedTuple):
     name: str
     make: Callable[[Any], Any]
     setting: str = "full"
+    since: tuple[int, ...] = ()
+    """The version of vLLM that first had what is made wrong."""
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -237,10 +239,10 @@ def has_no_window(manager: Any, *_: Any) -> bool:
 
 BUGS = {
     "caches tokens that are computed again": Bug(
-        Coordinator, "get_num_cacheable_tokens", forget_lag, "full, multi-token prediction"
+        Coordinator, "get_num_cacheable_tokens", forget_lag, "full, multi-token prediction", (0, 32)
     ),
     "lags by a token too little in several groups": Bug(
-        Hybrid, "get_num_cacheable_tokens", lag_too_little, "full and window, multi-token prediction"
+        Hybrid, "get_num_cacheable_tokens", lag_too_little, "full and window, multi-token prediction", (0, 32)
     ),
     "frees blocks in reverse": Bug(
         Pool, "free_blocks", lambda original: lambda self, ordered_blocks: original(self, reversed(list(ordered_blocks)))
@@ -272,7 +274,7 @@ BUGS = {
     "ignores the watermark": Bug(Manager, "allocate_slots", allocate_with(has_scheduled_reqs=False), "full and window"),
     "admits what does not fit": Bug(Manager, "allocate_slots", allocate_with(full_sequence_must_fit=False)),
     "zeroes what is being loaded": Bug(
-        Manager, "allocate_slots", allocate_with(skip_zeroing_group_ids=()), "full and window, mixed precision"
+        Manager, "allocate_slots", allocate_with(skip_zeroing_group_ids=()), "full and window, mixed precision", (0, 32)
     ),
     "forgets slots for drafts": Bug(Manager, "allocate_slots", allocate_with(num_lookahead_tokens=0), "full, async, drafts"),
     "returns early without a look at the window": Bug(

@@ -73,7 +73,8 @@ class Reader:
         queue = pool.free_block_queue
         free = islice(queue.iter_blocks_after(None), len(pool.blocks) + 1)  # more than there are: the queue has a loop
         return {
-            "ref counts": [block.ref_cnt for block in pool.blocks],
+            # vLLM before 0.33 counts the null block's references, pagepool in no version: nothing reads their number.
+            "ref counts": [0 if block.is_null else block.ref_cnt for block in pool.blocks],
             "hashes": [block.block_hash for block in pool.blocks],
             "hashed tokens": [block.block_hash_num_tokens for block in pool.blocks],
             "free blocks": [self._block(block) for block in free],

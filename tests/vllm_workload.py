@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+import vllm
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -25,6 +26,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 from vllm_settings import Group, Setting
 from vllm_state import Reader
+
+VERSION = tuple(map(int, vllm.__version__.split(".")[:2]))
+SINCE = {"num_hash_lookahead_tokens": (0, 33), "skip_zeroing_group_ids": (0, 32)}
+"""The versions of vLLM from which on it has an option."""
 
 MAX_WAITING, MAX_RUNNING, MAX_IN_FLIGHT = 4, 6, 3
 NUM_FAMILIES = 3
@@ -98,14 +103,19 @@ def make_manager(setting: Setting, num_blocks: int, has_events: bool, collector:
         max_in_flight_tokens=setting.max_model_len // 2,
         enable_caching=setting.enable_caching,
         use_eagle=setting.use_eagle,
-        num_hash_lookahead_tokens=setting.hash_lookahead,
         num_prefill_lookahead=setting.prefill_lookahead,
         log_stats=True,
         enable_kv_cache_events=has_events,
         dcp_world_size=setting.context_parallel,
         metrics_collector=collector,
         watermark=setting.watermark,
+        **accepted({"num_hash_lookahead_tokens": setting.hash_lookahead}),
     )
+
+
+def accepted(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the options that this version of vLLM has."""
+    return {name: option for name, option in options.items() if SINCE.get(name, ()) <= VERSION}
 
 
 def kind_of(error: Exception) -> str:
@@ -169,7 +179,8 @@ class Requests:
         self._numbers = itertools.count()
         hash_function = hashing.get_hash_fn_by_name(setting.hash_algo)
         kv_cache_utils.init_none_hash(hash_function)
-        hasher = kv_cache_utils.get_request_block_hasher(setting.hash_block_size, hash_function, setting.hash_lookahead)
+        options = accepted({"num_hash_lookahead_tokens": setting.hash_lookahead})
+        hasher = kv_cache_utils.get_request_block_hasher(setting.hash_block_size, hash_function, **options)
         self._hasher = hasher if setting.enable_caching else None
 
     def submit(self, token_ids: list[int], **attributes: Any) -> Request:
@@ -436,7 +447,7 @@ class Workload:
     def _options(self, loads: bool) -> dict[str, Any]:
         """Return further keywords for a request's first allocation."""
         rng = self.rng
-        return {
+        options = {
             "num_lookahead_tokens": 0 if loads else self.setting.num_drafts,
             "delay_cache_blocks": loads or rng.random() < 0.05,
             "num_encoder_tokens": NUM_ENCODER_TOKENS if any(group.kind == "cross" for group in self.setting.groups) else 0,
@@ -445,6 +456,7 @@ class Workload:
             "has_scheduled_reqs": bool(self.requests.running),
             "skip_zeroing_group_ids": rng.choice(((), (0,))) if loads else (),
         }
+        return accepted(options)
 
     def _chunk(self, request: Request, start: int, num_left: int) -> int:
         """Return how many of the tokens that are left to compute next; 0 where a state's block would not end well."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pagepool.errors import CompatError
 
-__all__ = ["check_unused", "find_objects", "installing", "modules_of", "signature_of", "swap"]
+__all__ = ["Unpatched", "check_unused", "find_objects", "installing", "modules_of", "signature_of", "swap"]
 
 
 def modules_of(package: str) -> list[ModuleType]:
@@ -27,6 +27,17 @@ def swap(package: str, replacements: Mapping[Any, Any]) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
+
+
+class Unpatched(type):
+    """The type of classes that stand for an engine's and refuse patches, which their compiled users would not call."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        """Raise CompatError."""
+        raise CompatError(
+            f"{name} of {cls.__module__}.{cls.__name__}: got {value!r}, allowed: no other than pagepool's; apply what patches "
+            "the engine before pagepool is installed, or do without pagepool"
+        )
 
 
 @contextmanager

@@ -319,6 +319,13 @@ cdef inline uint32_t count_reuse(Policy *policy, uint32_t mark, int64_t weight, 
     return AGAIN if is_in_time else LATE
 
 
+cdef inline void count_demand(Policy *policy, uint32_t mark) noexcept nogil:
+    """Count that a page in the queue, with this mark, was asked for, though it stays there."""
+    cdef int64_t age = epochs_since(policy, mark)
+    if mark != BLANK and age < HORIZON:
+        policy.learned.reused[(mark & PART) - 1][bucket_of(policy, age)] += 1
+
+
 cdef inline void pass_part(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
     """Let a held page that is a new one go into another part, that of its request."""
     if part > NEW and policy.marks[page_id] & PART == NEW:

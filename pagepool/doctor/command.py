@@ -118,7 +118,8 @@ def _describe_jax(figures: dict[str, Any] | None) -> Iterator[str]:
 def _describe_engine(engine: dict[str, Any]) -> str:
     if engine["version"] is None:
         return _row(engine["name"], f"not installed; supported: {engine['supported_versions']}")
-    support = "supported" if engine["is_supported"] else f"not supported: {engine['supported_versions']} is"
+    refusal = "not tested" if engine["is_replaced"] else "not supported"
+    support = "supported" if engine["is_supported"] else f"{refusal}; supported: {engine['supported_versions']}"
     switch = f"{engine['variable']} is {'on' if engine['is_on'] else 'off'}"
     takes = f"; pagepool {'takes' if engine['is_on'] else 'could take'} its allocator's place"
     result = {None: "", True: takes, False: "; refuses pagepool"}[engine["is_replaced"]]

@@ -55,12 +55,18 @@ class Problem(NamedTuple):
 
 
 ENGINES = {
-    "vllm": ("vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.STRICT,)),
-    "easydel": ("EasyDeL", easydel.VERSION, easydel.VARIABLE, ()),
+    "vllm": ("vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.KNOWN, vllm.STRICT)),
+    "easydel": ("EasyDeL", (easydel.VERSION,), easydel.VARIABLE, ()),
 }
 """Engines with an adapter, by the name of the distribution, its package and the adapter: the name in texts, supported versions,
 the variable of the adapter, and the values that turn it on besides `ON`.
 """
+
+SHOW_LEFT = {
+    "vllm": "; from pagepool.compat.vllm import report; "
+    "print('; '.join(': '.join(part) for part in report().parts if part[1] != 'used'))"
+}
+"""Python that prints which parts of an engine stay its own, and why."""
 
 
 def find_version(name: str) -> str | None:
@@ -156,17 +162,25 @@ def inspect_engines(problems: list[Problem], tries_all: bool = False) -> dict[st
 
 
 def _inspect_engine(
-    problems: list[Problem], tries_all: bool, name: str, label: str, versions: str, variable: str, values: tuple[str, ...]
+    problems: list[Problem],
+    tries_all: bool,
+    name: str,
+    label: str,
+    versions: tuple[str, ...],
+    variable: str,
+    values: tuple[str, ...],
 ) -> dict[str, Any]:
     found = find_version(name)
-    is_supported = found is not None and fnmatchcase(found, versions)
+    is_supported = found is not None and any(fnmatchcase(found, one) for one in versions)
+    value, is_on = "", False
     try:
-        is_on = read_switch(variable, values) in ON + values
+        value = read_switch(variable, values)
+        is_on = value in ON + values
     except CompatError as error:
         problems.append(Problem(str(error), f"set {variable} to one of these"))
-        is_on = False
-    right_one = f"'{name}=={versions}', or unset {variable}"
-    if is_on and not is_supported:
+    right_one = f"'{name}=={versions[-1]}', or unset {variable}"
+    can_fit = is_supported or (found is not None and name == "vllm" and value != vllm.KNOWN)
+    if is_on and not can_fit:
         got = "not installed" if found is None else f"version {found}, which is not supported"
         problems.append(Problem(f"{variable} is on, but {label} is {got}", f"pip install {right_one}"))
     if is_on and name == "vllm":
@@ -177,15 +191,19 @@ def _inspect_engine(
         if plugins is not None and "pagepool" not in plugins.split(","):
             problems.append(Problem(f"VLLM_PLUGINS={plugins} leaves pagepool out", "add pagepool to VLLM_PLUGINS"))
     is_replaced = None
-    if is_supported and (is_on or tries_all):
-        _, fault = _run_python(f"from pagepool.compat.{name} import install; install()")
+    if can_fit and (is_on or tries_all):
+        options = f"strict={value == vllm.STRICT}" if name == "vllm" else ""
+        output, fault = _run_python(f"from pagepool.compat.{name} import install; install({options}){SHOW_LEFT.get(name, '')}")
+        left = "".join(output.splitlines()[-1:])  # behind what the engine logs
         is_replaced = fault is None
         if not is_replaced:
             problems.append(Problem(f"{label} refuses pagepool: {fault}", f"pip install --force-reinstall {right_one}"))
+        elif left and name in SHOW_LEFT:
+            problems.append(Problem(f"{label} {found} keeps parts of its own: {left}", f"pip install {right_one}"))
     return {
         "name": label,
         "version": found,
-        "supported_versions": versions,
+        "supported_versions": ", ".join(versions),
         "is_supported": is_supported,
         "variable": variable,
         "is_on": is_on,

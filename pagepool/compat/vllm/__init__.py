@@ -1,15 +1,11 @@
 """Replaces the hot parts of vLLM's KV-cache managers by compiled ones: same block ids, no changes to its source.
 
-Set ``PAGEPOOL_VLLM=1`` in the environment: vLLM loads pagepool as a plug-in, in each of its processes. Or by hand:
-
-    from pagepool.compat import vllm
-    vllm.install()                          # before the engine is built
-    engine = LLM(model, ...)
-
-or ``with vllm.installed(): ...``.
+Set ``PAGEPOOL_VLLM=1`` in the environment: vLLM loads pagepool as a plug-in, in each of its processes. Or call `install` before
+the engine is built.
 
 vLLM's managers stay, over compiled blocks, queue and map, with compiled methods for the common cases; the others call the
-methods that vLLM had. `engine.py` lists what is replaced. References held by code outside vLLM are not changed.
+methods that vLLM had. `engine.py` lists what is replaced, in parts: each is used as a whole or left to vLLM. References held by
+code outside vLLM are not changed.
 """
 
 import logging
@@ -18,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -25,15 +22,16 @@ from typing import Any
 
 from pagepool.compat.children import call_in_children, stop_calling_in_children
 from pagepool.compat.import_hook import AfterImport
-from pagepool.compat.patching import find_objects, installing, swap
+from pagepool.compat.patching import check_unused, find_objects, installing, swap
 from pagepool.compat.switch import OFF, ON, read_switch
-from pagepool.compat.vllm.checks import check_engine, function_of, import_homes
-from pagepool.compat.vllm.engine import MANAGER, POOL, REPLACEMENTS, VERSIONS, Replacement
+from pagepool.compat.vllm.checks import find_obstacles, function_of, import_homes, version_of
+from pagepool.compat.vllm.engine import MANAGER, PARTS, POOL, REPLACEMENTS, VERSIONS, Replacement
 from pagepool.compat.vllm.policy import ADAPTIVE, ADAPTIVE_QUEUE, EVICTION_VARIABLE, choices_for, replacements
 from pagepool.errors import CompatError
 
 __all__ = [
     "EVICTION_VARIABLE",
+    "KNOWN",
     "OFF",
     "ON",
     "STRICT",
@@ -50,51 +48,59 @@ __all__ = [
     "uninstall",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.pagepool")  # vLLM formats and shows the messages of its own loggers only
 
 VARIABLE = "PAGEPOOL_VLLM"
-"""The environment variable that the plug-in reads: a value in `ON` installs pagepool, or logs why not; `STRICT` raises it."""
+"""The environment variable that the plug-in reads: `ON` and `KNOWN` install pagepool or log why not; `STRICT` raises it."""
 
+KNOWN = "known"
 STRICT = "strict"
 
 _lock = threading.RLock()
-_replaced: list[tuple[Replacement, Any]] = []
-"""The replacements while they are installed, and what vLLM has in their places."""
+_replaced: list[tuple[Replacement, Any, Any]] = []
+"""The replacements while they are installed, the modules or classes that they are set on, and what vLLM has in their place."""
+_obstacles: dict[str, str] = {}
+"""Why parts were left to vLLM when pagepool was installed last; "" for those that are used."""
 _homes: dict[str, ModuleType] = {}
 """vLLM's modules that the compiled modules have been imported for."""
 
 
-def install() -> None:
+def install(*, known: bool = False, strict: bool = False) -> None:
     """Replace vLLM's definitions by pagepool's, here and in processes that `multiprocessing` starts. Only logs a warning if
     pagepool is already installed.
 
-    Imports vLLM if necessary. CompatError, without a change, if vLLM is missing or is none of `VERSIONS`, if something differs
-    from what was recorded, if another package has replaced or subclassed some of it, if a scheduler was built, or if
-    `EVICTION_VARIABLE` names no policy. Once vLLM is imported, most of the time goes into the search for schedulers.
+    A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
+    some of it. Raises CompatError, without a change, if all parts are; with `strict` if one is; with `known` in a version that
+    is none of `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one that
+    needs a missing part. Imports vLLM if necessary; then most of the time goes into the search for schedulers.
     """
     with _lock:
         if is_installed():
             logger.warning("vLLM already allocates with pagepool")
             return
-        items = replacements()
         homes = import_homes()
         _check_same(homes)
-        check_engine(homes)
+        obstacles = find_obstacles(homes)
+        _check_wanted(obstacles, known, strict)
+        items = replacements([part for part in PARTS if not obstacles[part.name]])
+        check_unused(tuple(found for found in map(_found, items) if isinstance(found, type)), "vLLM")
         compiled = {item: _import(item) for item in items}
         _homes.update(homes)
+        _obstacles.update(obstacles)
         try:
             _set(compiled)
             call_in_children(install_on_import)
         except BaseException:
             uninstall()
             raise
-    logger.info("vLLM %s allocates with pagepool", sys.modules["vllm"].__version__)
+    left = ", ".join(name for name, obstacle in obstacles.items() if obstacle)
+    told = f", but for {left}: `python -m pagepool.compat.vllm` says why" if left else ""
+    logger.log(logging.WARNING if left else logging.INFO, "vLLM %s allocates with pagepool%s", version_of(), told)
 
 
 def uninstall() -> None:
-    """Restore vLLM's own definitions, in modules imported meanwhile too. Has no effect if pagepool is not installed.
-
-    Pools that were built meanwhile keep their compiled blocks, which vLLM's own methods accept.
+    """Restore vLLM's own definitions, in modules imported meanwhile too, if pagepool is installed. Pools that were built since
+    then keep their compiled blocks, which vLLM's own methods accept.
     """
     with _lock:
         stop_calling_in_children(install_on_import)
@@ -103,16 +109,16 @@ def uninstall() -> None:
         if not _replaced:
             return
         _keep_maps()
-        swap("vllm", {_ours(item): theirs for item, theirs in _replaced if not _is_method(item)})
-        for item, theirs in _replaced:
-            if _is_method(item) and function_of(_found(item)) is _ours(item):
-                setattr(_owner(item), _last(item), theirs)
+        swap("vllm", {_ours(item): theirs for item, _, theirs in _replaced if not item.is_method})
+        for item, owner, theirs in _replaced:
+            if item.is_method and function_of(vars(owner).get(item.last_name)) is _ours(item):
+                setattr(owner, item.last_name, theirs)
         _replaced.clear()
 
 
 def is_installed() -> bool:
-    """Whether engines built now allocate with pagepool: all of vLLM's definitions are replaced in their modules."""
-    return all(map(_chosen, REPLACEMENTS))
+    """Whether engines built now allocate with pagepool: what was replaced in vLLM's modules still is."""
+    return bool(_replaced) and all(_chosen(item) for item, *_ in _replaced)
 
 
 @contextmanager
@@ -123,12 +129,10 @@ def installed() -> Iterator[None]:
 
 
 def install_if_asked() -> None:
-    """Call `install` if `VARIABLE` is on or `STRICT`, and pagepool is not installed.
-
-    CompatError for a value that is none of `ON`, `OFF` and `STRICT`.
-    """
-    if read_switch(VARIABLE, (STRICT,)) in (*ON, STRICT) and not is_installed():
-        install()
+    """Call `install` as `VARIABLE` asks for, if pagepool is not installed. CompatError for a value that it cannot have."""
+    value = read_switch(VARIABLE, (KNOWN, STRICT))
+    if value not in OFF and not is_installed():
+        install(known=value == KNOWN, strict=value == STRICT)
 
 
 def install_on_import() -> None:
@@ -141,12 +145,7 @@ def install_on_import() -> None:
         sys.meta_path.insert(0, _hook)
 
 
-def _install_late() -> None:
-    if not is_installed():
-        install()
-
-
-_hook = AfterImport(MANAGER, _install_late)
+_hook = AfterImport(MANAGER, install_on_import)
 
 
 @dataclass(frozen=True)
@@ -158,15 +157,17 @@ class Report:
     is_installed: bool
     eviction: str
     """The eviction policy of pools made now, or "vLLM's"."""
+    parts: tuple[tuple[str, str], ...]
+    """The parts, and for each "used", or why it is not."""
     replaced: tuple[tuple[str, str], ...]
     """The full names of vLLM's definitions that are replaced now, and of what replaces them."""
 
     def __str__(self) -> str:
-        """Return a line with version and state, and one for each replacement."""
-        state = "installed" if self.is_installed else "not installed"
-        width = max([0, *(len(place) for place, _ in self.replaced)])
-        rows = [f"{place:{width}}  {source}" for place, source in self.replaced]
-        return "\n".join([f"vLLM {self.version}, pagepool {state}, eviction: {self.eviction}", *rows])
+        """Return a line with version and state, and one for each part and each replacement."""
+        rows = [*self.parts, *self.replaced]
+        width = max(len(first) for first, _ in rows)
+        head = f"vLLM {self.version}, pagepool {'' if self.is_installed else 'not '}installed, eviction: {self.eviction}"
+        return "\n".join([head, *(f"{first:{width}}  {second}" for first, second in rows)])
 
 
 def report() -> Report:
@@ -176,14 +177,17 @@ def report() -> Report:
         str(getattr(sys.modules.get("vllm"), "__version__", "not imported")),
         is_installed(),
         ADAPTIVE if ADAPTIVE_QUEUE in {item.ours for item in replaced} else "vLLM's",
+        tuple(
+            (part.name, "used" if all(map(_chosen, part.replacements)) else _obstacles.get(part.name) or "not installed")
+            for part in PARTS
+        ),
         tuple((item.place, item.source) for item in replaced),
     )
 
 
 def check(manager: Any) -> None:
-    """Check every invariant of a block pool, a `KVCacheManager` or a scheduler of vLLM, with or without pagepool.
-
-    IntegrityError names the first block that is wrong. Call it between two steps, in the scheduler's thread. O(blocks).
+    """Check all invariants of a block pool, a `KVCacheManager` or a scheduler of vLLM, with or without pagepool. IntegrityError
+    names the first block that is wrong. Call it between two steps, in the scheduler's thread. O(blocks).
     """
     import_module("pagepool.compat.vllm.integrity").check_manager(manager)
 
@@ -191,24 +195,16 @@ def check(manager: Any) -> None:
 # Finding.
 
 
-def _is_method(item: Replacement) -> bool:
-    return "." in item.name
-
-
-def _last(item: Replacement) -> str:
-    return item.name.rpartition(".")[2]
-
-
 def _owner(item: Replacement) -> Any:
     """Return vLLM's module or class that a replacement is set on; None if it is not imported."""
     module = sys.modules.get(item.home)
-    return vars(module).get(item.name.partition(".")[0]) if module is not None and _is_method(item) else module
+    return vars(module).get(item.name.partition(".")[0]) if module is not None and item.is_method else module
 
 
 def _found(item: Replacement) -> Any:
     """Return what vLLM has now in the place of a replacement; None if there is nothing."""
     owner = _owner(item)
-    return None if owner is None else vars(owner).get(_last(item))
+    return None if owner is None else vars(owner).get(item.last_name)
 
 
 def _ours(item: Replacement) -> Any:
@@ -238,16 +234,25 @@ def _check_same(homes: dict[str, ModuleType]) -> None:
             raise CompatError(f"{name}: got a module that was imported anew, expected the one that pagepool was imported for")
 
 
+def _check_wanted(obstacles: dict[str, str], known: bool, strict: bool) -> None:
+    """Raise CompatError if too few parts can be used, or the version has to be known and is not."""
+    if known and not any(fnmatchcase(version_of(), one) for one in VERSIONS):
+        raise CompatError(f"vLLM's version: got {version_of()}, expected {', '.join(VERSIONS)}")
+    left = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle]
+    if left and (strict or len(left) == len(obstacles)):
+        raise CompatError(f"vLLM {version_of()} differs from the tested versions, or is patched: {'; '.join(left)}")
+
+
 # Replacing.
 
 
 def _set(compiled: dict[Replacement, Any]) -> None:
-    _replaced.extend((item, _found(item)) for item in compiled)
-    swap("vllm", {theirs: compiled[item] for item, theirs in _replaced if not _is_method(item)})
-    for item, theirs in _replaced:
-        if _is_method(item):
+    _replaced.extend((item, _owner(item), _found(item)) for item in compiled)
+    swap("vllm", {theirs: compiled[item] for item, _, theirs in _replaced if not item.is_method})
+    for item, owner, theirs in _replaced:
+        if item.is_method:
             ours = compiled[item]
-            setattr(_owner(item), _last(item), classmethod(ours) if isinstance(theirs, classmethod) else ours)
+            setattr(owner, item.last_name, classmethod(ours) if isinstance(theirs, classmethod) else ours)
 
 
 def _keep_maps() -> None:

@@ -1,11 +1,11 @@
 """``python -m pagepool.compat.vllm``: whether pagepool accepts the installed vLLM, and what it replaces."""
 
-import pprint
+import json
 import sys
 from optparse import OptionParser
 
 from pagepool.compat.vllm import install, report
-from pagepool.compat.vllm.checks import import_homes, record
+from pagepool.compat.vllm.checks import import_homes, record, version_of
 from pagepool.errors import CompatError
 
 
@@ -16,14 +16,13 @@ def main() -> None:
         prog="python -m pagepool.compat.vllm",
         description="Check whether pagepool accepts the installed vLLM, and print what it replaces. Nothing stays replaced.",
     )
-    parser.add_option("--record", action="store_true", help="print the tables of pagepool/compat/vllm/engine.py for this vLLM")
+    parser.add_option("--record", action="store_true", help="print what recorded.json has to say of it under changes")
     options, arguments = parser.parse_args()
     if arguments:
         parser.error(f"got {arguments[0]!r}, expected no arguments")
     try:
         if options.record:
-            for table in record(import_homes()):
-                pprint.pp(table, width=128)
+            print(json.dumps({version_of(): record(import_homes())}))
         else:
             install()
             print(report())

@@ -42,11 +42,12 @@ class FreeQueue:
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]: ...
     def note_request(self) -> int: ...
 
-@final
 class BlockQueue(FreeQueue):
     fake_free_list_head: Block
     fake_free_list_tail: Block
     def __init__(self, blocks: Iterable[Block]) -> None: ...
+
+class Queue(BlockQueue): ...
 
 @final
 class BlockMap:

@@ -5,6 +5,7 @@ They refuse what would corrupt the queue: a block that is queued twice, or one t
 
 cimport cython
 
+from pagepool.compat.patching import Unpatched
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError
 
 
@@ -89,16 +90,8 @@ cdef class Block:
     """
 
     def __init__(
-        self,
-        block_id,
-        ref_cnt=0,
-        _block_hash=None,
-        _block_hash_num_tokens=None,
-        prev_free_block=None,
-        next_free_block=None,
-        is_null=False,
-        *,
-        pool=None,
+        self, block_id, ref_cnt=0, _block_hash=None, _block_hash_num_tokens=None, prev_free_block=None, next_free_block=None,
+        is_null=False, *, pool=None,
     ):
         self.block_id = block_id
         self.ref_cnt = ref_cnt
@@ -256,7 +249,6 @@ cdef list checked_blocks(object blocks):
     return checked
 
 
-@cython.final
 cdef class BlockQueue(FreeQueue):
     """Free blocks in the order in which they are handed out, between two blocks of id -1 that are never handed out.
 
@@ -327,6 +319,11 @@ cdef class BlockQueue(FreeQueue):
         while block is not None and block is not self.fake_free_list_tail:
             yield block
             block = block.next_free_block
+
+
+class Queue(BlockQueue, metaclass=Unpatched):
+    """What stands for vLLM's class."""
+    __slots__ = ()
 
 
 cdef Block find_block(dict cache, bytes key):

@@ -1,7 +1,5 @@
-"""Whether the vLLM of this process is the one that the replacements were made for, and nobody else has changed it."""
+"""Which parts fit the vLLM of this process: it is as one that was tested, and nobody else has changed what they rely on."""
 
-import ast
-import hashlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,13 +7,14 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
-from pagepool.compat.patching import check_unused, signature_of
-from pagepool.compat.vllm.engine import BOUND, DIGESTS, REPLACEMENTS, SIGNATURES, SUBCLASSED, VERSIONS
+from pagepool.compat.vllm.engine import BOUND, CHANGES, DIGESTS, INHERITED, PARTS, VERSIONS, Part
+from pagepool.compat.vllm.sources import digests_of
 from pagepool.errors import CompatError
 
-__all__ = ["check_engine", "function_of", "import_homes", "record", "version_of"]
+__all__ = ["find_obstacles", "function_of", "import_homes", "record", "version_of"]
 
 Homes = Mapping[str, ModuleType]
+Digests = dict[str, str]  # by ``module:name``
 
 
 def version_of() -> str:
@@ -25,42 +24,38 @@ def version_of() -> str:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise CompatError(f"vLLM is not installed; expected: vllm=={VERSIONS}") from None
+        raise CompatError(f"vLLM is not installed; expected: {', '.join(VERSIONS)}") from None
     return str(getattr(engine, "__version__", None))
 
 
 def import_homes() -> dict[str, ModuleType]:
-    """Import the modules of `DIGESTS` and return them by name. CompatError for a missing one, or an unknown version."""
-    version = version_of()
-    if not version.startswith(VERSIONS.rstrip("*")):
-        raise CompatError(f"vLLM's version: got {version}, expected {VERSIONS}")
-    try:
-        return {home: import_module(home) for home in DIGESTS}
-    except ModuleNotFoundError as error:
-        if not f"{error.name}.".startswith("vllm."):
-            raise
-        raise CompatError(f"{error.name}: got no such module in vLLM {version}, expected it") from None
+    """Import those modules of `DIGESTS` that this vLLM has, and return them by name. CompatError if it is not installed."""
+    version_of()
+    homes = {}
+    for home in dict.fromkeys(place.partition(":")[0] for recorded in DIGESTS.values() for place in recorded):
+        try:
+            homes[home] = import_module(home)
+        except ModuleNotFoundError as error:
+            if not f"{home}.".startswith(f"{error.name}."):
+                raise
+    return homes
 
 
-def check_engine(homes: Homes) -> None:
-    """Raise CompatError if something differs from what was recorded, somebody else has replaced or subclassed it, or a
-    scheduler was built.
-    """
-    sources = {home: _definitions_in(module) for home, module in homes.items()}
-    _check_recorded(homes, sources)
-    _check_unpatched(homes, sources)
-    _check_subclasses(homes)
-    check_unused(tuple(_at(homes, item.home, item.name) for item in REPLACEMENTS if item.module == "blocks"), "vLLM")
+def find_obstacles(homes: Homes) -> dict[str, str]:
+    """Return for each part, by its name, why it has to be left to vLLM; "" for one that can be used."""
+    digests = _digests_in(homes)
+    obstacles: dict[str, str] = {}
+    for part in PARTS:
+        is_lost = part.needs and obstacles[part.needs]
+        obstacles[part.name] = f"needs {part.needs}" if is_lost else "; ".join(_find_obstacles(part, homes, digests))
+    return obstacles
 
 
-def record(homes: Homes) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Return what `SIGNATURES` and `DIGESTS` have to be for this vLLM. CompatError for a missing definition."""
-    digests = {home: _digests(_definitions_in(module)) for home, module in homes.items()}
-    missing = [f"{home}.{name}" for home, names in DIGESTS.items() for name in names if name not in digests[home]]
-    if missing:
-        raise CompatError(f"vLLM {version_of()} has no {', '.join(missing)}")
-    signatures = {item.name: signature_of(function_of(_at(homes, item.home, item.name))) for item in REPLACEMENTS}
-    return signatures, {home: {name: digests[home][name] for name in names} for home, names in DIGESTS.items()}
+def record(homes: Homes) -> Digests:
+    """Return what `CHANGES` has to say of this vLLM: the digests that differ from those in `DIGESTS`."""
+    digests = _digests_in(homes)
+    recorded = [item for recorded in DIGESTS.values() for item in recorded.items()]
+    return {place: _digest_of(digests, place) for place, digest in recorded if _digest_of(digests, place) != digest}
 
 
 def function_of(member: Any) -> Any:
@@ -70,6 +65,50 @@ def function_of(member: Any) -> Any:
     return member.fget if isinstance(member, property) else member
 
 
+def _digests_in(homes: Homes) -> Digests:
+    return {f"{home}:{name}": one for home, module in homes.items() for name, one in digests_of(_source_of(module)).items()}
+
+
+def _source_of(module: ModuleType) -> str:
+    """Return a module's source; "" if there is none, as in an installation of compiled files alone."""
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):
+        return ""
+
+
+def _digest_of(digests: Digests, place: str) -> str:
+    """Return the digest of a definition: `INHERITED` for a method that its class has not, "gone" if there is no such class."""
+    return digests.get(place, INHERITED if place.rpartition(".")[0] in digests else "gone")
+
+
+def _find_obstacles(part: Part, homes: Homes, digests: Digests) -> list[str]:
+    """Return what differs from the tested version that differs least, or else what somebody else has changed."""
+    differences = [
+        [place for place, digest in DIGESTS[part.name].items() if _digest_of(digests, place) != changes.get(place, digest)]
+        for changes in CHANGES.values()
+    ]
+    found = [f"{place.replace(':', '.')}: another source" for place in min(differences, key=len)]
+    return found or [*_find_patches(part, homes, digests)] or [*_find_subclasses(part, homes)]
+
+
+# Changes by somebody else.
+
+
+def _find_patches(part: Part, homes: Homes, digests: Digests) -> Iterator[str]:
+    """Yield what is wrong with definitions that are not those of their source, or that a module of `BOUND` has replaced."""
+    for place in DIGESTS[part.name]:
+        home, name = place.split(":")
+        value = _at(homes, home, name)
+        if not (_is_own(value, homes[home], name) if place in digests else value is None):
+            yield _not_own(f"{home}.{name}", value)
+        elif isinstance(value, type):
+            yield from _find_patched_members(value, homes[home], digests)
+        for module in filter(None, map(sys.modules.get, BOUND)):
+            if vars(module).get(name, value) is not value:
+                yield _not_own(f"{module.__name__}.{name}", vars(module)[name])
+
+
 def _at(homes: Homes, home: str, name: str) -> Any:
     """Return a definition, of a class its own one and not an inherited one. None if there is none."""
     value: Any = homes[home]
@@ -77,68 +116,7 @@ def _at(homes: Homes, home: str, name: str) -> Any:
         value = vars(value).get(part)
         if value is None:
             break
-    return value
-
-
-# Differences from what was recorded.
-
-
-class _Definition:
-    """The source of a class or function at the top of a module, and the names of a class's methods."""
-
-    def __init__(self, node: ast.ClassDef | ast.FunctionDef, lines: list[str]) -> None:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        self.text = "".join(lines[first - 1 : node.end_lineno])
-        self.methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-def _definitions_in(module: ModuleType) -> dict[str, _Definition]:
-    """Return the definitions in a module's source. CompatError if there is no source."""
-    try:
-        text = inspect.getsource(module)
-    except (OSError, TypeError):
-        raise CompatError(f"{module.__name__}: got no source, which is compared with what was recorded") from None
-    lines = text.splitlines(keepends=True)
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return {node.name: _Definition(node, lines) for node in nodes}
-
-
-def _digests(definitions: Mapping[str, _Definition]) -> dict[str, str]:
-    return {name: hashlib.sha256(definition.text.encode()).hexdigest() for name, definition in definitions.items()}
-
-
-def _check_recorded(homes: Homes, sources: Mapping[str, Mapping[str, _Definition]]) -> None:
-    differences = [*_other_signatures(homes)]
-    for home, recorded in DIGESTS.items():
-        found = _digests(sources[home])
-        differences += [f"{home}.{name}: another source" for name in recorded if found.get(name, "") != recorded[name]]
-    if differences:
-        raise CompatError(f"vLLM {version_of()} differs from the recorded version: {'; '.join(differences)}")
-
-
-def _other_signatures(homes: Homes) -> Iterator[str]:
-    """Yield what is wrong with vLLM's own definitions. Those of somebody else get a message of their own."""
-    for item in REPLACEMENTS:
-        value = function_of(_at(homes, item.home, item.name))
-        if not _is_own(value, homes[item.home], item.name):
-            continue
-        signature = signature_of(value)
-        if signature != SIGNATURES[item.name]:
-            yield f"{item.place}: got {signature}, expected {SIGNATURES[item.name]}"
-
-
-# Changes by somebody else.
-
-
-def _check_unpatched(homes: Homes, sources: Mapping[str, Mapping[str, _Definition]]) -> None:
-    for home, names in DIGESTS.items():
-        for name in names:
-            value = _at(homes, home, name)
-            if not _is_own(value, homes[home], name):
-                raise _not_own(f"{home}.{name}", value)
-            if isinstance(value, type):
-                _check_members(value, homes[home], sources[home][name].methods)
-            _check_bound(name, value)
+    return function_of(value)
 
 
 def _is_own(value: object, home: ModuleType, name: str) -> bool:
@@ -148,13 +126,14 @@ def _is_own(value: object, home: ModuleType, name: str) -> bool:
     return isinstance(value, FunctionType) and value.__globals__ is vars(home) and value.__qualname__ == name
 
 
-def _check_members(cls: type, home: ModuleType, methods: set[str]) -> None:
-    """Raise CompatError unless a class has the methods of its source, and no others but those that Python generates."""
-    for name in [*methods, *vars(cls)]:
+def _find_patched_members(cls: type, home: ModuleType, digests: Digests) -> Iterator[str]:
+    """Yield what is wrong unless a class has the methods of its source, and no others but those that Python generates."""
+    start = f"{home.__name__}:{cls.__qualname__}."
+    for name in {*vars(cls), *(place.removeprefix(start) for place in digests if place.startswith(start))}:
         member = function_of(vars(cls).get(name))
         is_own = _is_own(member, home, f"{cls.__qualname__}.{name}")
-        if not is_own and (name in methods or _is_foreign(member, home)):
-            raise _not_own(f"{home.__name__}.{cls.__qualname__}.{name}", member)
+        if not is_own and (start + name in digests or _is_foreign(member, home)):
+            yield _not_own(f"{start}{name}".replace(":", "."), member)
 
 
 def _is_foreign(member: object, home: ModuleType) -> bool:
@@ -163,31 +142,15 @@ def _is_foreign(member: object, home: ModuleType) -> bool:
     return str(member.__globals__.get("__name__")).partition(".")[0] not in sys.stdlib_module_names
 
 
-def _check_bound(name: str, value: object) -> None:
-    """Raise CompatError if a module of `BOUND` has something else under the name of a definition."""
-    for module in filter(None, map(sys.modules.get, BOUND)):
-        if vars(module).get(name, value) is not value:
-            raise _not_own(f"{module.__name__}.{name}", vars(module)[name])
-
-
-def _not_own(place: str, value: object) -> CompatError:
+def _not_own(place: str, value: object) -> str:
     names = [str(getattr(value, name, None)) for name in ("__module__", "__qualname__")]
-    return CompatError(
-        f"{place}: got {'.'.join(names) if callable(value) else value}, expected vLLM's own: somebody else replaced it"
-    )
+    return f"{place}: got {'.'.join(names) if callable(value) else value}, expected vLLM's own: somebody else replaced it"
 
 
-def _check_subclasses(homes: Homes) -> None:
-    for home, name in SUBCLASSED:
-        for cls in _subclasses_of(_at(homes, home, name)):
+def _find_subclasses(part: Part, homes: Homes) -> Iterator[str]:
+    for home, name in part.subclassed:
+        classes: list[type] = [_at(homes, home, name)]
+        for cls in classes:  # which grows
+            classes += cls.__subclasses__()
             if not f"{cls.__module__}.".startswith("vllm."):
-                raise CompatError(
-                    f"{home}.{name}: got a subclass, {cls.__module__}.{cls.__qualname__}, expected none outside vLLM"
-                )
-
-
-def _subclasses_of(cls: type) -> Iterator[type]:
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
-        yield subclass
-        yield from _subclasses_of(subclass)
+                yield f"{home}.{name}: got a subclass, {cls.__module__}.{cls.__qualname__}, expected none outside vLLM"

@@ -266,17 +266,17 @@ def bind() -> None:
     bound_utils, bound_sha256, bound_sha256_cbor, bound_theirs = utils, hashing.sha256, hashing.sha256_cbor, theirs
 
 
-def get_request_block_hasher(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0):
-    """Return the function that computes the hashes of a request's new full blocks, for vLLM's function of this name.
+def get_request_block_hasher(hash_block_size, caching_hash_fn, *lookahead, **options):
+    """Return the function that hashes a request's new full blocks, for vLLM's of this name; some have tokens of lookahead.
 
     A method of `RequestBlockHasher` for vLLM's `sha256` and `sha256_cbor`, without lookahead, and up to 13,000 tokens a block;
     else vLLM's own, also if `caching_hash_fn` gives other digests for tokens of all sizes. ArgumentError for a block
     size below 1, ArgumentTypeError for one that is not an int.
     """
     cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)
-    if is_supported(block_size, caching_hash_fn) and not num_hash_lookahead_tokens:
+    if is_supported(block_size, caching_hash_fn) and not any((*lookahead, *options.values())):
         return RequestBlockHasher(block_size, caching_hash_fn).find_new_hashes  # called faster than an object is
-    return bound_theirs(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens)
+    return bound_theirs(hash_block_size, caching_hash_fn, *lookahead, **options)
 
 
 cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn) except -1:

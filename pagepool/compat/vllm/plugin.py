@@ -1,13 +1,9 @@
 """The plug-in that vLLM loads in each of its processes, before it builds a scheduler."""
 
-import logging
-
 from pagepool.compat.switch import read_switch
-from pagepool.compat.vllm import STRICT, VARIABLE, install_if_asked
+from pagepool.compat.vllm import KNOWN, STRICT, VARIABLE, install_if_asked, logger
 
 __all__ = ["activate"]
-
-logger = logging.getLogger("vllm.pagepool")  # vLLM formats and shows the messages of its own loggers only
 
 
 def activate() -> None:
@@ -16,10 +12,9 @@ def activate() -> None:
     If vLLM is refused, logs one warning and leaves vLLM as it is; with `STRICT` raises CompatError. vLLM logs and drops what
     the import of a plug-in raises; what this call raises ends vLLM's start.
     """
-    is_strict = read_switch(VARIABLE, (STRICT,)) == STRICT
     try:
         install_if_asked()
     except Exception as error:
-        if is_strict:
+        if read_switch(VARIABLE, (KNOWN, STRICT)) == STRICT:
             raise
         logger.warning("vLLM allocates without pagepool: %s", error)

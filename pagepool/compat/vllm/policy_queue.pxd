@@ -20,5 +20,5 @@ cdef class PolicyQueue(FreeQueue):
     cdef void hit(self, int32_t page_id) noexcept
     cdef int refuse(self, list blocks, Py_ssize_t bad) except -1
     cdef void put_ids(self, Py_ssize_t num_first, Py_ssize_t num) noexcept
-    cdef int set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1
+    cdef bint set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1
     cdef int32_t id_behind(self, int32_t page_id) noexcept

@@ -4,23 +4,24 @@ The queue has a store of pages beside it, one for each block: free while the blo
 cached under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
 """
 
-cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
-from pagepool.core.adaptive cimport BLANK, count_release, record_hit
+from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
+from pagepool.core.adaptive cimport BLANK, count_demand, count_release, record_hit
 from pagepool.core.ids cimport PageIds
-from pagepool.core.index cimport drop, enter, has_key, rank
+from pagepool.core.index cimport drop, enter, find, has_key, rank
 from pagepool.core.pages cimport count_request, take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
-from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, is_free
+from pagepool.core.records cimport FLAGS, MAX_GROUP, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
+from pagepool.compat.patching import Unpatched
+from pagepool.compat.vllm.blocks import Queue
 from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError
 from pagepool.page_pool.integrity import check_store
 
@@ -55,7 +56,13 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
     count_in_part(pool, page_id, 1)
 
 
-@cython.final
+cdef inline void count_again(Pool *pool, int32_t page_id) noexcept:
+    """Count the queued page of the same content as asked for: it was computed again, since a window was missing."""
+    cdef int32_t first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
+    if is_free(pool, first):
+        count_demand(pool.policy, pool.policy.marks[first])
+
+
 cdef class PolicyQueue(FreeQueue):
     """Free blocks, of which the policy chooses the one to be taken next: uncached ones first, the last that was put first
     before them.
@@ -251,20 +258,21 @@ cdef class PolicyQueue(FreeQueue):
                 self.set_entry(page_id, block._block_hash, &ranking, &page_id, 0)
         return 0
 
-    cdef int set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1:
-        """Give a page the entry of its block's key, or none for None. A new key is a miss, at a place in its request."""
+    cdef bint set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1:
+        """Give a page the entry of its block's key, or none for None. A new key is a miss. Return whether another has it."""
         cdef Pool *pool = &self.store.pool
         cdef Digest digest
         cdef int32_t group
         if key is not None:
             digest, group = digest_of_key(key), group_of_key(key)
             if has_key(&pool.pages[page_id], digest, group):
-                return 0
+                return False
         if pool.pages[page_id].group != NO_GROUP:
             drop(pool, page_id)
-        if key is not None and enter(pool, page_id, digest, group):
-            rank(pool, ranking, ids, place, digest, group)
-        return 0
+        if key is None or not enter(pool, page_id, digest, group):
+            return key is not None
+        rank(pool, ranking, ids, place, digest, group)
+        return False
 
     cdef int begin_span(self) except -1:
         self.is_entering = True
@@ -289,7 +297,8 @@ cdef class PolicyQueue(FreeQueue):
             for i in range(start, stop):
                 if self.ids.ids[i] != NULL_PAGE:
                     key = (<Block>blocks[i])._block_hash
-                    self.set_entry(self.ids.ids[i], key, &ranking, self.ids.ids, <int32_t>i)
+                    if self.set_entry(self.ids.ids[i], key, &ranking, self.ids.ids, <int32_t>i):
+                        count_again(&self.store.pool, self.ids.ids[i])
         self.rankings[self.ids.ids[stop - 1]] = ranking
         return 0
 
@@ -339,8 +348,11 @@ cdef class PolicyQueue(FreeQueue):
                 raise IntegrityError(f"block {block.block_id}: its page has another entry: {block!r}")
 
 
-def make_adaptive_queue(blocks) -> FreeQueue:
-    """Return the free queue of a pool of vLLM's, with adaptive eviction if the pool caches."""
-    cdef list listed = list(blocks)
-    pool = as_block(listed[0]).pool if listed else None
-    return PolicyQueue(listed) if pool is not None and pool.enable_caching else BlockQueue(listed)
+class AdaptiveQueue(PolicyQueue, metaclass=Unpatched):
+    """What stands for vLLM's class, with adaptive eviction if the pool caches."""
+    __slots__ = ()
+
+    def __new__(cls, blocks):
+        listed = list(blocks)
+        pool = as_block(listed[0]).pool if listed else None
+        return super().__new__(cls, listed) if pool is not None and pool.enable_caching else Queue(listed)

@@ -14,7 +14,6 @@ from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block
 from pagepool.compat.vllm.plan cimport EVERYTHING, GroupPlan, Plan, plan_of
 from pagepool.compat.vllm.pool cimport Filled, cache_as_vllm, enter_blocks, give_blocks_back, take_blocks
 
-from vllm.v1.core.kv_cache_coordinator import replay_boundaries
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -212,16 +211,16 @@ def cache_blocks(self, request, num_computed_tokens):
 
 
 cdef int cache_full(Plan plan, object request, object request_id, int64_t num_tokens) except -1:
+    """Cache what is full, group by group. From the first one on that its own manager serves, vLLM's coordinator does it."""
     cdef GroupPlan group
     cdef int64_t num_hashed = <int64_t>len(request.block_hashes) * plan.hash_block_size
     for value in plan.groups:
         group = <GroupPlan>value
-        if not group.is_caching:
-            continue
-        if group.is_known:
-            cache_group(plan, group, request, request_id, num_hashed, count_cacheable(plan, group, num_tokens))
-        else:
-            cache_by_manager(plan, group, request, count_cacheable(plan, group, num_tokens))
+        if group.is_caching and not cache_group(
+            plan, group, request, request_id, num_hashed, count_cacheable(plan, group, num_tokens)
+        ):
+            plan.coordinator.cache_blocks(request, num_tokens)
+            break
     return 0
 
 
@@ -239,21 +238,25 @@ cdef inline int64_t align(Plan plan, int64_t num_tokens) noexcept:
     return num_tokens - num_tokens % plan.alignment if plan.alignment else num_tokens
 
 
-cdef int cache_group(
+cdef bint cache_group(
     Plan plan, GroupPlan group, object request, object request_id, int64_t num_hashed, int64_t num_tokens
 ) except -1:
+    """Cache what is full of a group. False, and nothing done, if its manager has to do it."""
     cdef int64_t num_cached = 0, num_full = min(num_tokens, num_hashed) // group.block_size
-    cdef PyObject *found = PyDict_GetItemWithError(group.num_cached, request_id)
+    cdef PyObject *found
+    if not group.is_known:
+        return False
+    found = PyDict_GetItemWithError(group.num_cached, request_id)
     if found != NULL:
         num_cached = <object>found
-    if num_cached < num_full and group.is_masked:
-        return cache_by_manager(plan, group, request, num_tokens)
     if num_cached < num_full:
+        if group.is_masked:
+            return False
         stride = group.block_size // plan.hash_block_size
         enter_full(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
     if group.has_partial_tail:
         group.manager._cache_partial_tail_block(request, num_tokens)
-    return 0
+    return True
 
 
 cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) except -1:
@@ -263,14 +266,4 @@ cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) e
         options = {"kv_cache_group_id": group.manager.kv_cache_group_id}
         cache_as_vllm(plan.pool, request, blocks, filled, options)
     group.num_cached[request_id] = filled.stop
-    return 0
-
-
-cdef int cache_by_manager(Plan plan, GroupPlan group, object request, int64_t num_tokens) except -1:
-    coordinator = plan.coordinator
-    is_eagle = bool(coordinator.drop_eagle_group_ids)
-    boundaries = replay_boundaries(request.num_prompt_tokens, coordinator.scheduler_block_size, use_eagle=is_eagle)
-    group.manager.cache_blocks(
-        request, num_tokens, retention_interval=coordinator.retention_interval, replay_boundaries=boundaries
-    )
     return 0
