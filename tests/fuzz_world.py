@@ -83,10 +83,13 @@ class World:
         return objects[max(0, self.source.below(2 * len(objects)) - len(objects))]  # mostly the first, for deep states
 
     def keep(self, value: Any) -> None:
-        """Use results as arguments of later calls. The first object of each class stays, since others were made from it."""
-        if isinstance(value, list | tuple) and value and type(value) in (list, tuple):
+        """Use results as arguments of later calls. The first object of each class stays, since others were made from it.
+
+        A result may be an argument that was given, which interferes when it is asked for its `__class__`.
+        """
+        if type(value) in (list, tuple) and value:
             self.keep(value[0])
-        objects = self.live.get(_core.PageIds if isinstance(value, _core.PageIds) else type(value))
+        objects = self.live.get(_core.PageIds if issubclass(type(value), _core.PageIds) else type(value))
         if objects is None:
             return
         if len(objects) < MAX_LIVE:

@@ -122,6 +122,19 @@ def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
     assert counts[0] == counts[1] == [0, 0, 0, 0]
 
 
+def test_a_decision_outlives_its_shard() -> None:
+    """What was evicted last came from a shard that is not there any more when the pool is divided into fewer."""
+    pool = pagepool.PagePool(8, True, eviction="adaptive")
+    page_ids = pool.get_new_page_ids(7)
+    for page_id in page_ids:
+        pool.pages[page_id].page_hash = pagepool.PageHashWithGroupId(pagepool.PageHash(page_id, ()), 0)
+    pool.free_page_ids(page_ids)
+    pool.store.take(1, 1, 2)
+    pool.store.set_shards(1)
+    pool.check()
+    pagepool.PagePool.restore(pool.snapshot()).check()
+
+
 # --- the twins --------------------------------------------------------------------------------------------------------
 
 

@@ -359,7 +359,7 @@ cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
         policy.learned.alive[(mark & PART) - 1][(policy.learned.epoch - age) & LAST_COUNTED] -= 1
 
 
-cdef inline bint is_right(const Policy *policy, int32_t num_shards) noexcept nogil:
+cdef inline bint is_right(const Policy *policy) noexcept nogil:
     """Whether what was learned can be: after a snapshot was loaded, and when the pool is checked."""
     cdef const Learned *learned = &policy.learned
     cdef bint is_fine = learned.num_released >= 0 and learned.epoch == learned.num_released // policy.epoch_pages
@@ -368,7 +368,7 @@ cdef inline bint is_right(const Policy *policy, int32_t num_shards) noexcept nog
     is_fine &= 0 <= learned.call <= LAST_CALL and 0 <= learned.lru_age <= HORIZON and learned.regret >= 0
     is_fine &= 0 <= learned.num_requests_then <= policy.num_requests and learned.paused_until >= 0
     is_fine &= 0 <= learned.pause <= MAX_PAUSE and BLANK <= learned.decision.part <= PART
-    is_fine &= -1 <= learned.decision.shard < max(1, num_shards)
+    is_fine &= learned.decision.shard >= -1  # it may be of a shard that the pool had before it was divided otherwise
     for c in range(NUM_CLASSES):
         for j in range(NUM_AGES):  # neither is NaN
             is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE

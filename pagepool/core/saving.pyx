@@ -165,7 +165,7 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
     with store.lock:
         if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
-            has_right_counts = max(page_id, ghost_set, count) >= 0 or is_right(pool.policy, pool.num_shards)
+            has_right_counts = max(page_id, ghost_set, count) >= 0 or is_right(pool.policy)
     if page_id >= 0:
         return describe_mark(pool, page_id)
     if ghost_set >= 0:
