@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
+RAY_VENV ?= $(HOME)/.cache/pagepool/venv-ray
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 
@@ -31,8 +32,8 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-keeping bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
-.PHONY: wheel test-wheel test-lowest canary-vllm
+.PHONY: bench-vllm bench-windows bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-vllm
+.PHONY: easydel-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -56,7 +57,7 @@ debug:  ## make test on a build with bounds checks and asserts
 
 # What may read or write where it must not. jax is not installed: it aborts under AddressSanitizer as soon as it compiles something.
 CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table differential external forks fuzz_regressions host_tier memory \
-    misuse overwritten page_table running_batch
+    misuse overwritten page_table prefix_groups prefix_index prefix_router running_batch
 
 sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehaviorSanitizer: CORE_TESTS="contents memory"
 	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=events
@@ -181,6 +182,13 @@ bench-windows: $(DEV_VENV)/installed  ## what models with windows hit, beside vL
 	    $(DEV_VENV)/bin/python -m bench.windows $(BENCH_ARGS); \
 	fi
 
+ROUTER_VENV ?= $(HOME)/.cache/pagepool/venv-router
+
+bench-router:  ## the index of routers beside Dynamo's, in an environment of its own
+	$(MAKE) $(ROUTER_VENV)/with-test VENV=$(ROUTER_VENV)
+	$(ROUTER_VENV)/bin/pip install --quiet ai-dynamo-runtime==1.6.1
+	$(call IN,$(ROUTER_VENV)) bench -k router $(BENCH_ARGS)
+
 bench-keeping: $(DEV_VENV)/installed  ## what agents hit if they say when they come back: BENCH_ARGS="1/2 close expected"
 	$(DEV_VENV)/bin/python -m bench.keeping $(BENCH_ARGS)
 
@@ -200,6 +208,7 @@ bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into
 	    echo 'bench-results: without vLLM, whose environment could not be made'; \
 	fi
 	$(DEV_VENV)/bin/python -m bench --engine none $(RESULTS)
+	$(if $(BENCH_ARGS),,-$(MAKE) bench-router BENCH_ARGS="$(RESULTS)")
 
 bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json and bench/hits.json
 	$(PYTHON) -m bench.report
@@ -215,6 +224,10 @@ easydel-environment:  ## the environment of test-easydel and bench-results
 	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	touch $(EASYDEL_VENV)/complete
+
+test-ray:  ## the tests with Ray Serve, of the version that the extra pins: in an environment of its own
+	$(MAKE) $(RAY_VENV)/with-test VENV=$(RAY_VENV) TEST_EXTRAS=jax,serve
+	$(RUN) $(RAY_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_ray_serve.py
 
 # VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
 # runs.

@@ -127,6 +127,7 @@ HOT = {
         "core.chain",
         "core.ids",
         "core.lookups",
+        "core.prefixes",
         "core.request_pages",
         "core.row_request",
         "core.running",

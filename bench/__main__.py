@@ -26,6 +26,7 @@ ENGINES = {
     "forks": ("easydel",),
     "events": ("none",),
     "eviction": ("none",),
+    "router": ("none",),
     "windows": ("none",),
     "keeping": ("none",),
 }

@@ -45,6 +45,8 @@ FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "tar
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
 EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
+ROUTERS = Suite(("python", "dynamo"), "pagepool", "ns", 1e9, "target")
+READERS = Suite(("one thread",), "two threads", "ns", 1e9, "target")
 WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
 HASHES = Suite(
@@ -54,7 +56,7 @@ HASHES = Suite(
     1e9,
     "target",
 )
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, WINDOWS, KEEPING, HASHES)
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, ROUTERS, READERS, WINDOWS, KEEPING, HASHES)
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
 """Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")

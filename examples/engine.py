@@ -34,10 +34,12 @@ class Engine:
         num_host_pages: int = 0,
         host_bandwidth: float = 1e10,
         prefill_rate: float = 1e4,
+        hash_seed: str | None = None,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. The states of a
         hybrid are kept at multiples of `checkpoint_interval` tokens. Evicted pages, and by `SwapCosts` preempted requests, move
-        to `num_host_pages` pages of host memory; 0: to none. ValueError for values that cannot work.
+        to `num_host_pages` pages of host memory; 0: to none. Routers hash prompts with the same `hash_seed`. ValueError for
+        values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
@@ -45,7 +47,7 @@ class Engine:
         self.host_tier = HostTier(num_host_pages) if num_host_pages else None
         self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices, num_host_pages)
         groups = make_groups(self.runner, page_size, checkpoint_interval)
-        self.manager = CacheManager(num_pages, groups, max_model_len, host_tier=self.host_tier)
+        self.manager = CacheManager(num_pages, groups, max_model_len, host_tier=self.host_tier, hash_seed=hash_seed)
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
         page_sizes = [page_size] * len(groups)

@@ -25,6 +25,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `holdings.pxd`         what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `page_table.pxd`       rows of a page table
 `batch.pxd`            records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
+`event_batch.pxd`      batches of events, read from msgpack
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `groups.pyx`           `CacheGroups` of a model, and the `PageRules` of each
@@ -44,6 +45,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `holders.pyx`          `check_holders`
 `spans.pyx`            `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
+`prefixes.pyx`         `PrefixTable`: a router's index of which workers have a block, read by many threads at once
 =====================  =====================================================================================================
 """
 
@@ -56,6 +58,7 @@ from pagepool.core.holders import check_holders
 from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
+from pagepool.core.prefixes import PrefixTable, time_of_batch
 from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult

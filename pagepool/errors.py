@@ -41,6 +41,10 @@ class SnapshotError(PagePoolError, ValueError):
     """A snapshot is damaged, has another version, or is no snapshot; the message names the part."""
 
 
+class EventBatchError(PagePoolError, ValueError):
+    """A batch of cache events is malformed, contradicts earlier ones, or exceeds a limit; the message names the byte."""
+
+
 class EndpointError(PagePoolError, OSError):
     """An address is malformed, its port is taken, or the host is unknown."""
 

@@ -96,7 +96,7 @@ class HostPages:
     ...     failed = manager.fail_transfers(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
     `run` starts copies and returns; `poll` tells which are done. Arrays keep their shardings. One thread at a time may use it.
-    Each page costs the calling thread about 30 us, whatever its size, each way.
+    Each page costs the calling thread about 30 us each way, whatever its size, and about 100 us beside an H100.
     """
 
     def __init__(

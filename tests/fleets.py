@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec")
-from pagepool.hashing import get_siphash_key
 from pagepool.replay import TraceRecord
 from pagepool.replay.fleets.fleet import Fleet, LocalReplicas
 from pagepool.replay.fleets.replica import HASH_SEED, ReplicaSettings
 from pagepool.replay.fleets.router import Router
 
 SETTINGS = ReplicaSettings(num_pages=600, max_num_seqs=8)
-KEY = get_siphash_key(HASH_SEED)
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
@@ -36,4 +34,4 @@ def make_records(seed: int, num_requests: int = 60, seconds: float = 5.0) -> lis
 
 def make_fleet(records: list[TraceRecord], router: type[Router], num_replicas: int = 3, **options: Any) -> Fleet:
     replicas = LocalReplicas(num_replicas, SETTINGS, records)
-    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, KEY), **options)
+    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, HASH_SEED), **options)

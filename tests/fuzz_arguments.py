@@ -211,6 +211,24 @@ rules_by_group = as_many(
     lambda world: (world.one(_core.PageRules), world.source.pick((0, 0, None)), world.source.pick((1, 1, 2)))
 )
 
+PAYLOADS = [
+    b"\x92\xcb" + bytes(8) + b"\x91" + event
+    for event in (
+        b"\x95\xabBlockStored\x93\x01\x02\x03\xc0\x90\x04",
+        b"\x96\xabBlockStored\x91\x03\x02\x91\xcd\x01\x02\x04\xc0\xa3CPU",
+        b"\x83\xa4type\xacBlockRemoved\xacblock_hashes\x91\x02\xa6medium\xa3GPU",
+        b"\x91\xb0AllBlocksCleared",
+    )
+]
+
+
+def garbled(world: World) -> bytes:
+    """Return a batch of events with one byte changed, cut anywhere."""
+    payload = bytearray(world.source.pick(PAYLOADS))
+    payload[world.source.below(len(payload))] = world.source.below(256)
+    return bytes(payload[: world.source.below(2 * len(payload))])
+
+
 FITTING: dict[str, Callable[[World], Any]] = {
     "_page_hash": one_of(constant(None), page_hash),
     "admit.shard": constant(*[None] * 7, 0),
@@ -287,6 +305,11 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_tokens": one_of(middle, middle, middle, interesting),
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),
     "options": constant(None, (), ("option",)),
+    "find.hashes": one_of(live(_core.HashChain), ids, constant([1, 2], [b"12345678"], np.arange(1, 4))),
+    "list_blocks.group": constant(0, 0, 1),
+    "medium": constant("GPU", "GPU", "CPU"),
+    "payload": one_of(constant(*PAYLOADS), constant(*PAYLOADS), garbled),
+    "worker": constant(0, 0, 1, 70),
     "page": live(_core.CachePage),
     "page_ids": one_of(ids, ids, ids, ids_by_group),
     "page_ids_per_req": one_of(as_many(ints), as_many(ids_by_group), nested),

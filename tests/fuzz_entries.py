@@ -33,6 +33,7 @@ CONSTRUCTORS = {
     "PageTier": "store num_tier_pages eviction flag min_uses",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
+    "PrefixTable": "page_size",
     "RequestHashes": "anything chain",
     "CachePages": "tuple_of_hits store",
     "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",

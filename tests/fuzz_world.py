@@ -319,6 +319,7 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     ),
     "EntryJournal": (_core.PageStore(8),),
     "QueryCounter": (_core.PageStore(8),),
+    "PrefixTable": (4,),
     "RequestHashes": (None, _core.HashChain(2, bytes(16))),
     "CachePages": ((),),
 }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 
 import ray
-from fleets import KEY, SETTINGS, make_fleet, make_records
+from fleets import SETTINGS, make_fleet, make_records
 
 from pagepool.replay.fleets.fleet import Fleet, FleetFigures, RayReplicas
-from pagepool.replay.fleets.router import PrefixRouter
+from pagepool.replay.fleets.replica import HASH_SEED
+from pagepool.replay.fleets.router import CachedPrefixRouter
 
 
 def compare_with_one_process(replicas: RayReplicas) -> None:
     deaths = [(3.0, 2)]
-    apart = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, KEY), deaths=deaths).run()
-    together = make_fleet(list(replicas.records), PrefixRouter, deaths=deaths).run()
+    apart = Fleet(replicas, CachedPrefixRouter(3, SETTINGS.page_size, HASH_SEED), deaths=deaths).run()
+    together = make_fleet(list(replicas.records), CachedPrefixRouter, deaths=deaths).run()
     if apart != together:
         sys.exit(f"on Ray {apart}, in one process {together}")
 
@@ -28,7 +29,7 @@ def kill_an_actor(replicas: RayReplicas) -> None:
             ray.kill(replicas._replicas[1])
             killed.append(1)
 
-    figures = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, KEY)).run(kill)
+    figures = Fleet(replicas, CachedPrefixRouter(3, SETTINGS.page_size, HASH_SEED)).run(kill)
     if (figures.num_requests, figures.num_deaths) != (len(replicas.records), 1):
         sys.exit(f"{figures} of {len(replicas.records)} requests")
 

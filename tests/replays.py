@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from settings import NUM_OPERATIONS
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Figures, Scheduler, SimulatedRequest, TraceRecord
@@ -25,11 +24,6 @@ pytest.importorskip("click")
 
 
 SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
-
-
-def scale(most: int, part: int = 3) -> int:
-    """Return a number of seeds: so many in `make test-all`, one of `part` of them in `make test`."""
-    return min(most, most * NUM_OPERATIONS // (20_000 * part) + 1)
 
 
 def make_manager(

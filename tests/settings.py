@@ -190,6 +190,11 @@ ENDS_SETTINGS = [
 NUM_OPERATIONS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "20000"))
 
 
+def scale(most: int, part: int = 3) -> int:
+    """Return a number of seeds: so many in `make test-all`, one of `part` of them in `make test`."""
+    return min(most, most * NUM_OPERATIONS // (20_000 * part) + 1)
+
+
 def weak_hash(content: Any) -> int:
     """Return a hash that collides often, like one known to an attacker."""
     return hash(content) % 5

@@ -8,22 +8,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("msgspec")
 
-from fleets import HAS_RAY, KEY, SETTINGS, make_fleet, make_records
-from replays import make_manager, scale
+from fleets import HAS_RAY, SETTINGS, make_fleet, make_records
+from replays import make_manager
+from settings import scale
 from sources import run_python
 
-from pagepool._core import HashChain
 from pagepool.errors import PagePoolError
-from pagepool.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode_batch
 from pagepool.replay import Scheduler, TraceRecord, make_requests
 from pagepool.replay.fleets.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
-from pagepool.replay.fleets.replica import ReplicaSettings
-from pagepool.replay.fleets.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
+from pagepool.replay.fleets.replica import HASH_SEED, ReplicaSettings
+from pagepool.replay.fleets.router import ROUTERS, CachedPrefixRouter, LeastLoadedRouter, RoundRobinRouter, Router
 
 
 def test_one_replica_does_what_a_scheduler_does() -> None:
@@ -56,42 +54,17 @@ def test_every_request_ends(router: type[Router], seed: int) -> None:
 def test_the_prefix_router_knows_what_is_cached() -> None:
     """After each round, for each replica, from its events alone; also after a death."""
     records = make_records(3)
-    fleet = make_fleet(records, PrefixRouter, deaths=[(3.0, 1)])
+    fleet = make_fleet(records, CachedPrefixRouter, deaths=[(3.0, 1)])
     router: Any = fleet._router
 
     def compare(_: FleetFigures) -> None:
         for i, replica in enumerate(fleet._replicas._replicas):
-            told = {block_hash for block_hash, holders in router._holders["GPU"].items() if holders >> i & 1}
+            told = set(router.index.list_blocks(i).tolist())
             cached = {h for event in replica._manager.snapshot_events() for h in event.block_hashes.tolist()}
             assert told == cached
 
     fleet.run(compare)
     assert sum(replica._manager.stats().num_evicted_pages for replica in fleet._replicas._replicas)
-
-
-def test_the_prefix_router_counts_a_page_in_either_medium() -> None:
-    """A page that was removed from one medium is cached as long as the other has it."""
-    token_ids = np.arange(40, dtype=np.int32)
-    chain = HashChain(16, KEY)
-    chain.extend(token_ids[:32])
-    hashes = [chain[i] & (1 << 64) - 1 for i in range(2)]
-
-    def tell(*events: Any) -> int:
-        router.hear(1, encode_batch(EventBatch(0.0, events)))
-        return router._count_cached_pages(token_ids)[1]
-
-    def store(block_hashes: list[int], medium: str) -> BlockStored:
-        return BlockStored(block_hashes, None, [], 16, None, medium, None)
-
-    router = PrefixRouter(3, 16, KEY)
-    assert tell(store(hashes, "GPU")) == 2
-    assert tell(store(hashes[:1], "CPU")) == 2
-    assert tell(BlockRemoved(hashes, "GPU")) == 1
-    assert tell(store(hashes[1:], "GPU")) == 2
-    assert tell(BlockRemoved(hashes[:1], "CPU")) == 0
-    assert tell(store(hashes, "CPU")) == 2
-    assert tell(AllBlocksCleared()) == 0
-    assert not any(router._holders.values())
 
 
 def test_a_request_larger_than_the_pool_is_skipped() -> None:
@@ -117,7 +90,7 @@ def test_months_without_requests_are_jumped_over(months: tuple[float, ...], repo
     records = [TraceRecord(1000 * MONTH * month, 700 + 40 * i, 5, (7, 100 + i)) for i, month in enumerate(months)]
     speeds = {"decode_step_seconds": 1e-6, "prefill_tokens_per_second": 1e9} if report_seconds < 1e-3 else {}
     replicas = LocalReplicas(3, ReplicaSettings(num_pages=600, **speeds), records)
-    fleet = Fleet(replicas, RoundRobinRouter(3, 16, KEY), report_seconds=report_seconds, deaths=[(0.9 * MONTH, 1)])
+    fleet = Fleet(replicas, RoundRobinRouter(3, 16, HASH_SEED), report_seconds=report_seconds, deaths=[(0.9 * MONTH, 1)])
     num_rounds = itertools.count(1)
 
     def count(_: FleetFigures) -> None:
@@ -142,7 +115,7 @@ def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, 
     settings = ReplicaSettings(600, max_num_seqs=8, decode_step_seconds=rng.choice([0.025, 0.3, 2.5]))
     deaths = [(rng.uniform(0, 1 + offset / 1000), rng.randrange(3)) for _ in range(6)]
     walked, jumped = (
-        kind(LocalReplicas(3, settings, records), router(3, 16, KEY), report_seconds=report_seconds, deaths=deaths)
+        kind(LocalReplicas(3, settings, records), router(3, 16, HASH_SEED), report_seconds=report_seconds, deaths=deaths)
         for kind in (WalkingFleet, Fleet)
     )
     assert jumped.run() == walked.run(), f"seed {seed}"
@@ -173,7 +146,7 @@ class DyingReplicas(LocalReplicas):
 def test_a_replica_that_dies_at_each_start_ends_the_run() -> None:
     replicas = DyingReplicas(3, SETTINGS, make_records(0))
     with pytest.raises(PagePoolError, match="replica 0 died 3 times in a row: no memory"):
-        Fleet(replicas, RoundRobinRouter(3, SETTINGS.page_size, KEY)).run()
+        Fleet(replicas, RoundRobinRouter(3, SETTINGS.page_size, HASH_SEED)).run()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ PARTED = {"events", "hashing", "stats"}  # some of their files are below the cor
 ENGINES = {"easydel", "jax", "vllm"}
 OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
 # These are imported on first use themselves.
-EXTRAS = ("events", "stats.prometheus", "replay", "compat.vllm.")
+EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.")
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

@@ -4,7 +4,8 @@ import itertools
 from collections import Counter
 
 import pytest
-from replays import SHARED_TRACE, generators, make_manager, make_random_records, record_of, run_alone, scale
+from replays import SHARED_TRACE, generators, make_manager, make_random_records, record_of, run_alone
+from settings import scale
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.replay import Planner, TraceRecord, make_requests, read_trace

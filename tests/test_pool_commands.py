@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import LLAMA
-from replays import generators, make_loop, make_random_records, make_random_requests, plan_of, scale
+from replays import generators, make_loop, make_random_records, make_random_requests, plan_of
+from settings import scale
 
 from pagepool import PagePool
 from pagepool.errors import ArgumentError

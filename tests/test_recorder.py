@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replays import make_manager, run_alone, scale
+from replays import make_manager, run_alone
+from settings import scale
 from sources import run_python
 
 from pagepool.errors import ArgumentError, ArgumentTypeError

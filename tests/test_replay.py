@@ -12,7 +12,8 @@ import command_line
 import numpy as np
 import pytest
 from command_line import line_of, refuse
-from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, scale, steps_of
+from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, steps_of
+from settings import scale
 from sources import run_python
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError

@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from command_line import figures_of, invoke, line_of, refuse
-from replays import make_manager, scale
+from replays import make_manager
+from settings import scale
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Figures, Scheduler, TraceRecord, make_requests

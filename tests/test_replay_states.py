@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_configs import LLAMA, QWEN
-from replays import generators, make_loop, make_random_requests, request_of, scale, steps_of
+from replays import generators, make_loop, make_random_requests, request_of, steps_of
+from settings import scale
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace

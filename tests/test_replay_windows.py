@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import DEEPSEEK_V4, FULL, GEMMA4_E4B, LLAMA, QWEN, SLIDING
-from replays import generators, make_loop, make_random_records, scale
+from replays import generators, make_loop, make_random_records
+from settings import scale
 
 from pagepool.replay import Planner, Scheduler, TraceRecord, make_requests
 from pagepool.replay.models.caches import Reach

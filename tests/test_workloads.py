@@ -7,7 +7,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from replays import scale
+from settings import scale
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_chats, generate_workload

@@ -5,6 +5,7 @@ cdef enum LockKind:           # in the order in which they are taken
     CHAIN_LOCK
     STORE_LOCK
     TABLE_LOCK
+    INDEX_LOCK
 
 
 cdef struct LockNode:         # of an object with a lock

@@ -50,7 +50,7 @@ cdef extern from *:
 
 
 cdef enum:
-    NUM_LOCK_KINDS = 4        # in LockKind
+    NUM_LOCK_KINDS = 5        # in LockKind
 
 
 cdef LockNode[NUM_LOCK_KINDS] lock_rings

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from pagepool.errors import PagePoolError
-from pagepool.hashing import get_siphash_key
 from pagepool.replay.fleets.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
 from pagepool.replay.fleets.router import ROUTERS, Router
 from pagepool.replay.simulation.figures import Figures, find_hit_rate
@@ -329,7 +328,7 @@ def run_fleet(
     that ended or were skipped.
     """
     try:
-        chosen = ROUTERS[router](replicas.num_replicas, settings.page_size, get_siphash_key(HASH_SEED))
+        chosen = ROUTERS[router](replicas.num_replicas, settings.page_size, HASH_SEED)
         fleet = Fleet(replicas, chosen, report_seconds=report_seconds, deaths=deaths)
         return fleet.run(lambda figures: on_progress(figures.num_requests + figures.num_skipped))
     finally:

@@ -1,0 +1,207 @@
+"""Two engines on Ray Serve, chats over HTTP, and what they hit behind three request routers.
+
+``pip install 'pagepool[serve]' jax`` has what it needs.
+
+``python examples/serving.py`` starts a local Ray. ``--routers`` selects from ``ray`` (Ray's default), ``ray-prefix`` (its own
+prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns.
+"""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import sys
+import urllib.request
+from argparse import ArgumentParser
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from text import ALPHABET, FOLLOW_UP, decode, encode
+
+PAGE_SIZE, HASH_SEED, SEND_SECONDS = 8, "serving", 120
+RAY_PREFIX_ROUTER = (  # also in ray.serve.llm, which needs vLLM
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
+)
+
+
+@dataclass
+class Prompt:
+    """What an engine is asked; Ray's prefix router reads the attribute."""
+
+    prompt: str
+
+
+def tokenize(prompt: Prompt) -> list[int]:
+    """Return the token ids by which `PrefixRequestRouter` looks a prompt up."""
+    return encode(prompt.prompt)
+
+
+class Replica:
+    """The example engine, and the publisher of its events."""
+
+    def __init__(self) -> None:
+        """Make the same weights in each replica."""
+        from engine import Engine
+        from model import make_weights
+
+        from pagepool.events.publisher import EventPublisher
+
+        self.engine = Engine(make_weights(0), num_pages=256, page_size=PAGE_SIZE, max_model_len=1024, hash_seed=HASH_SEED)
+        self.engine.manager.enable_events()
+        self.publisher = EventPublisher(self.engine.manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self.lock = asyncio.Lock()
+        self.engine.warmup()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Announce the publisher to `PrefixRequestRouter`."""
+        from pagepool.router.ray_serve import announce
+
+        return announce(self.publisher.endpoint, self.publisher.replay_endpoint)
+
+    async def generate(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the answer, and how many tokens of the prompt were cached."""
+        from request import SamplingParams
+
+        request = self.engine.add(encode(prompt.prompt), SamplingParams(max_tokens=8))
+        while not request.is_finished:
+            async with self.lock:  # requests that wait here are in the same steps
+                if not request.is_finished:
+                    await asyncio.to_thread(self.engine.step)
+        self.publisher.flush()
+        return {"answer": decode(request.output), "cached": request.num_cached_tokens, "tokens": request.num_prompt_tokens}
+
+    async def die(self) -> None:
+        """End the process soon, as a crash does. At once Serve would think the call refused, and kill the other one too."""
+        asyncio.get_running_loop().call_later(0.1, os._exit, 1)
+
+
+class Ingress:
+    """Takes chats over HTTP, and passes them on through a handle, whose router sees the prompts."""
+
+    def __init__(self, engines: Any) -> None:
+        """`engines` is the handle."""
+        self.engines = engines
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer ``{"prompt": text}``."""
+        return await self.engines.generate.remote(Prompt((await request.json())["prompt"]))
+
+
+def make_router_config(name: str) -> Any:
+    """Return the configuration of a request router by name."""
+    from ray.serve.config import RequestRouterConfig
+
+    if name == "ray":
+        return RequestRouterConfig()
+    if name == "ray-prefix":
+        return RequestRouterConfig(request_router_class=RAY_PREFIX_ROUTER)
+    return RequestRouterConfig(
+        request_router_class="pagepool.router.ray_serve.PrefixRequestRouter",
+        request_router_kwargs={"page_size": PAGE_SIZE, "hash_seed": HASH_SEED, "tokenize": "serving:tokenize"},
+        request_routing_stats_period_s=0.5,
+    )
+
+
+def send(url: str, prompt: str) -> dict[str, Any] | None:
+    """Return the reply; None if the request was lost, or nothing came in `SEND_SECONDS`."""
+    body = json.dumps({"prompt": prompt}).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=SEND_SECONDS) as reply:
+            answered: dict[str, Any] = json.load(reply)
+            return answered
+    except OSError:
+        return None
+
+
+def chat(url: str, num_chats: int, num_turns: int, kill: Any) -> dict[str, int]:
+    """Hold chats, all of them a turn at a time in any order, and return what they hit. `kill` is called after half of the
+    turns, with the next turn under way. Ends early if as many requests are lost as there are chats: the router is stuck.
+    """
+    rng = random.Random(1)
+    prompts = ["".join(rng.choices(ALPHABET[:-1], k=rng.randint(100, 300))) for _ in range(num_chats)]
+    counts = {"requests": 0, "lost": 0, "cached": 0, "tokens": 0}
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(num_turns):
+            order = rng.sample(range(num_chats), num_chats)
+            replies = [pool.submit(send, url, prompts[i]) for i in order]
+            if turn == num_turns // 2:
+                kill()
+            for i, reply in zip(order, replies, strict=True):
+                answered = reply.result()
+                counts["requests"] += 1
+                counts["lost"] += answered is None
+                if answered is not None:
+                    counts["cached"] += answered["cached"]
+                    counts["tokens"] += answered["tokens"]
+                    prompts[i] += answered["answer"] + FOLLOW_UP
+            if counts["lost"] >= num_chats:
+                break
+    return counts
+
+
+def start(port: int) -> None:
+    """Start Serve; on a slow machine its proxy takes longer than Serve waits."""
+    from ray import serve
+
+    for attempt in range(5):
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            return
+        except TimeoutError:
+            if attempt == 4:
+                raise
+
+
+def run(name: str, port: int, num_chats: int, num_turns: int, must_kill: bool) -> dict[str, int]:
+    """Deploy two engines behind a router, and hold chats."""
+    from ray import serve
+
+    options = {"num_replicas": 2, "request_router_config": make_router_config(name), "max_ongoing_requests": 8}
+    engines = serve.deployment(Replica, name="engines").options(**options, ray_actor_options={"num_cpus": 0})
+    ingress = serve.deployment(Ingress, name="ingress").options(ray_actor_options={"num_cpus": 0})
+    serve.run(ingress.bind(engines.bind()), name=name, route_prefix=f"/{name}")
+    url = f"http://127.0.0.1:{port}/{name}"
+    send(url, "warm up")
+    handle = serve.get_deployment_handle("engines", name)
+    try:
+        return chat(url, num_chats, num_turns, handle.die.remote if must_kill else lambda: None)
+    finally:
+        serve.delete(name)
+
+
+def main() -> None:
+    """Print the hit rate behind each router."""
+    parser = ArgumentParser("serving.py", description=__doc__)
+    parser.add_argument("--routers", nargs="+", default=["ray", "pagepool"], choices=["ray", "ray-prefix", "pagepool"])
+    parser.add_argument("--chats", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--kill", action="store_true")
+    args = parser.parse_args()
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # of Ray's processes
+    import ray
+    from ray import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=4, object_store_memory=100 << 20)
+    try:
+        start(port)
+        for name in args.routers:
+            counts = run(name, port, args.chats, args.turns, args.kill)
+            rate = counts["cached"] / max(1, counts["tokens"])
+            print(
+                f"{name}: {counts['requests']} requests, {counts['lost']} lost, {counts['cached']} of {counts['tokens']} prompt"
+                f" tokens cached ({rate:.1%})",
+                flush=True,
+            )
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,733 @@
+"""The index of a router: which workers have which prefixes cached."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy, memset
+
+from pagepool.core.arguments cimport array_of, as_list, index_of, size_of
+from pagepool.core.chain cimport HashChain
+from pagepool.core.event_batch cimport (
+    MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
+)
+from pagepool.core.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
+from pagepool.core.platform cimport go_on, let_others_run, rare, raw_calloc, raw_free
+from pagepool.core.rules cimport MAX_TOKENS, Rules, count_run_pages
+
+import os
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, EventBatchError, IntegrityError, shown
+
+cdef enum:
+    NUM_LOCKS = 8             # readers that look up side by side
+    MAX_WORKERS = 1 << 16
+    MAX_BLOCKS = 1 << 30      # of a group
+    BYTES_OF_A_PAGE = 64      # of a payload, as many as take the time of a page
+    HASHES_OF_A_PAGE = 2      # looked up for 64 workers: two threads gain from 2,048 hashes on
+
+cdef extern from *:
+    """
+    static int pagepool_num_readers;
+    /* The lock of a thread, the same at each call. */
+    static inline int pagepool_lock_of_thread(int num_locks) {
+        static __thread int number;
+        if (!number) number = __atomic_add_fetch(&pagepool_num_readers, 1, __ATOMIC_RELAXED);
+        return (unsigned)number % (unsigned)num_locks;
+    }
+    """
+    int lock_of_thread "pagepool_lock_of_thread" (int num_locks) noexcept
+    int ctz "__builtin_ctzll" (uint64_t word) noexcept nogil
+
+
+@cython.final
+cdef class ReaderLock:
+    """One of several locks of an index: a reader takes one, a writer takes all in their order."""
+
+    cdef cython.pymutex lock
+    cdef LockNode lock_node
+
+    def __cinit__(self):
+        enlist_lock(&self.lock_node, &self.lock, INDEX_LOCK)
+
+    def __dealloc__(self):
+        delist_lock(&self.lock_node)
+
+
+cdef struct Group:            # of a look-up, which all of its workers share
+    Rules rules
+    bint is_state
+    Py_ssize_t stride         # hashes of a page
+    Py_ssize_t num_pages      # that hashes were given for
+    int32_t *num_leading      # [workers] pages that a worker has from the first on; NULL with a window or a state
+    uint64_t *bits            # [num_pages * words] workers that have a page; NULL without
+
+
+cdef struct Lookup:
+    const uint64_t *hashes
+    Py_ssize_t num_hashes
+    uint32_t planes           # a bit for each medium that counts
+
+
+cdef inline uint32_t find_holders(
+    const Table *table, const Space *space, uint64_t block_hash, uint32_t guess, uint32_t planes, uint64_t *holders,
+    int32_t num_planes, int32_t num_words,
+) noexcept nogil:
+    """Find the workers that have a block in one of the media, a bit for each. Returns its entry, which may be `guess`, or 0.
+    The numbers are those of the table, and known to the compiler where there are few.
+    """
+    cdef const uint64_t *bits = space.entries + guess * <size_t>(1 + num_planes * num_words)
+    cdef uint64_t any_held = 0
+    cdef int32_t plane, word
+    cdef uint32_t entry = guess if guess and guess < space.num_entries and bits[0] == block_hash else 0
+    if not entry:
+        entry = find_block(table, space, block_hash, 0)
+        bits = space.entries + entry * <size_t>(1 + num_planes * num_words)
+    for word in range(num_words):
+        holders[word] = 0
+        for plane in range(num_planes if entry else 0):
+            holders[word] |= bits[1 + plane * num_words + word] if planes >> plane & 1 else 0
+        any_held |= holders[word]
+    if rare(not any_held and entry and entry == guess and is_free(bits, 1 + num_planes * num_words)):  # a link like the hash
+        return find_holders_again(table, space, block_hash, planes, holders)
+    return entry
+
+
+cdef uint32_t find_holders_again(
+    const Table *table, const Space *space, uint64_t block_hash, uint32_t planes, uint64_t *holders
+) noexcept nogil:
+    return find_holders(table, space, block_hash, 0, planes, holders, table.num_planes, table.num_words)
+
+
+cdef inline void count_at(int32_t *counts, uint64_t workers, int32_t first, int32_t count) noexcept nogil:
+    """Set the count of workers, a bit for each from `first` on."""
+    while workers:
+        counts[first + ctz(workers)] = count
+        workers &= workers - 1
+
+
+cdef inline void count_leading_of(
+    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t stride, int32_t *counts, uint64_t *words,
+    int32_t num_planes, int32_t num_words,
+) noexcept nogil:
+    """`count_leading` for numbers that the compiler may know."""
+    cdef uint64_t *holders = words
+    cdef uint64_t *still = words + num_words
+    cdef uint64_t left
+    cdef Py_ssize_t page, num_pages = lookup.num_hashes // stride
+    cdef int32_t word
+    cdef uint32_t entry = 0
+    memset(counts, 0, num_words * WORD * sizeof(int32_t))
+    memset(holders, 0xff, num_words * sizeof(uint64_t))
+    for page in range(num_pages):
+        entry = find_holders(
+            table, space, lookup.hashes[(page + 1) * stride - 1], entry + 1 if entry else 0, lookup.planes, still,
+            num_planes, num_words,
+        )
+        left = 0
+        for word in range(num_words):
+            still[word] &= holders[word]
+            if still[word] != holders[word]:
+                count_at(counts, holders[word] & ~still[word], word * WORD, <int32_t>page)
+                holders[word] = still[word]
+            left |= still[word]
+        if left == 0:
+            return
+    for word in range(num_words):
+        count_at(counts, holders[word], word * WORD, <int32_t>num_pages)
+
+
+cdef void count_leading(
+    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t stride, int32_t *counts, uint64_t *words
+) noexcept nogil:
+    """Count for each worker the pages that it has from the first one on. `words` are twice those of a page."""
+    if table.num_planes == 1 and table.num_words == 1:
+        count_leading_of(table, space, lookup, stride, counts, words, 1, 1)
+    else:
+        count_leading_of(table, space, lookup, stride, counts, words, table.num_planes, table.num_words)
+
+
+cdef bint list_holders(const Table *table, const Space *space, const Lookup *lookup, Group *group) noexcept nogil:
+    """List the workers that have each page; False where memory is short."""
+    cdef Py_ssize_t page
+    cdef uint32_t entry = 0
+    group.bits = <uint64_t *>raw_calloc(max(<Py_ssize_t>1, group.num_pages * table.num_words), sizeof(uint64_t))
+    if group.bits == NULL:
+        return False
+    for page in range(group.num_pages):
+        entry = find_holders(
+            table, space, lookup.hashes[(page + 1) * group.stride - 1], entry + 1 if entry else 0, lookup.planes,
+            group.bits + page * table.num_words, table.num_planes, table.num_words,
+        )
+    return True
+
+
+cdef inline bint has_page(const Group *group, int32_t num_words, Py_ssize_t page, int32_t worker) noexcept nogil:
+    return group.bits[page * num_words + worker // WORD] >> (worker % WORD) & 1
+
+
+cdef Py_ssize_t find_run_end(
+    const Group *group, int32_t num_words, int32_t worker, Py_ssize_t stop, Py_ssize_t need
+) noexcept nogil:
+    """The end of the last `need` consecutive pages before `stop` that a worker has; if there are none, of its leading pages."""
+    cdef Py_ssize_t page, num = 0
+    for page in range(stop - 1, -1, -1):
+        num = num + 1 if has_page(group, num_words, page, worker) else 0
+        if num == need:
+            return page + need
+    return num
+
+
+cdef Py_ssize_t shorten(const Group *group, int32_t num_words, int32_t worker, Py_ssize_t num_hashes) noexcept nogil:
+    """The hashes of the longest prefix, at most `num_hashes`, that a group can resume at."""
+    cdef Py_ssize_t need, num_pages = num_hashes // group.stride
+    if group.num_leading != NULL:
+        return min(num_pages, <Py_ssize_t>group.num_leading[worker]) * group.stride
+    need = 1 if group.is_state else count_run_pages(&group.rules, False)
+    return find_run_end(group, num_words, worker, num_pages, need) * group.stride
+
+
+cdef Py_ssize_t find_longest(
+    const Group *groups, Py_ssize_t num, int32_t num_words, int32_t worker, Py_ssize_t num_hashes, Py_ssize_t multiple
+) noexcept nogil:
+    """The hashes of the longest prefix that all groups can resume at: each shortens it in turn, until none does any more."""
+    cdef Py_ssize_t g, previous = -1
+    while num_hashes != previous:
+        previous = num_hashes
+        for g in range(num):
+            num_hashes = shorten(&groups[g], num_words, worker, num_hashes)
+            num_hashes -= num_hashes % multiple
+    return num_hashes
+
+
+cdef bint is_leading(const Space *space) noexcept nogil:
+    """Whether any number of leading pages is a hit."""
+    return space.spec.window == 0 and not space.spec.is_state
+
+
+cdef bint start_group(
+    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t page_size, uint64_t *words, Group *group
+) noexcept nogil:
+    """Look all pages of a group up; False where memory is short."""
+    group.stride = space.spec.block_size // page_size
+    group.num_pages = lookup.num_hashes // group.stride
+    group.is_state = space.spec.is_state
+    group.rules.page_size, group.rules.window = space.spec.block_size, space.spec.window
+    if not is_leading(space):
+        return list_holders(table, space, lookup, group)
+    group.num_leading = <int32_t *>raw_calloc(table.num_words * WORD, sizeof(int32_t))
+    if group.num_leading != NULL:
+        count_leading(table, space, lookup, group.stride, group.num_leading, words)
+    return group.num_leading != NULL
+
+
+cdef Py_ssize_t common_multiple(const Group *groups, Py_ssize_t num, Py_ssize_t highest) noexcept nogil:
+    """The least number of hashes that is a multiple of the pages of all groups, or one above `highest`."""
+    cdef Py_ssize_t g, rest, divisor, multiple = 1
+    for g in range(num):
+        divisor, rest = multiple, groups[g].stride
+        while rest:
+            divisor, rest = rest, divisor % rest
+        multiple = min(multiple // divisor * groups[g].stride, highest + 1)
+    return multiple
+
+
+cdef bint find_all(
+    const Table *table, const Lookup *lookup, Py_ssize_t page_size, uint64_t *words, int32_t *counts
+) noexcept nogil:
+    """Find the hashes of the prefix that each worker has in all groups; False where memory is short."""
+    cdef Group[MAX_EVENT_GROUPS] groups
+    cdef Py_ssize_t g, multiple, num = 0
+    cdef int32_t worker
+    cdef bint has_room = True
+    if table.num_spaces == 1 and is_leading(&table.spaces[0]) and table.spaces[0].spec.block_size == page_size:
+        count_leading(table, &table.spaces[0], lookup, 1, counts, words)
+        return True
+    memset(&groups, 0, sizeof(groups))
+    for g in range(table.num_spaces):
+        if table.spaces[g].is_known and has_room:
+            has_room = start_group(table, &table.spaces[g], lookup, page_size, words, &groups[num])
+            num += 1
+    multiple = common_multiple(groups, num, lookup.num_hashes)
+    for worker in range(table.num_workers if has_room and num else 0):
+        counts[worker] = <int32_t>find_longest(groups, num, table.num_words, worker, lookup.num_hashes, multiple)
+    for g in range(num):
+        raw_free(groups[g].num_leading)
+        raw_free(groups[g].bits)
+    return has_room
+
+
+cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noexcept nogil:
+    """The place of a medium, `num` if it is new. None is the first one, the GPU."""
+    cdef int32_t i
+    if name.at == NULL:
+        return 0
+    for i in range(num):
+        if media[i].size == name.size and memcmp(media[i].name, name.at, name.size) == 0:
+            return i
+    return num
+
+
+cdef const char *agree(const Table *table, const Batch *batch, Py_ssize_t page_size) noexcept nogil:
+    """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not."""
+    cdef Spec[MAX_EVENT_GROUPS] specs
+    cdef const Event *event
+    cdef Py_ssize_t i
+    memset(&specs, 0, sizeof(specs))
+    for i in range(table.num_spaces):
+        if table.spaces[i].num_blocks:
+            specs[i] = table.spaces[i].spec
+    for i in range(batch.num_events):
+        event = &batch.events[i]
+        if event.kind != STORED:
+            continue
+        if event.spec.block_size % page_size:
+            return "block_size is not a multiple of the page size of the index"
+        if specs[event.group].block_size == 0:
+            specs[event.group] = event.spec
+        if memcmp(&specs[event.group], &event.spec, sizeof(Spec)):
+            return "block_size, kind or window differ from those that the group has"
+    return NULL
+
+
+cdef Py_ssize_t count_unknown(const Table *table, const Batch *batch, Py_ssize_t group) noexcept nogil:
+    """Count the stored hashes of a group that have no entry yet, repeated ones again."""
+    cdef const Event *event
+    cdef Py_ssize_t i, j, num = 0
+    cdef uint32_t entry
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        if event.kind == STORED and event.group == group:
+            entry = 0
+            for j in range(event.first, event.first + event.num):
+                entry = find_block(table, &table.spaces[group], batch.hashes[j], entry + 1 if entry else 0)
+                num += entry == 0
+    return num
+
+
+cdef struct Media:
+    Medium[MAX_MEDIA] items
+    int32_t num
+
+
+cdef bint place_media(const Table *table, Batch *batch, Media *media) noexcept nogil:
+    """Find the media of events, which are those of the index and those that the batch adds; False if they are too many, or a
+    name is too long. The payload is not read later, in case another thread changes it.
+    """
+    cdef Event *event
+    cdef Py_ssize_t i
+    memcpy(media.items, table.media, sizeof(table.media))
+    media.num = table.num_planes
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        event.plane = find_medium(media.items, media.num, event.medium)
+        if event.plane < media.num:
+            continue
+        if event.kind != STORED:
+            event.plane = -1
+            continue
+        if media.num == MAX_MEDIA or event.medium.size > MAX_MEDIUM_SIZE:
+            return False
+        media.items[media.num].size = event.medium.size
+        memcpy(media.items[media.num].name, event.medium.at, event.medium.size)
+        media.num += 1
+    return True
+
+
+cdef const char *make_room(Table *table, Batch *batch, int32_t num_words) noexcept nogil:
+    """Find the media of a batch, and reserve its memory; the reason why there is none, or NULL."""
+    cdef Py_ssize_t i, g
+    cdef Py_ssize_t[MAX_EVENT_GROUPS] num_stored
+    cdef Media media
+    cdef Space *space
+    if not place_media(table, batch, &media):
+        return "too many media, or a long name of one"
+    memset(&num_stored, 0, sizeof(num_stored))
+    for i in range(batch.num_void, batch.num_events):
+        if batch.events[i].kind == STORED:
+            num_stored[batch.events[i].group] += batch.events[i].num
+    for g in range(MAX_EVENT_GROUPS):
+        space = &table.spaces[g]
+        if num_stored[g] and space.num_blocks + num_stored[g] >= space.num_entries:
+            num_stored[g] = count_unknown(table, batch, g)
+        if space.num_blocks + num_stored[g] > MAX_BLOCKS:
+            return "more blocks than a group may have"
+    if media.num > table.num_planes or num_words > table.num_words:
+        if not reshape(table, media.num, num_words):
+            return NO_MEMORY
+        memcpy(table.media, media.items, sizeof(table.media))
+    for g in range(MAX_EVENT_GROUPS):
+        if num_stored[g] and not reserve_blocks(table, &table.spaces[g], num_stored[g]):
+            return NO_MEMORY
+    return NULL
+
+
+cdef void change(Table *table, const Batch *batch, int32_t worker) noexcept nogil:
+    """Apply a batch for which there is room."""
+    cdef const Event *event
+    cdef Space *space
+    cdef Py_ssize_t i
+    cdef uint32_t parent
+    if batch.is_cleared:
+        remove_all(table, worker)
+    for i in range(batch.num_events):
+        event = &batch.events[i]
+        space = &table.spaces[event.group]
+        if event.kind == STORED:
+            space.spec, space.is_known = event.spec, True
+            table.num_spaces = max(table.num_spaces, event.group + 1)
+        if i < batch.num_void:
+            continue
+        if event.kind == STORED:
+            parent = find_block(table, space, event.parent, 0) if event.has_parent else 0
+            store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
+        elif event.plane >= 0 and space.num_blocks:
+            remove_blocks(table, space, batch.hashes + event.first, event.num, event.plane, worker)
+
+
+cdef int view_payload(object payload, Py_buffer *view) except -1:
+    try:
+        PyObject_GetBuffer(payload, view, PyBUF_SIMPLE)
+    except (TypeError, ValueError, BufferError):
+        raise ArgumentTypeError(f"payload: got {type(payload).__name__}, allowed: bytes") from None
+    return 0
+
+
+def time_of_batch(payload) -> float:
+    """Return the time of an encoded batch in seconds since 1970; 0 if it has none. O(1)."""
+    cdef Py_buffer view
+    cdef Reader reader
+    view_payload(payload, &view)
+    reader = Reader(<const uint8_t *>view.buf, <const uint8_t *>view.buf + view.len, NULL)
+    seconds = read_seconds(&reader)
+    PyBuffer_Release(&view)
+    return seconds
+
+
+cdef class PrefixTable:
+    """Which workers have which prefixes cached: the compiled part of `pagepool.router.PrefixIndex`, which describes it."""
+
+    cdef Table table
+    cdef readonly Py_ssize_t page_size
+    cdef readonly Py_ssize_t max_worker_blocks
+    cdef tuple locks
+
+    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, **_):
+        self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
+        self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
+        self.locks = tuple([ReaderLock() for _ in range(NUM_LOCKS)])
+        self.table.multiplier = <uint64_t>int.from_bytes(os.urandom(8), "little") | 1
+        self.table.num_planes, self.table.num_words = 1, 1
+        memcpy(self.table.media[0].name, b"GPU", 3)
+        self.table.media[0].size = 3
+        self.table.held = <Holding *>raw_calloc(WORD, sizeof(Holding))
+        if self.table.held == NULL:
+            raise MemoryError("a prefix index")
+
+    def __dealloc__(self):
+        free_table(&self.table)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a prefix index cannot be pickled")
+
+    cdef void lock_all(self) noexcept:
+        cdef Py_ssize_t i
+        for i in range(NUM_LOCKS):
+            (<ReaderLock>self.locks[i]).lock.acquire()
+
+    cdef void unlock_all(self) noexcept:
+        cdef Py_ssize_t i
+        for i in range(NUM_LOCKS - 1, -1, -1):
+            (<ReaderLock>self.locks[i]).lock.release()
+
+    def apply(self, worker, payload) -> bool:
+        """Apply an encoded batch of events of a worker, an int from 0 on: bytes, or another buffer. Returns whether it is
+        complete in itself, because it has `AllBlocksCleared`.
+
+        EventBatchError if it is malformed, contradicts what is known of the groups, or exceeds a limit; nothing has changed
+        then. O(bytes); what `AllBlocksCleared` costs is of the order of what was stored before it.
+        """
+        cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
+        cdef Py_buffer view
+        cdef Batch batch
+        cdef Reader reader
+        cdef const char *error
+        cdef void *thread
+        view_payload(payload, &view)
+        reader = Reader(<const uint8_t *>view.buf, <const uint8_t *>view.buf + view.len, NULL)
+        thread = let_others_run(view.len // BYTES_OF_A_PAGE)
+        read_batch(&reader, &batch)
+        go_on(thread)
+        error = reader.error if reader.error != NULL else self.apply_batch(number, &batch)
+        place = reader.at - <const uint8_t *>view.buf
+        is_cleared = batch.is_cleared
+        free_batch(&batch)
+        PyBuffer_Release(&view)
+        if error == NO_MEMORY:
+            raise MemoryError("a batch of events")
+        if error != NULL:
+            raise EventBatchError(f"payload: byte {place}: {error.decode()}")
+        return is_cleared
+
+    cdef const char *apply_batch(self, int32_t worker, Batch *batch) noexcept:
+        """Check a batch against the index, and apply it. Returns the reason if it cannot be, or NULL."""
+        cdef const char *error
+        cdef int64_t num_held
+        cdef void *thread
+        self.lock_all()
+        error = agree(&self.table, batch, self.page_size)
+        num_held = self.table.held[worker].num_bits if worker < self.table.num_workers and not batch.is_cleared else 0
+        if error == NULL and num_held + batch.num_stored > self.max_worker_blocks:
+            error = "more blocks than a worker may have"
+        if error == NULL:
+            thread = let_others_run(batch.num_hashes)
+            error = make_room(&self.table, batch, max(self.table.num_words, worker // WORD + 1))
+            if error == NULL:
+                change(&self.table, batch, worker)
+                self.table.num_workers = max(self.table.num_workers, worker + 1)
+            go_on(thread)
+        self.unlock_all()
+        return error
+
+    def find(self, hashes, medium=None):
+        """Return how many tokens of a prompt each worker has, int32 ``[workers]``.
+
+        `hashes` are those of the pages of the prompt: a uint64 or int64 array ``[pages]``, a list of ints or bytes, of which
+        the last 64 bits count, or a `HashChain`. A page counts if the worker has it in any medium, or in `medium` if given.
+        O(pages x groups); with windows or states O(pages x groups x workers).
+        """
+        cdef Py_buffer view
+        cdef Lookup lookup
+        cdef uint64_t *words
+        cdef int32_t *counts = NULL
+        cdef int32_t worker, num_workers = 0
+        cdef bint has_room
+        cdef void *thread
+        cdef cython.pymutex *lock = &(<ReaderLock>self.locks[lock_of_thread(NUM_LOCKS)]).lock
+        text = None if medium is None else medium_of(medium)
+        PyObject_GetBuffer(as_hashes(hashes), &view, PyBUF_SIMPLE)
+        lookup.hashes = <const uint64_t *>view.buf
+        lookup.num_hashes = min(view.len // <Py_ssize_t>sizeof(uint64_t), MAX_TOKENS // self.page_size)
+        lock[0].acquire()
+        lookup.planes = <uint32_t>-1 if text is None else self.plane_of(text)
+        words = <uint64_t *>raw_calloc(self.table.num_words, 2 * sizeof(uint64_t) + WORD * sizeof(int32_t))
+        has_room = words != NULL
+        if has_room:
+            counts = <int32_t *>(words + 2 * self.table.num_words)
+            num_workers = self.table.num_workers
+            thread = let_others_run(lookup.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
+            has_room = find_all(&self.table, &lookup, self.page_size, words, counts)
+            go_on(thread)
+        lock[0].release()
+        PyBuffer_Release(&view)
+        for worker in range(num_workers):
+            counts[worker] *= <int32_t>self.page_size
+        try:
+            if not has_room:
+                raise MemoryError("a look-up of prefixes")
+            return array_of(counts, num_workers)
+        finally:
+            raw_free(words)
+
+    cdef uint32_t plane_of(self, bytes name) noexcept:
+        """The bit of a medium, none if there is none."""
+        return <uint32_t>1 << find_medium(self.table.media, self.table.num_planes, text_of(name))
+
+    def remove_worker(self, worker) -> None:
+        """Forget what a worker has cached. O(blocks that it got since it last had none)."""
+        cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
+        self.lock_all()
+        if number < self.table.num_workers:
+            remove_all(&self.table, number)
+        self.unlock_all()
+
+    def clear(self) -> None:
+        """Forget all blocks and groups, and give their memory back. Workers keep their numbers."""
+        cdef Space[MAX_EVENT_GROUPS] spaces
+        cdef Space space
+        cdef int32_t worker
+        self.lock_all()
+        memcpy(&spaces, self.table.spaces, sizeof(spaces))
+        memset(self.table.spaces, 0, sizeof(spaces))
+        for worker in range(self.table.num_words * WORD):
+            raw_free(self.table.held[worker].marks)
+        memset(self.table.held, 0, self.table.num_words * WORD * sizeof(Holding))
+        self.table.num_spaces = 0
+        self.unlock_all()
+        for space in spaces[:MAX_EVENT_GROUPS]:
+            raw_free(space.entries)
+            raw_free(space.places)
+
+    def list_blocks(self, worker, medium="GPU", group=0):
+        """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
+        cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
+        cdef const Space *space = &self.table.spaces[size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)]
+        cdef bytes name = medium_of(medium)
+        cdef uint64_t[::1] found
+        cdef int32_t plane
+        cdef Py_ssize_t num = 0, num_held = -1
+        cdef uint32_t entry
+        while num_held != num:  # the array is made without the locks
+            num = num_held
+            hashes = np.empty(max(num, <Py_ssize_t>0), np.uint64)
+            found = hashes
+            self.lock_all()
+            num_held = self.table.held[number].num_bits if number < self.table.num_workers else 0
+            plane = find_medium(self.table.media, self.table.num_planes, text_of(name))
+            if num_held == num:
+                num = 0
+                for entry in range(1, space.num_entries if num_held and plane < self.table.num_planes else 0):
+                    if bits_at(&self.table, space, entry, plane, number)[0] >> (number % WORD) & 1:
+                        found[num] = entry_at(&self.table, space, entry)[0]
+                        num += 1
+                num_held = num
+            self.unlock_all()
+        return hashes[:num]
+
+    @property
+    def num_workers(self) -> int:
+        """One more than the highest number of a worker that told anything."""
+        return self.table.num_workers
+
+    @property
+    def media(self) -> tuple:
+        """The media that were told, ``"GPU"`` first."""
+        cdef Media media
+        cdef int32_t i
+        self.lock_all()
+        memcpy(media.items, self.table.media, sizeof(self.table.media))
+        media.num = self.table.num_planes
+        self.unlock_all()
+        return tuple([media.items[i].name[:media.items[i].size].decode(errors="surrogateescape") for i in range(media.num)])
+
+    def stats(self) -> dict:
+        """Return ``blocks`` (entries of all groups), ``held`` (blocks of each worker, a list) and ``bytes`` of memory."""
+        cdef Py_ssize_t i, num_bytes = sizeof(Table), num_blocks = 0
+        self.lock_all()
+        for i in range(self.table.num_spaces):
+            num_bytes += self.table.spaces[i].num_entries * stride_of(&self.table) * <Py_ssize_t>sizeof(uint64_t)
+            num_bytes += self.table.spaces[i].num_places * <Py_ssize_t>sizeof(Place)
+            num_blocks += self.table.spaces[i].num_blocks
+        for i in range(self.table.num_words * WORD):
+            num_bytes += sizeof(Holding) + self.table.held[i].capacity * <Py_ssize_t>sizeof(Mark)
+        self.unlock_all()
+        return {"blocks": num_blocks, "held": [self.num_held(i) for i in range(self.table.num_workers)], "bytes": num_bytes}
+
+    cdef int64_t num_held(self, int32_t worker) noexcept:
+        """The blocks of a worker that told anything."""
+        cdef int64_t num
+        self.lock_all()
+        num = self.table.held[worker].num_bits
+        self.unlock_all()
+        return num
+
+    def check(self) -> None:
+        """Check that the records agree. IntegrityError if they do not. O(blocks x workers)."""
+        cdef const char *fault = NULL
+        cdef Py_ssize_t g
+        cdef int64_t *num_held
+        self.lock_all()
+        num_held = <int64_t *>raw_calloc(self.table.num_words * WORD, sizeof(int64_t))
+        for g in range(MAX_EVENT_GROUPS if num_held != NULL else 0):
+            if fault == NULL:
+                fault = find_fault(&self.table, &self.table.spaces[g], num_held)
+        for g in range(self.table.num_words * WORD if num_held != NULL else 0):
+            if num_held[g] != self.table.held[g].num_bits:
+                fault = "the blocks of a worker are miscounted"
+        self.unlock_all()
+        raw_free(num_held)
+        if fault != NULL:
+            raise IntegrityError(f"prefix index: {fault.decode()}")
+
+
+cdef const char *find_fault(const Table *table, const Space *space, int64_t *num_held) noexcept:
+    """What contradicts what in a group, or NULL. Adds the blocks of each worker."""
+    cdef uint32_t entry, num = 0, num_linked = 0
+    cdef Py_ssize_t i
+    cdef uint64_t word
+    for entry in range(1, space.num_entries):
+        if is_free(entry_at(table, space, entry), stride_of(table)):
+            continue
+        num += 1
+        if find_block(table, space, entry_at(table, space, entry)[0], 0) != entry:
+            return "a block is not found"
+        for i in range(table.num_planes * table.num_words):
+            word = entry_at(table, space, entry)[1 + i]
+            while word:
+                num_held[i % table.num_words * WORD + ctz(word)] += 1
+                word &= word - 1
+    if num != space.num_blocks:
+        return "blocks are miscounted"
+    entry = link_at(table, space, 0).next if space.num_entries else 0
+    while entry and num_linked <= space.num_entries:
+        if not is_free(entry_at(table, space, entry), stride_of(table)):
+            return "a block is linked as free"
+        num_linked += 1
+        entry = link_at(table, space, entry).next
+    if space.num_entries and num + num_linked + 1 != space.num_entries:
+        return "free entries are miscounted"
+    num = 0
+    for i in range(space.num_places):
+        num += space.places[i].entry != 0
+    if num != space.num_blocks:
+        return "places are miscounted"
+    return NULL
+
+
+cdef bytes medium_of(object medium):
+    if not isinstance(medium, str):
+        raise ArgumentTypeError(f"medium: got {type(medium).__name__}, allowed: a string or None")
+    try:
+        return str.encode(medium, errors="surrogateescape")
+    except UnicodeEncodeError:
+        raise ArgumentError(f"medium: got {shown(medium)}, allowed: text that UTF-8 can encode") from None
+
+
+cdef Text text_of(bytes name) noexcept:
+    return Text(<const uint8_t *><const char *>name, len(name))
+
+
+cdef object UINT64 = np.dtype(np.uint64)
+cdef object ndarray = np.ndarray
+
+
+cdef object as_hashes(object hashes):
+    """Hashes as a contiguous array of uint64."""
+    if type(hashes) is ndarray and hashes.dtype is UINT64 and hashes.ndim == 1 and hashes.flags.c_contiguous:
+        return hashes
+    if isinstance(hashes, HashChain):
+        return hashes_of_chain(hashes)
+    if isinstance(hashes, ndarray):
+        hashes = np.asarray(hashes)  # a subclass may lie about itself
+        if hashes.ndim != 1 or hashes.dtype.kind not in "iu":
+            raise ArgumentTypeError(
+                f"hashes: got an array of {hashes.dtype} with {hashes.ndim} dimensions, allowed: one of ints with 1 dimension"
+            )
+        wide = np.int64 if hashes.dtype.kind == "i" else np.uint64
+        return np.ascontiguousarray(hashes, wide).view(np.uint64)
+    return np.array([as_hash(block_hash) for block_hash in as_list(hashes, "hashes")], np.uint64)
+
+
+cdef object as_hash(object block_hash):
+    """The last 64 bits of a hash."""
+    if isinstance(block_hash, bytes):
+        if len(block_hash) < 8:
+            raise ArgumentError(f"hashes: got {shown(block_hash)}, allowed: bytes with at least 8")
+        return int.from_bytes(block_hash[len(block_hash) - 8:], "big")
+    return index_of(block_hash, "hashes") & 0xffffffffffffffff
+
+
+cdef object hashes_of_chain(HashChain chain):
+    """The lower halves of the digests of a chain."""
+    cdef Py_ssize_t i, num
+    cdef uint64_t[::1] copied
+    with chain.lock:
+        num = chain.num
+    hashes = np.empty(num, np.uint64)
+    copied = hashes
+    with chain.lock:
+        num = min(num, chain.num)
+        for i in range(num):
+            copied[i] = chain.digests[i].lo
+    return hashes[:num]

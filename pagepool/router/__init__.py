@@ -1,0 +1,9 @@
+"""For routers: an index of the prefixes that workers have cached, fed by their events, and the choice of a worker.
+
+`pagepool.router.subscriber.EventSubscriber` follows workers over ZeroMQ (extra ``pagepool[events]``).
+"""
+
+from pagepool.router.choice import PrefixRouter, Route
+from pagepool.router.index import PrefixIndex
+
+__all__ = ["PrefixIndex", "PrefixRouter", "Route"]

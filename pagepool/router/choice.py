@@ -1,0 +1,144 @@
+"""The choice of a worker for each request."""
+
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.router.index import PrefixIndex
+
+__all__ = ["PrefixRouter", "Route"]
+
+
+class Route(NamedTuple):
+    """A worker that was chosen for a request, and how many tokens of its prompt are cached there."""
+
+    worker: int
+    num_cached_tokens: int
+
+
+class PrefixRouter:
+    """Chooses the worker that has the least to compute for a request: the tokens of its prompt that are not cached there, and
+    those of the worker's unfinished requests, which were not cached when they were routed. Of equals the one with less
+    unfinished takes it, then the first.
+
+    `workers` are those of the index that take requests; `workers` of the router may be changed by `add_worker` and
+    `remove_worker`. With `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed
+    that many times the mean of all workers: 1.0 balances strictly, infinity (the default) not at all. With `max_age` what a
+    worker has cached counts only if `note_report` was called for it in the last so many seconds of `clock`. Any thread may call
+    `note_report`; the caller serialises all other calls.
+
+    >>> index = PrefixIndex(page_size=16)
+    >>> router = PrefixRouter(index, range(2))
+    >>> router.choose("a", list(range(100)))
+    Route(worker=0, num_cached_tokens=0)
+    >>> router.choose("b", list(range(100)))
+    Route(worker=1, num_cached_tokens=0)
+    >>> router.end("a"); router.loads
+    {0: 0, 1: 100}
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        workers: Iterable[int],
+        *,
+        max_imbalance: float = math.inf,
+        max_age: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """ArgumentError or ArgumentTypeError for other values than these."""
+        if not isinstance(index, PrefixIndex):
+            raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
+        for name, value, lowest in (("max_imbalance", max_imbalance, 1.0), ("max_age", max_age, 0.0)):
+            if not value >= lowest:
+                raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} or more")
+        self._index = index
+        self._max_imbalance = max_imbalance
+        self._max_age = max_age
+        self._clock = clock
+        self._loads: dict[int, int] = {}
+        self._heard_at: dict[int, float] = {}
+        self._routed: dict[Hashable, tuple[int, int]] = {}
+        for worker in workers:
+            self.add_worker(worker)
+
+    @property
+    def loads(self) -> dict[int, int]:
+        """The tokens that each worker has to compute for its unfinished requests."""
+        return dict(self._loads)
+
+    def add_worker(self, worker: int) -> None:
+        """Let a worker take requests."""
+        self._loads.setdefault(require_int("worker", worker, 0, (1 << 16) - 1), 0)
+
+    def remove_worker(self, worker: int) -> list[Hashable]:
+        """Let a worker take none any more, and drop what it has cached. Returns its unfinished requests, which have ended."""
+        lost = [request for request, (chosen, _) in self._routed.items() if chosen == worker]
+        for request in lost:
+            self.end(request)
+        self._loads.pop(worker, None)
+        self._heard_at.pop(worker, None)
+        self._index.remove_worker(worker)
+        return lost
+
+    def note_report(self, worker: int, seconds: float | None = None) -> None:
+        """Note that what the index has of a worker was right at a time of the clock, now by default."""
+        self._heard_at[worker] = self._clock() if seconds is None else seconds
+
+    def choose(
+        self,
+        request: Hashable,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        *,
+        among: Collection[int] | None = None,
+        **keys: Any,
+    ) -> Route:
+        """Choose a worker for a request, which counts as its load until `end`.
+
+        `among` has the workers that may be chosen, None all of them. `keys` are those of `PrefixIndex.hash_tokens`.
+        ArgumentError without workers, or for a request that has not ended. O(tokens + workers).
+        """
+        return self.choose_by_hashes(request, len(token_ids), self._index.hash_tokens(token_ids, **keys), among=among)
+
+    def choose_by_hashes(
+        self, request: Hashable, num_tokens: int, hashes: Any, *, among: Collection[int] | None = None
+    ) -> Route:
+        """`choose` for a prompt of `num_tokens` tokens and the hashes of those pages that may hit. O(pages + workers)."""
+        if request in self._routed:
+            raise ArgumentError(f"request: got {shown(request)}, allowed: one that is not under way")
+        loads = self._loads if among is None else {worker: self._loads[worker] for worker in self._loads if worker in among}
+        if not loads:
+            raise ArgumentError("workers: got none, allowed: at least one")
+        cached = self._count_cached(hashes)
+        costs = {worker: num_tokens - cached[worker] for worker in loads}
+        chosen = min(self._list_balanced(loads), key=lambda worker: (loads[worker] + costs[worker], loads[worker]))
+        self._routed[request] = chosen, costs[chosen]
+        self._loads[chosen] += costs[chosen]
+        return Route(chosen, cached[chosen])
+
+    def end(self, request: Hashable) -> None:
+        """Note that a request has ended, or was lost. ArgumentError for one that is not under way."""
+        if request not in self._routed:
+            raise ArgumentError(f"request: got {shown(request)}, allowed: one that is under way")
+        worker, cost = self._routed.pop(request)
+        self._loads[worker] -= cost
+
+    def _count_cached(self, hashes: Any) -> dict[int, int]:
+        """Count the tokens of a prompt that each worker is known to have."""
+        found: npt.NDArray[np.int32] = self._index.find(hashes)
+        cached = dict.fromkeys(self._loads, 0) | {i: num for i, num in enumerate(found.tolist()) if i in self._loads}
+        if self._max_age < math.inf:
+            oldest = self._clock() - self._max_age
+            cached |= dict.fromkeys((i for i in cached if self._heard_at.get(i, -math.inf) < oldest), 0)
+        return cached
+
+    def _list_balanced(self, loads: dict[int, int]) -> list[int]:
+        """List the workers whose load is within the limit: the one with the least always is."""
+        total = sum(loads.values())
+        return [worker for worker, load in loads.items() if not total or load * len(loads) <= self._max_imbalance * total]

@@ -1,0 +1,86 @@
+"""The index of the prefixes that workers have cached."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import PrefixTable
+from pagepool.errors import ArgumentError, shown
+from pagepool.hashing.algorithms import make_page_hasher
+
+__all__ = ["PrefixIndex"]
+
+NAMED_ALGORITHMS = ("siphash128", "sha256", "sha256_cbor")
+
+
+class PrefixIndex(PrefixTable):
+    """Records which workers have which prefixes cached, from their events.
+
+    Workers are ints from 0 on, at most 65,536. `apply` takes a batch of events as it comes from the wire: of pagepool, of vLLM
+    (maps, or arrays as in older versions), or of SGLang. `find` and `find_tokens` return how many tokens of a prompt each
+    worker has. The answer is exact: a prefix ends at the first page that a worker lacks, even if it has later ones. With
+    several cache groups, learned from the events, it is the longest prefix that all of them can resume at, by the rules of
+    `CacheManager`. Groups of chunked attention count as full attention, because no event has the size of a chunk; their answer
+    is a lower bound.
+
+    `page_size` is the number of tokens of a hash, which divides the block sizes of all groups. `hash_algo` and `hash_seed` are
+    those of the workers' managers; only `find_tokens` needs them. A worker has at most `max_worker_blocks` blocks.
+
+    All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
+    GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium
+    add 9 bytes.
+    ArgumentError for values out of range.
+
+    >>> from pagepool.events import BlockStored, EventBatch, encode_batch
+    >>> index = PrefixIndex(page_size=16)
+    >>> _ = index.apply(1, encode_batch(EventBatch(0.0, [BlockStored([11, 12], None, [], 16, None, "GPU", None)])))
+    >>> index.find([11, 12, 13])
+    array([ 0, 32], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        hash_algo: str = "siphash128",
+        hash_seed: int | str | bytes | None = None,
+        max_worker_blocks: int = 1 << 24,
+    ) -> None:
+        """See the class."""
+        if hash_algo not in NAMED_ALGORITHMS:
+            raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: {', '.join(map(repr, NAMED_ALGORITHMS))}")
+        self._hasher = make_page_hasher(hash_algo, page_size, hash_seed)
+
+    def hash_tokens(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        *,
+        salt: str | None = None,
+        adapter: int | str | None = None,
+        images: Sequence[Any] = (),
+    ) -> Any:
+        """Return the hashes of the pages of a prompt that may hit, a `HashChain` for `find`. O(tokens).
+
+        `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
+        compute. ArgumentTypeError or ArgumentError for what is no token id.
+        """
+        keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
+        request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
+        hashes = self._hasher.start(request)
+        self._hasher.extend(hashes, request, max(0, len(token_ids) - 1) // self.page_size)
+        return hashes.chain
+
+    def find_tokens(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        *,
+        salt: str | None = None,
+        adapter: int | str | None = None,
+        images: Sequence[Any] = (),
+        medium: str | None = None,
+    ) -> npt.NDArray[np.int32]:
+        """Return how many tokens of a prompt each worker has: `find` after `hash_tokens`. O(tokens)."""
+        return self.find(self.hash_tokens(token_ids, salt=salt, adapter=adapter, images=images), medium)

@@ -1,0 +1,288 @@
+"""The thread that follows the events of many workers over ZeroMQ."""
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import zmq
+
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
+from pagepool.events.messages import require_seconds
+from pagepool.router.index import PrefixIndex
+from pagepool.router.streams import StreamStats, WorkerStream
+
+__all__ = ["EventSubscriber", "StreamStats"]
+
+NUMBER_SIZE = 8  # bytes of a batch's number
+END = (1 << 64) - 1  # the number of the end of a replay
+MAX_READ = 64  # messages of a worker before the next one's turn
+MAX_FRAMES = 8  # of a message
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+
+T = TypeVar("T")
+
+
+@dataclass
+class Connection:
+    """The sockets of a worker, and when to ask again. `replayed` is None unless an answer is awaited, since `asked_at`."""
+
+    stream: WorkerStream
+    published: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    replay_endpoint: str | None
+    options: dict[str, Any]
+    replayed: "zmq.Socket[bytes] | None" = None
+    asked_at: float = 0.0
+    ask_at: float = 0.0
+    retry_seconds: float = MIN_RETRY_SECONDS
+
+
+class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
+    """Follows the events of many workers in one thread, and applies them to an index.
+
+    A worker publishes as `pagepool.events.publisher.EventPublisher` and vLLM do: messages of a topic, a number (8 bytes,
+    big-endian) and a batch. When numbers are missing, and at the start, the thread asks the worker's replay endpoint, and goes
+    on with what comes; pagepool's sends a snapshot if it no longer has the batches. While a worker's answer is awaited, at most
+    `replay_seconds` between two of its messages, its new batches wait in their socket, `hwm` of them; an answer that does not
+    come is asked for again, at intervals that double up to a minute. A worker whose numbers begin again, or whose last batch
+    is another one after its connection was lost, was replaced: its entries are dropped. So are those of a worker with a batch
+    that the index refuses.
+
+    Messages of more than `max_message_bytes` close the connection that they come from, which libzmq then opens again. In a
+    forked process all calls raise ArgumentError but `close`, which does nothing; the copy of the index stays usable.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        on_report: Callable[[int], object] | None = None,
+        replay_seconds: float = 5.0,
+        hwm: int = 10_000,
+        max_message_bytes: int = 1 << 28,
+    ) -> None:
+        """The thread calls `on_report` with a worker after its batches or heartbeats, if none are missing: for example
+        `PrefixRouter.note_report`. If it raises, the subscriber is closed. ArgumentError or ArgumentTypeError for other values
+        than these.
+        """
+        if not isinstance(index, PrefixIndex):
+            raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
+        if not require_seconds("replay_seconds", replay_seconds) > 0:
+            raise ArgumentError(f"replay_seconds: got {shown(replay_seconds)}, allowed: more than 0")
+        self._index = index
+        self._on_report = on_report
+        self._replay_seconds = replay_seconds
+        self._options = {
+            "rcvhwm": require_int("hwm", hwm, 1, (1 << 31) - 1),
+            "maxmsgsize": require_int("max_message_bytes", max_message_bytes, 1, 1 << 40),
+            "linger": 0,
+        }
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connections: dict[int, Connection] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the waker, and of whether the subscriber is open
+        self._is_open = True
+        self._pid = os.getpid()
+        self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pagepool-subscriber")
+        self._thread.start()
+
+    def connect(
+        self,
+        worker: int,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        curve: tuple[str | bytes, str | bytes, str | bytes] | None = None,
+    ) -> None:
+        """Follow a worker. Without a `replay_endpoint` lost batches stay lost.
+
+        `curve` has the worker's public key, and the router's own public and secret keys. EndpointError for a malformed address,
+        ArgumentError for a worker that is followed already, or a subscriber that is closed.
+        """
+        require_int("worker", worker, 0, (1 << 16) - 1)
+        options: dict[str, Any] = dict(self._options)
+        if curve is not None:
+            options |= dict(zip(("curve_serverkey", "curve_publickey", "curve_secretkey"), curve, strict=True))
+        self._call(lambda: self._add(worker, endpoint, replay_endpoint, topic, options))
+
+    def disconnect(self, worker: int) -> None:
+        """Follow a worker no longer, and drop its entries. Does nothing for one that is not followed."""
+        self._call(lambda: self._remove(worker))
+
+    def stats(self) -> dict[int, StreamStats]:
+        """Return what became of the batches of each worker."""
+        return self._call(lambda: {worker: each.stream.stats for worker, each in self._connections.items()})
+
+    def close(self) -> None:
+        """Stop the thread. The index stays as it is. Does nothing if it is closed, or in a forked process."""
+        if threading.current_thread() is self._thread:  # collected there as garbage, or called by `on_report`
+            self._end()
+            return
+        with contextlib.suppress(ArgumentError):
+            self._call(self._end)
+        if self._pid == os.getpid():
+            self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        """Call `close`."""
+        self.close()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call a function in the thread, which alone uses connections and sockets."""
+        future: Future[T] = Future()
+        if self._pid != os.getpid():
+            raise ArgumentError("the subscriber belongs to another process")
+        with self._lock:
+            if not self._is_open:
+                raise ArgumentError("the subscriber is closed")
+            self._calls.put((function, future))
+            self._waker.send(b"")
+        return future.result()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_open = False
+
+    def _add(self, worker: int, endpoint: str, replay_endpoint: str | None, topic: str, options: dict[str, Any]) -> None:
+        if worker in self._connections:
+            raise ArgumentError(f"worker: got {worker}, allowed: one that is not followed")
+        stream = WorkerStream(self._index, worker, replay_endpoint is not None)
+        published = self._open(zmq.SUB, endpoint, options)
+        published.subscribe(topic)
+        monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._connections[worker] = Connection(stream, published, monitor, replay_endpoint, options)
+
+    def _remove(self, worker: int) -> None:
+        connection = self._connections.pop(worker, None)
+        if connection is not None:
+            connection.stream.forget()
+            connection.published.disable_monitor()
+            connection.monitor.close()
+            connection.published.close()
+            self._end_replay(connection)
+
+    def _open(self, kind: int, endpoint: str, options: dict[str, Any]) -> "zmq.Socket[bytes]":
+        opened = self._context.socket(kind)
+        try:
+            for name, value in options.items():
+                opened.set(getattr(zmq, name.upper()), value)
+            opened.connect(endpoint)
+        except (zmq.ZMQError, OSError, TypeError, ValueError) as error:
+            opened.close()
+            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
+        return opened
+
+    def _run(self) -> None:
+        """Serve calls and workers until the subscriber is closed, or an unexpected error ends the thread."""
+        try:
+            while self._is_open:
+                self._wait()
+                while not self._calls.empty():
+                    run_call(*self._calls.get())
+                for worker, connection in self._connections.items():
+                    if self._serve(connection) and self._on_report is not None and connection.stream.stats.is_complete:
+                        self._on_report(worker)
+        finally:
+            self._end()
+            while not self._calls.empty():
+                self._calls.get()[1].set_exception(ArgumentError("the subscriber is closed"))
+            self._context.destroy()
+
+    def _wait(self) -> None:
+        """Wait for a call, a message, or the time when something is due."""
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        due_at = math.inf
+        for each in self._connections.values():
+            poller.register(each.monitor, zmq.POLLIN)
+            poller.register(each.published if each.replayed is None else each.replayed, zmq.POLLIN)
+            if each.replayed is not None:
+                due_at = min(due_at, each.asked_at + self._replay_seconds)
+            elif each.stream.wanted is not None:
+                due_at = min(due_at, each.ask_at)
+        poller.poll(None if due_at == math.inf else math.ceil(1000 * max(0.0, due_at - time.monotonic())))
+        has_read(self._woken)
+
+    def _serve(self, connection: Connection) -> bool:
+        """Read some messages of a worker, ask for those that are missing, and give an answer up that does not come. Returns
+        whether there were any.
+        """
+        has_messages = False
+        if connection.replayed is not None:
+            self._read_replay(connection, connection.replayed)
+        else:
+            for *_, number, payload in read_some(connection.published):
+                has_messages = True
+                if connection.stream.wanted is None:
+                    connection.stream.receive(int.from_bytes(number, "big"), payload)
+        if has_read(connection.monitor):
+            connection.stream.doubt()
+        now = time.monotonic()
+        if connection.replayed is None:
+            if connection.replay_endpoint is not None and connection.stream.wanted is not None and now >= connection.ask_at:
+                self._ask(connection, connection.replay_endpoint, connection.stream.wanted, now)
+        elif now >= connection.asked_at + self._replay_seconds:
+            self._end_replay(connection)
+            connection.ask_at = now + connection.retry_seconds
+            connection.retry_seconds = min(2 * connection.retry_seconds, MAX_RETRY_SECONDS)
+        return has_messages
+
+    def _ask(self, connection: Connection, endpoint: str, first: int, now: float) -> None:
+        """Ask for the batches from a number on."""
+        connection.replayed = self._open(zmq.DEALER, endpoint, connection.options)
+        connection.replayed.send_multipart([b"", first.to_bytes(NUMBER_SIZE, "big")])
+        connection.asked_at = now
+
+    def _read_replay(self, connection: Connection, replayed: "zmq.Socket[bytes]") -> None:
+        for *_, number, payload in read_some(replayed):
+            connection.asked_at = time.monotonic()
+            if int.from_bytes(number, "big") == END:
+                connection.stream.end_replay()
+                connection.retry_seconds = MIN_RETRY_SECONDS
+                self._end_replay(connection)
+                return
+            connection.stream.replay(int.from_bytes(number, "big"), payload)
+
+    def _end_replay(self, connection: Connection) -> None:
+        if connection.replayed is not None:
+            connection.replayed.close()
+            connection.replayed = None
+
+
+def run_call(function: Callable[[], Any], future: "Future[Any]") -> None:
+    """Call a function, and pass on what it returns or raises."""
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def has_read(socket: "zmq.Socket[bytes]") -> bool:
+    """Read all waiting messages. Returns whether there were any."""
+    found = False
+    with contextlib.suppress(zmq.Again):
+        while True:
+            socket.recv_multipart(zmq.DONTWAIT)
+            found = True
+    return found
+
+
+def read_some(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+    """Yield waiting messages that end with a number and a payload; others are dropped."""
+    with contextlib.suppress(zmq.Again):
+        for _ in range(MAX_READ):
+            frames = socket.recv_multipart(zmq.DONTWAIT)
+            if 3 <= len(frames) <= MAX_FRAMES and len(frames[-2]) == NUMBER_SIZE:
+                yield frames

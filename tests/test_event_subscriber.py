@@ -1,0 +1,386 @@
+"""The thread that follows workers, over real sockets: our publishers, and workers that lose, repeat and garble batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+zmq = pytest.importorskip("zmq")
+
+import msgspec  # noqa: E402
+from lossy import LossyRelay, wait_for  # noqa: E402
+from msgspec.msgpack import encode as encode_msgpack  # noqa: E402
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec  # noqa: E402
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError  # noqa: E402
+from pagepool.events.publisher import EventPublisher  # noqa: E402
+from pagepool.router import PrefixIndex  # noqa: E402
+from pagepool.router.streams import WorkerStream  # noqa: E402
+from pagepool.router.subscriber import EventSubscriber  # noqa: E402
+
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+def make_manager() -> CacheManager:
+    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype="bfloat16", use_mla=False)
+    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hash_seed="s")
+    manager.enable_events()
+    return manager
+
+
+def run(manager: CacheManager, name: str, rng: Random) -> None:
+    """Compute a prompt, which may evict others."""
+    request = EngineRequest(name, [rng.randrange(5), *range(1, rng.choice((40, 200, 600)))])
+    manager.allocate_slots(request, request.num_tokens)
+    manager.free(request)
+
+
+def cached(manager: CacheManager) -> set[int]:
+    return {int(block_hash) for event in manager.snapshot_events() for block_hash in event.block_hashes}
+
+
+def knows(index: PrefixIndex, worker: int, manager: CacheManager) -> bool:
+    return set(index.list_blocks(worker).tolist()) == cached(manager)
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    return PrefixIndex(16, hash_seed="s")
+
+
+@pytest.fixture
+def subscriber(index: PrefixIndex) -> Iterator[EventSubscriber]:
+    with EventSubscriber(index, replay_seconds=2.0) as subscriber:
+        yield subscriber
+
+
+def test_the_index_follows_workers_that_come_late_and_are_replaced(index: PrefixIndex, subscriber: EventSubscriber) -> None:
+    rng = Random(1)
+    managers = [make_manager() for _ in range(3)]
+    publishers = [EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01) for manager in managers]
+    try:
+        for i, publisher in enumerate(publishers[:2]):
+            subscriber.connect(i, publisher.endpoint, publisher.replay_endpoint)
+        for step in range(100):
+            for i, manager in enumerate(managers):
+                run(manager, f"{i} {step}", rng)
+            if step == 50:
+                subscriber.connect(2, publishers[2].endpoint, publishers[2].replay_endpoint)
+        for i, manager in enumerate(managers):
+            publishers[i].flush()
+            wait_for(lambda i=i, manager=manager: knows(index, i, manager))
+        assert all(stats.is_complete for stats in subscriber.stats().values())
+        expected = managers[0].get_computed_pages(EngineRequest("x", [0, *range(1, 600)]))[1]
+        assert index.find_tokens([0, *range(1, 600)])[0] == expected
+
+        endpoints = publishers[1].endpoint, publishers[1].replay_endpoint
+        publishers[1].close()
+        managers[1] = make_manager()
+        publishers[1] = EventPublisher(managers[1], *endpoints, interval=0.01, heartbeat=0.05)
+        run(managers[1], "new", rng)
+        publishers[1].flush()
+        wait_for(lambda: knows(index, 1, managers[1]))
+        wait_for(lambda: subscriber.stats()[1].is_complete)
+        assert subscriber.stats()[1].is_complete
+        subscriber.disconnect(0)
+        assert not len(index.list_blocks(0))
+        assert sorted(subscriber.stats()) == [1, 2]
+    finally:
+        for publisher in publishers:
+            publisher.close()
+
+
+def is_closed(subscriber: EventSubscriber) -> bool:
+    try:
+        subscriber.stats()
+    except ArgumentError:
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_raises_closes_the_subscriber(index: PrefixIndex) -> None:
+    """No call waits for the thread, which has ended."""
+
+    def fail(worker: int) -> None:
+        raise RuntimeError(f"worker {worker}")
+
+    subscriber = EventSubscriber(index, on_report=fail)
+    manager = make_manager()
+    publisher = EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01)
+    try:
+        subscriber.connect(0, publisher.endpoint, publisher.replay_endpoint)
+        for step in range(10):
+            run(manager, str(step), Random(step))
+            publisher.flush()
+            time.sleep(0.02)
+        wait_for(lambda: is_closed(subscriber))
+    finally:
+        publisher.close()
+        subscriber.close()
+
+
+class Worker:
+    """A worker by hand: it publishes what it is told, and replays what it kept."""
+
+    def __init__(self, context: Any) -> None:
+        self.published, self.replayed = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.endpoints = []
+        for each in (self.published, self.replayed):
+            each.linger = 0
+            each.bind(ANY_PORT)
+            self.endpoints.append(each.last_endpoint.decode())
+        self.kept: dict[int, bytes] = {}
+        self.asked: list[int] = []
+
+    def keep(self, number: int, seconds: float, *events: Any) -> None:
+        self.kept[number] = encode_msgpack([seconds, events])
+
+    def publish(self, number: int) -> None:
+        self.published.send_multipart([b"", number.to_bytes(8, "big"), self.kept[number]])
+
+    def answer(self) -> None:
+        """Answer what was asked, as vLLM does."""
+        while self.replayed.poll(0):
+            client, _, first = self.replayed.recv_multipart()
+            self.asked.append(int.from_bytes(first, "big"))
+            for number, payload in sorted(self.kept.items()):
+                if number >= self.asked[-1]:
+                    self.replayed.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
+            self.replayed.send_multipart([client, b"", b"\xff" * 8, b""])
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    context = zmq.Context()
+    yield Worker(context)
+    context.destroy(linger=0)
+
+
+def stored(*hashes: int) -> list[Any]:
+    return ["BlockStored", hashes, None, [], 16, None]
+
+
+def test_gaps_repetitions_garbage_and_replacements(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
+    """With a worker that replays as vLLM does."""
+
+    def has(*hashes: int) -> None:
+        def check() -> bool:
+            worker.answer()
+            return set(index.list_blocks(0).tolist()) == set(hashes)
+
+        wait_for(check)
+
+    worker.keep(0, 1.0, stored(1))
+    worker.keep(1, 2.0, stored(2))
+    subscriber.connect(0, *worker.endpoints)
+    has(1, 2)
+    assert worker.asked == [0]
+    time.sleep(0.2)  # until the subscription has arrived
+    worker.keep(2, 3.0, stored(3))
+    worker.publish(2)
+    worker.publish(2)
+    worker.publish(1)
+    has(1, 2, 3)
+    worker.keep(3, 4.0, ["BlockRemoved", [2]])
+    worker.keep(4, 5.0, stored(5))
+    worker.publish(4)  # 3 is lost on its way
+    has(1, 3, 5)
+    wait_for(lambda: subscriber.stats()[0].is_complete)
+    assert (worker.asked, subscriber.stats()[0].num_lost) == ([0, 2], 0)
+    for number in range(5, 9):
+        worker.keep(number, 1.0 + number, stored(number + 1))
+    for number in range(7):
+        del worker.kept[number]  # the worker no longer has them
+    worker.publish(8)
+    has(1, 3, 5, 8, 9)
+    stats = subscriber.stats()[0]
+    assert (stats.is_complete, stats.num_lost, stats.num_restarts, stats.num_bad) == (False, 2, 0, 0)
+    worker.published.send_multipart([b"", bytes(3), b"x"])  # a number of three bytes
+    worker.published.send_multipart([b"", (9).to_bytes(8, "big"), b"\x93garbage"])
+    has()
+    assert subscriber.stats()[0].num_bad == 1
+    worker.kept.clear()
+    worker.keep(0, 20.0, stored(50))
+    worker.publish(0)
+    has(50)
+    stats = subscriber.stats()[0]
+    assert (stats.is_complete, stats.num_restarts) == (True, 1)
+    for number in range(1, 3):
+        worker.keep(number, 20.0 + number, stored(50 + number))
+        worker.publish(number)
+    has(50, 51, 52)
+    worker.kept.clear()  # another one takes its place, and the subscriber misses its first batches
+    for number in range(5):
+        worker.keep(number, 30.0 + number, stored(60 + number))
+    worker.publish(4)
+    has(60, 61, 62, 63, 64)
+    assert subscriber.stats()[0].num_restarts == 2
+
+
+def test_a_worker_that_does_not_answer(index: PrefixIndex, worker: Worker) -> None:
+    """Its batches wait, and the subscriber asks again."""
+    with EventSubscriber(index, replay_seconds=0.1) as subscriber:
+        subscriber.connect(0, *worker.endpoints)
+        time.sleep(1.5)
+        assert not subscriber.stats()[0].is_complete
+        worker.keep(0, 1.0, stored(1))
+
+        def check() -> bool:
+            worker.answer()
+            return bool(len(index.list_blocks(0)))
+
+        wait_for(check)
+        assert len(worker.asked) >= 2
+
+
+def test_without_a_replay_endpoint_lost_batches_stay_lost(index: PrefixIndex) -> None:
+    stream = WorkerStream(index, 0, has_replay=False)
+    for number in (0, 1, 4):
+        stream.receive(number, encode_msgpack([1.0 + number, [stored(number)]]))
+    assert (stream.stats.is_complete, stream.stats.num_lost, stream.wanted) == (False, 2, None)
+    assert index.find([0]).tolist() == [16]
+    stream.receive(5, encode_msgpack([9.0, [["AllBlocksCleared"], stored(7)]]))
+    assert (stream.stats.is_complete, index.find([7]).tolist(), index.find([0]).tolist()) == (True, [16], [0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork")  # CPython and JAX warn about the parent's threads
+def test_a_child_has_the_index_but_follows_nobody(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
+    worker.keep(0, 1.0, stored(1))
+    subscriber.connect(0, *worker.endpoints)
+
+    def check() -> bool:
+        worker.answer()
+        return index.find([1]).tolist() == [16]
+
+    wait_for(check)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        failed = index.find([1]).tolist() != [16]
+        for call in (subscriber.stats, lambda: subscriber.disconnect(0), lambda: subscriber.connect(1, *worker.endpoints)):
+            try:
+                call()
+                failed = True
+            except ArgumentError as error:
+                failed |= "belongs to another process" not in str(error)
+        subscriber.close()
+        index.apply(1, encode_msgpack([1.0, [stored(1)]]))
+        os._exit(failed or index.find([1]).tolist() != [16, 16])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    worker.keep(1, 2.0, stored(2))
+    worker.publish(1)
+    wait_for(lambda: index.find([1, 2]).tolist() == [32])
+
+
+def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
+    subscriber.connect(0, *worker.endpoints)
+    with pytest.raises(ArgumentError, match="worker: got 0"):
+        subscriber.connect(0, *worker.endpoints)
+    with pytest.raises(EndpointError):
+        subscriber.connect(1, "nonsense")
+    with pytest.raises(ArgumentError):
+        subscriber.connect(-1, *worker.endpoints)
+    with pytest.raises(ArgumentTypeError):
+        EventSubscriber(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        EventSubscriber(index, replay_seconds=0)
+    subscriber.disconnect(5)
+    subscriber.close()
+    subscriber.close()
+    with pytest.raises(ArgumentError, match="closed"):
+        subscriber.stats()
+
+
+def test_a_worker_that_no_longer_has_the_batches_sends_a_snapshot(index: PrefixIndex, subscriber: EventSubscriber) -> None:
+    """Pagepool's publisher, whose history is short, and a connection that loses batches."""
+    rng = Random(2)
+    manager = make_manager()
+    publisher = EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01, buffer_steps=2, heartbeat=0.05)
+    relay = LossyRelay(publisher.endpoint, range(5, 30))
+    try:
+        subscriber.connect(0, relay.endpoint, publisher.replay_endpoint)
+        for step in range(60):
+            run(manager, str(step), rng)
+            publisher.flush()
+            time.sleep(0.01)
+        wait_for(lambda: knows(index, 0, manager) and subscriber.stats()[0].is_complete)
+        assert relay.num_lost
+    finally:
+        publisher.close()
+        relay.close()
+
+
+class SGLangEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """SGLang's events and batches are arrays: ``sglang/srt/disaggregation/kv_events.py``."""
+
+
+class BlockStored(SGLangEvent):
+    """SGLang's."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class BlockRemoved(SGLangEvent):
+    """SGLang's."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(SGLangEvent):
+    """SGLang's."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """SGLang's."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    attn_dp_rank: int | None = None
+
+
+def test_sglangs_batches(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
+    """By the definition of its format: a gap, a replay, a clear, a restart. Its hashes are signed."""
+
+    def keep(number: int, seconds: float, *events: Any) -> None:
+        worker.kept[number] = encode_msgpack(KVEventBatch(seconds, list(events), 0))
+
+    def finds(hashes: list[int], num_pages: int) -> None:
+        def check() -> bool:
+            worker.answer()
+            return index.find(hashes).tolist() == [16 * num_pages]
+
+        wait_for(check)
+
+    prompt = [-5, 7, -(1 << 63), 9]
+    keep(0, 1.0, BlockStored(prompt[:2], None, list(range(32)), 16, None, "GPU"))
+    subscriber.connect(0, *worker.endpoints)
+    finds(prompt, 2)
+    time.sleep(0.2)  # until the subscription has arrived
+    keep(1, 2.0, BlockStored(prompt[2:], 7, list(range(32)), 16, None))
+    keep(2, 3.0, BlockRemoved([9]))
+    worker.publish(2)  # 1 is lost on its way
+    finds(prompt, 3)
+    assert (worker.asked, subscriber.stats()[0].num_lost) == ([0, 0], 0)
+    keep(3, 4.0, AllBlocksCleared(), BlockStored(prompt[:1], None, list(range(16)), 16, None, "GPU"))
+    worker.publish(3)
+    finds(prompt, 1)
+    worker.kept.clear()
+    keep(0, 9.0, BlockStored(prompt, None, list(range(64)), 16, None, "GPU"))
+    worker.publish(0)
+    finds(prompt, 4)
+    assert (subscriber.stats()[0].num_restarts, subscriber.stats()[0].num_bad) == (1, 0)

@@ -1,0 +1,311 @@
+"""The index of a router against plain sets, its limits, and what threads and forks do to it."""
+
+from __future__ import annotations
+
+from random import Random
+from time import process_time
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("msgspec")
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefix_oracle import OracleIndex, Prompts, Spec, encode, make_events
+from settings import NUM_OPERATIONS, scale
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, EventBatchError
+from pagepool.router import PrefixIndex
+
+SPECS = {
+    "one group": [Spec(16)],
+    "long blocks": [Spec(48)],
+    "a window": [Spec(16), Spec(16, "sliding_window", 40)],
+    "a state": [Spec(32), Spec(16, "mamba")],
+    "windows of two sizes": [Spec(16, "sliding_window", 1), Spec(32, "sliding_window", 100), Spec(16)],
+}
+MEDIA: list[list[str | None]] = [[None], ["GPU", "CPU"], ["GPU", None, "DISK"]]
+
+
+def compare(index: PrefixIndex, oracle: OracleIndex, hashes: list[int], medium: str | None, case: str) -> None:
+    assert index.find(np.array(hashes, np.uint64), medium).tolist() == oracle.find(hashes, medium), case
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("num_workers", [3, 70])
+def test_answers_are_those_of_plain_sets(name: str, num_workers: int) -> None:
+    """With holes, repeated and lost batches, workers that are replaced, and two media."""
+    num_events = NUM_OPERATIONS // (2 * len(SPECS))
+    for seed in range(max(1, num_events // 20_000)):
+        rng = Random(f"{name} {seed}")
+        prompts = Prompts(rng, 40, rng.choice((4, 40)))
+        index, oracle = PrefixIndex(16), OracleIndex(16)
+        media = rng.choice(MEDIA)
+        done, last = 0, (0, list[dict[str, Any]]())
+        while done < min(num_events, 20_000):
+            worker = rng.randrange(num_workers)
+            events = make_events(rng, prompts, SPECS[name], media, 16)
+            choice = rng.random()
+            if choice < 0.02:
+                worker, events = last  # a batch comes twice
+            elif choice < 0.03:
+                index.remove_worker(worker)
+                oracle.remove_worker(worker)
+            elif choice < 0.05:
+                continue  # a batch is lost
+            last = worker, events
+            index.apply(worker, encode(events, rng))
+            oracle.apply(worker, events)
+            done += max(1, len(events))
+            for _ in range(rng.choice((0, 1))):
+                compare(index, oracle, prompts.pick(), rng.choice((None, None, "GPU", "CPU")), f"{name} {seed} {done}")
+            if rng.random() < 0.01:
+                index.check()
+                assert index.stats()["held"] == [oracle.count_held(worker) for worker in range(oracle.num_workers)]
+        index.check()
+        for (worker, group), held in oracle.blocks.items():
+            for medium, blocks in held.items():
+                assert set(index.list_blocks(worker, medium, group).tolist()) == blocks
+
+
+def stored(hashes: list[Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": hashes, "block_size": 16, **fields}
+
+
+def batch_of(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, events])
+
+
+def deep(num: int) -> bytes:
+    """Arrays within arrays."""
+    return b"\x93\xcb" + bytes(8) + b"\x91" * num
+
+
+BAD = {
+    "empty": b"",
+    "an int": b"\x01",
+    "no events": msgspec.msgpack.encode([1.0]),
+    "events are an int": msgspec.msgpack.encode([1.0, 5]),
+    "an unknown event": batch_of(["BlockMoved", [1]]),
+    "no type": batch_of({"block_hashes": [1]}),
+    "an empty event": batch_of([]),
+    "no hashes": batch_of(["BlockRemoved"]),
+    "no block size": batch_of({"type": "BlockStored", "block_hashes": [1]}),
+    "block size 0": batch_of(stored([1], block_size=0)),
+    "another block size": batch_of(stored([1], block_size=24)),
+    "two block sizes": batch_of(stored([1]), stored([2], block_size=32)),
+    "a block size that the group has not": batch_of(stored([1], block_size=32)),
+    "a group out of range": batch_of(stored([1], group_idx=64)),
+    "a negative group": batch_of(stored([1], group_idx=-1)),
+    "text as hash": batch_of(stored(["abc"])),
+    "a float as hash": batch_of(stored([1.5])),
+    "bytes of a short hash": batch_of(stored([b"1234567"])),
+    "None as hash": batch_of(stored([None])),
+    "a map as hashes": batch_of(stored({})),  # type: ignore[arg-type]
+    "a long medium": batch_of(stored([1], medium="x" * 33)),
+    "many media": batch_of(*(stored([1], medium=f"m{i}") for i in range(8))),
+    "a medium that is an int": batch_of(stored([1], medium=7)),
+    "names that are ints": msgspec.msgpack.encode([0.0, [{5: 6}]]),
+    "bytes behind": batch_of() + b"\x00",
+    "a long array": b"\x92\x00\xdd\xff\xff\xff\xff",
+    "a long array of hashes": b"\x92\x00\x91\x92\xacBlockRemoved\xdd\xff\xff\xff\xff\x01",
+    "a long map": b"\x92\x00\x91\xdf\xff\xff\xff\xff",
+    "long text": b"\x92\xdb\xff\xff\xff\xff",
+    "a reserved byte": b"\x92\xc1\x90",
+    "too many blocks": batch_of(stored(list(range(100)))),
+    "deep": deep(100_000),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_batches_change_nothing(name: str) -> None:
+    index = PrefixIndex(16, max_worker_blocks=50)
+    index.apply(0, batch_of(stored([100, 101])))
+    before = index.stats(), index.media
+    with pytest.raises(EventBatchError):
+        index.apply(0, BAD[name])
+    assert (index.stats(), index.media) == before
+    assert index.find([100, 101]).tolist() == [32]
+    index.check()
+
+
+def test_cut_and_garbled_batches_do_no_harm() -> None:
+    """Each either raises or is a batch; the records agree in any case."""
+    rng = Random(7)
+    prompts = Prompts(rng, 20, 10)
+    index = PrefixIndex(16, max_worker_blocks=10_000)
+    num_bad = 0
+    for _ in range(scale(30_000)):
+        payload = bytearray(encode(make_events(rng, prompts, SPECS["one group"], ["GPU", None], 16), rng))
+        if rng.random() < 0.5:
+            del payload[rng.randrange(len(payload)) :]
+        for _ in range(rng.randint(0, 3)):
+            if payload:
+                payload[rng.randrange(len(payload))] = rng.randrange(256)
+        try:
+            index.apply(rng.randrange(5), payload)
+        except EventBatchError:
+            num_bad += 1
+        if rng.random() < 0.01:
+            index.check()
+    assert num_bad
+
+
+HASHES = st.lists(st.integers(0, 40), max_size=12)
+EVENTS = st.one_of(
+    st.builds(
+        lambda hashes, medium, group: stored(hashes, medium=medium, group_idx=group),
+        HASHES,
+        st.sampled_from([None, "CPU"]),
+        st.sampled_from([None, 0, 1]),
+    ),
+    st.builds(
+        lambda hashes, medium, group: {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group},
+        HASHES,
+        st.sampled_from([None, "CPU"]),
+        st.sampled_from([None, 0, 1]),
+    ),
+    st.just({"type": "AllBlocksCleared"}),
+)
+
+
+@settings(max_examples=scale(3000), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 64]), st.lists(EVENTS, max_size=4)), max_size=12), HASHES)
+def test_hypothesis_finds_no_other_answer(batches: list[tuple[int, list[dict[str, Any]]]], hashes: list[int]) -> None:
+    index, oracle = PrefixIndex(16), OracleIndex(16)
+    for worker, events in batches:
+        index.apply(worker, batch_of(*events))
+        oracle.apply(worker, events)
+        for medium in (None, "GPU", "CPU"):
+            compare(index, oracle, hashes, medium, f"{medium}")
+    index.check()
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(1 << 63), (1 << 64) - 1),
+        st.floats(),
+        st.binary(max_size=40),
+        st.text(max_size=20),
+        st.sampled_from(["type", "BlockStored", "BlockRemoved", "AllBlocksCleared", "block_hashes", "events", "block_size"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=12), inner, max_size=5)),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=scale(3000), deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=200), VALUES.map(msgspec.msgpack.encode), st.lists(VALUES).map(lambda events: batch_of(*events))
+    )
+)
+def test_hypothesis_finds_no_payload_that_does_harm(payload: bytes) -> None:
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(stored([1, 2])))
+    before = index.stats()
+    try:
+        index.apply(0, payload)
+    except EventBatchError:
+        assert index.stats() == before
+    index.check()
+
+
+def test_memory_of_a_block() -> None:
+    """At most 40 bytes, at any number of blocks, and 8 for each further 64 workers."""
+    index, rng = PrefixIndex(16), Random(1)
+    for num in range(1, 120):
+        index.apply(num % 64, batch_of(stored([rng.getrandbits(64) for _ in range(997)])))
+        stats = index.stats()
+        assert num < 5 or stats["bytes"] <= 40 * stats["blocks"]
+    index.apply(64, batch_of(stored([1])))
+    stats = index.stats()
+    assert stats["bytes"] <= 48 * stats["blocks"]
+    index.apply(500, batch_of(stored([1])))
+    stats = index.stats()
+    assert stats["bytes"] <= (40 + 7 * 8 * 1.125) * stats["blocks"]
+    index.clear()
+    assert index.stats()["blocks"] == 0
+    assert index.stats()["bytes"] < 40_000
+    assert index.find([1]).tolist() == [0] * 501
+
+
+def test_clearing_again_and_again_costs_what_was_stored() -> None:
+    """Not what all workers have, whatever a worker sends between."""
+    hashes = [Random(1).getrandbits(64) for _ in range(1)] + list(range(1, 200_000))
+    cleared = [["AllBlocksCleared"], stored([hashes[0], 199_999, 7])]
+
+    def flood(index: PrefixIndex) -> float:
+        started = process_time()
+        for _ in range(5000):
+            index.apply(0, batch_of(*cleared))
+        return process_time() - started
+
+    small, large = PrefixIndex(16), PrefixIndex(16)
+    large.apply(1, batch_of(stored(hashes)))
+    assert flood(large) < 10 * flood(small) + 0.1  # 5000 walks over all blocks take more than a second
+    assert large.find(hashes[:1]).tolist() == [16, 16]
+    large.remove_worker(1)
+    assert large.stats()["held"] == [3, 0]
+    large.check()
+
+
+def test_a_worker_is_cleared_that_got_more_than_is_marked() -> None:
+    rng = Random(2)
+    index, oracle = PrefixIndex(16), OracleIndex(16)
+    for _ in range(200):
+        hashes = [rng.getrandbits(12) for _ in range(rng.choice((1, 30, 300)))]
+        events = [{"type": "AllBlocksCleared"}] if rng.random() < 0.2 else [stored(hashes)]
+        worker = rng.randrange(3)
+        index.apply(worker, batch_of(*events))
+        oracle.apply(worker, events)
+        index.check()
+        assert index.stats()["held"] == [oracle.count_held(worker) for worker in range(oracle.num_workers)]
+
+
+def test_a_worker_that_told_nothing_has_no_blocks() -> None:
+    """Also one whose number lies behind the words of all entries."""
+    index = PrefixIndex(16)
+    for worker in range(64):
+        index.apply(worker, batch_of(stored(list(range(100 * worker, 100 * worker + 100)))))
+    for worker in (64, 65, 128, 65_535):
+        assert index.list_blocks(worker).tolist() == []
+        index.remove_worker(worker)
+    index.check()
+
+
+def test_arguments() -> None:
+    index = PrefixIndex(16)
+    index.apply(0, memoryview(batch_of(stored([1, (1 << 64) - 2, 3]))))
+    assert index.find(np.array([1, -2, 3], np.int64)).tolist() == [48]
+    assert index.find(np.array([1, 7, 7, 7], np.uint64)[::2]).tolist() == [16]
+    assert index.find([b"12345678" + bytes(7) + b"\x01", (-2).to_bytes(8, "big", signed=True)]).tolist() == [32]
+    assert index.find(np.array([1], np.uint8)).tolist() == [16]
+    assert index.find([]).tolist() == [0]
+    assert index.find([1], "DISK").tolist() == [0]
+    with pytest.raises(ArgumentTypeError):
+        index.find(5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        index.find(np.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        index.find(["a"])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        index.find([b"1"])
+    with pytest.raises(ArgumentTypeError):
+        index.find([1], 5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        index.find([1], "\ud800")
+    with pytest.raises(ArgumentTypeError):
+        index.apply(0, "text")  # type: ignore[arg-type]
+    for worker in (-1, 1 << 16):
+        with pytest.raises(ArgumentError):
+            index.apply(worker, batch_of())
+    with pytest.raises(ArgumentError):
+        PrefixIndex(0)
+    with pytest.raises(ArgumentError):
+        PrefixIndex(16, hash_algo="md5")

@@ -1,0 +1,162 @@
+"""The choice of a worker: what is cached, what is under way, limits; and look-ups beside changes, in threads and forks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from msgspec.msgpack import encode
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.events import EventBatch, encode_batch
+from pagepool.router import PrefixIndex, PrefixRouter, Route
+
+PROMPT = list(range(1000, 1200))
+
+
+def stored(*hashes: int) -> bytes:
+    return encode([0.0, [["BlockStored", hashes, None, [], 16, None]]])
+
+
+def hashes_of(index: PrefixIndex, token_ids: list[int]) -> list[int]:
+    chain = index.hash_tokens(token_ids)
+    return [chain[i] & (1 << 64) - 1 for i in range(len(chain))]
+
+
+def make_router(**options: Any) -> tuple[PrefixIndex, PrefixRouter]:
+    index = PrefixIndex(16)
+    index.apply(1, stored(*hashes_of(index, PROMPT)[:10]))
+    return index, PrefixRouter(index, range(3), **options)
+
+
+def test_the_least_to_compute_is_chosen() -> None:
+    _, router = make_router()
+    assert router.choose("a", PROMPT) == Route(1, 160)
+    assert router.choose("b", PROMPT) == Route(1, 160)  # 80 tokens there are fewer than 200 elsewhere
+    assert router.loads == {0: 0, 1: 80, 2: 0}
+    assert [router.choose(i, PROMPT).worker for i in range(5)] == [1, 1, 0, 2, 1]
+    router.end("a")
+    assert router.remove_worker(1) == ["b", 0, 1, 4]
+    assert router.choose("c", PROMPT).worker == 0
+    router.add_worker(1)
+    assert router.choose("d", PROMPT) == Route(1, 0)
+
+
+def test_limits() -> None:
+    for limit, chosen in ((1.0, [1, 0, 1, 1]), (3.0, [1, 1, 1, 1])):
+        _, router = make_router(max_imbalance=limit)
+        assert [router.choose(i, PROMPT).worker for i in range(4)] == chosen
+    index, router = make_router(max_age=1000.0)
+    assert router.choose("a", PROMPT) == Route(0, 0)
+    router.note_report(1)
+    assert router.choose("b", PROMPT) == Route(1, 160)
+    router.note_report(1, -1e9)
+    assert router.choose("c", PROMPT) == Route(2, 0)
+    assert index.find_tokens(PROMPT).tolist() == [0, 160]
+    assert PrefixRouter(index, [5]).choose("empty", []) == Route(5, 0)
+
+
+def test_misuse() -> None:
+    index, router = make_router()
+    router.choose("a", PROMPT)
+    for call in (
+        lambda: router.choose("a", PROMPT),
+        lambda: router.end("b"),
+        lambda: PrefixRouter(index, []).choose("a", PROMPT),
+    ):
+        with pytest.raises(ArgumentError):
+            call()
+    for options in ({"max_imbalance": 0.5}, {"max_age": -1}, {"max_imbalance": float("nan")}):
+        with pytest.raises(ArgumentError):
+            PrefixRouter(index, range(3), **options)
+    with pytest.raises(ArgumentTypeError):
+        PrefixRouter(None, range(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor"])
+def test_prompts_are_hashed_as_managers_do(hash_algo: str) -> None:
+    """With a salt and an adapter."""
+    if hash_algo == "sha256_cbor":
+        pytest.importorskip("cbor2")
+    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype="bfloat16", use_mla=False)
+    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hash_seed="s", hash_algo=hash_algo)
+    manager.enable_events(hashes_as_bytes=True)
+    manager.allocate_slots(EngineRequest("a", PROMPT, cache_salt="tenant", lora_id=3), 200)
+    index = PrefixIndex(16, hash_seed="s", hash_algo=hash_algo)
+    assert not index.apply(0, encode_batch(EventBatch(0.0, manager.take_events())))
+    assert index.find_tokens(PROMPT, salt="tenant", adapter=3).tolist() == [192]
+    assert index.find_tokens(PROMPT).tolist() == [0]
+    assert index.find_tokens(PROMPT, salt="other", adapter=3).tolist() == [0]
+
+
+def test_threads_look_up_while_others_change() -> None:
+    """Each worker has all of its prompt or nothing, so no answer is in between."""
+    index, rng = PrefixIndex(16), Random(3)
+    chains = [[rng.getrandbits(64) for _ in range(1500)] for _ in range(4)]
+    failures: list[Any] = []
+    is_done = threading.Event()
+
+    def write(worker: int) -> None:
+        for i in range(100):
+            chain = chains[(worker + i) % 4]
+            index.apply(worker, stored(*chain))
+            index.apply(worker, encode([0.0, [["BlockRemoved", chain]]]))
+            if i % 25 == 0:
+                index.remove_worker(worker)
+
+    def read() -> None:
+        while not is_done.is_set():
+            for chain in chains:
+                found = index.find(chain).tolist()
+                if not set(found) <= {0, 24_000}:
+                    failures.append(found)
+
+    writers = [threading.Thread(target=write, args=(worker,)) for worker in (0, 70)]
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for thread in (*writers, *readers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    is_done.set()
+    for thread in readers:
+        thread.join()
+    index.check()
+    assert failures == []
+    assert index.stats()["blocks"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # CPython and JAX warn about the parent's threads
+def test_a_child_can_use_the_index() -> None:
+    """Also if other threads were inside when it was forked."""
+    index = PrefixIndex(16)
+    chain = list(range(1, 20_000))
+    is_done = threading.Event()
+
+    def change() -> None:
+        while not is_done.is_set():
+            index.apply(0, stored(*chain))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(10):
+            child = multiprocessing.get_context("fork").Process(target=use, args=(index,))
+            child.start()
+            child.join(30)
+            assert child.exitcode == 0
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def use(index: PrefixIndex) -> None:
+    index.apply(1, stored(1, 2))
+    assert index.find([1, 2])[1] == 32
+    index.check()
