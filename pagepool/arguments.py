@@ -21,11 +21,13 @@ __all__ = [
     "read",
     "read_count",
     "refuse_incomplete",
+    "require_callable",
     "require_flag",
     "require_group_ids",
     "require_int",
     "require_list",
     "require_name",
+    "require_number",
     "require_places",
     "require_share",
     "require_short",
@@ -105,6 +107,26 @@ def require_share(name: str, value: Any) -> float:
     if not 0 <= value <= 1:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: 0 to 1")
     return float(value)
+
+
+def require_number(name: str, value: Any, minimum: float = 0.0) -> float:
+    """Return `value`; ArgumentTypeError unless it is a number (no bool), ArgumentError below `minimum`, and for NaN.
+
+    >>> require_number("max_age", 2)
+    2
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: a number of at least {minimum}")
+    if not value >= minimum:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: at least {minimum}")
+    return value
+
+
+def require_callable(name: str, value: T) -> T:
+    """Return `value`; ArgumentTypeError unless it can be called."""
+    if not callable(value):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a callable")
+    return value
 
 
 def require_short(name: str, value: Any) -> Any:

@@ -283,6 +283,27 @@ def test_a_child_has_the_index_but_follows_nobody(index: PrefixIndex, subscriber
 
 def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
     subscriber.connect(0, *worker.endpoints)
+    for arguments, error in (
+        (("a", "tcp://127.0.0.1:1"), ArgumentTypeError),
+        ((1 << 16, "tcp://127.0.0.1:1"), ArgumentError),
+        ((1, None), ArgumentTypeError),
+        ((1, "tcp://127.0.0.1:1", 5), ArgumentTypeError),
+        ((1, "tcp://127.0.0.1:1", "nonsense"), EndpointError),  # it is used only later, by the thread
+    ):
+        with pytest.raises(error):
+            subscriber.connect(*arguments)  # type: ignore[arg-type]
+    for keywords, error in (
+        ({"topic": None}, ArgumentTypeError),
+        ({"curve": 5}, ArgumentTypeError),
+        ({"curve": ("a", "b")}, ArgumentTypeError),
+        ({"curve": ("a", "b", "c")}, ArgumentError),
+    ):
+        with pytest.raises(error):
+            subscriber.connect(1, "tcp://127.0.0.1:1", **keywords)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        subscriber.disconnect("a")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError):
+        EventSubscriber(index, on_report=5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="worker: got 0"):
         subscriber.connect(0, *worker.endpoints)
     with pytest.raises(EndpointError):

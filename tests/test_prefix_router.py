@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -160,3 +161,33 @@ def use(index: PrefixIndex) -> None:
     index.apply(1, stored(1, 2))
     assert index.find([1, 2])[1] == 32
     index.check()
+
+
+make_any: Any = PrefixRouter
+WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "workers": (lambda router: make_any(PrefixIndex(16), 5), ArgumentTypeError),
+    "a worker": (lambda router: router.add_worker("a"), ArgumentTypeError),
+    "max_imbalance": (lambda router: make_any(PrefixIndex(16), [0], max_imbalance="1"), ArgumentTypeError),
+    "NaN": (lambda router: make_any(PrefixIndex(16), [0], max_age=float("nan")), ArgumentError),
+    "a clock": (lambda router: make_any(PrefixIndex(16), [0], clock=5), ArgumentTypeError),
+    "no tokens": (lambda router: router.choose("b", None), ArgumentTypeError),
+    "a float as token": (lambda router: router.choose("b", [1.5] * 20), ArgumentTypeError),
+    "a request without a hash": (lambda router: router.choose([], [1]), ArgumentTypeError),
+    "the end of one": (lambda router: router.end([]), ArgumentTypeError),
+    "among": (lambda router: router.choose("b", [1], among=5), ArgumentTypeError),
+    "num_tokens": (lambda router: router.choose_by_hashes("b", -1, [1]), ArgumentError),
+    "text as hashes": (lambda router: router.choose_by_hashes("b", 1, "12345678"), ArgumentTypeError),
+    "a report": (lambda router: router.note_report("a"), ArgumentTypeError),
+    "its time": (lambda router: router.note_report(0, "a"), ArgumentTypeError),
+    "a worker that goes": (lambda router: router.remove_worker("a"), ArgumentTypeError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_arguments_change_nothing(name: str) -> None:
+    router = PrefixRouter(PrefixIndex(16), range(2))
+    router.choose("a", list(range(40)))
+    call, error = WRONG_CALLS[name]
+    with pytest.raises(error):
+        call(router)
+    assert router.loads == {0: 40, 1: 0}

@@ -706,6 +706,8 @@ cdef object as_hashes(object hashes):
             )
         wide = np.int64 if hashes.dtype.kind == "i" else np.uint64
         return np.ascontiguousarray(hashes, wide).view(np.uint64)
+    if isinstance(hashes, (str, bytes, bytearray, memoryview)):
+        raise ArgumentTypeError(f"hashes: got {type(hashes).__name__}, allowed: an array, a list of ints or bytes, a HashChain")
     return np.array([as_hash(block_hash) for block_hash in as_list(hashes, "hashes")], np.uint64)
 
 

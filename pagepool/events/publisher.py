@@ -507,13 +507,13 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
         raise ArgumentError("curve_secretkey: got a key, allowed: None, since this libzmq was built without CURVE")
     if isinstance(client_keys, str | bytes) or not isinstance(client_keys, Iterable):
         raise ArgumentTypeError(f"curve_client_keys: got {type(client_keys).__name__}, allowed: a list of keys")
-    keys = frozenset(_as_key("curve_client_keys", key) for key in client_keys)
+    keys = frozenset(as_key("curve_client_keys", key) for key in client_keys)
     if not keys:
         raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
-    return _as_key("curve_secretkey", secret_key), keys
+    return as_key("curve_secretkey", secret_key), keys
 
 
-def _as_key(name: str, key: object) -> bytes:
+def as_key(name: str, key: object) -> bytes:
     """Return a key as Z85. No error message contains it, since it may be the secret key."""
     if not isinstance(key, str | bytes):
         raise ArgumentTypeError(f"{name}: got {type(key).__name__}, allowed: 40 characters of Z85")

@@ -92,8 +92,9 @@ class PageHasher(KeyHolder):
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except (TypeError, IndexError, KeyError) as error:
-            name = f"request {shown(request.request_id)}: all_token_ids"
-            raise ArgumentTypeError(f"{name}: got {type(all_ids).__name__}, allowed: a list or an int32 array") from error
+            is_list = isinstance(error, ArgumentTypeError)  # of other items than ints
+            fault = error if is_list else f"got {type(all_ids).__name__}, allowed: a list or an int32 array"
+            raise ArgumentTypeError(f"request {shown(request.request_id)}: all_token_ids: {fault}") from error
         if not isinstance(token_ids, PageIds | np.ndarray):
             token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.arguments import require_int
+from pagepool.arguments import as_list, require_callable, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.router.index import PrefixIndex
+from pagepool.router.index import PrefixIndex, require_worker
 
 __all__ = ["PrefixRouter", "Route"]
 
@@ -55,17 +55,14 @@ class PrefixRouter:
         """ArgumentError or ArgumentTypeError for other values than these."""
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
-        for name, value, lowest in (("max_imbalance", max_imbalance, 1.0), ("max_age", max_age, 0.0)):
-            if not value >= lowest:
-                raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} or more")
         self._index = index
-        self._max_imbalance = max_imbalance
-        self._max_age = max_age
-        self._clock = clock
+        self._max_imbalance = require_number("max_imbalance", max_imbalance, 1.0)
+        self._max_age = require_number("max_age", max_age)
+        self._clock = require_callable("clock", clock)
         self._loads: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
         self._routed: dict[Hashable, tuple[int, int]] = {}
-        for worker in workers:
+        for worker in as_list("workers", workers, "ints"):
             self.add_worker(worker)
 
     @property
@@ -75,10 +72,11 @@ class PrefixRouter:
 
     def add_worker(self, worker: int) -> None:
         """Let a worker take requests."""
-        self._loads.setdefault(require_int("worker", worker, 0, (1 << 16) - 1), 0)
+        self._loads.setdefault(require_worker(worker), 0)
 
     def remove_worker(self, worker: int) -> list[Hashable]:
         """Let a worker take none any more, and drop what it has cached. Returns its unfinished requests, which have ended."""
+        worker = require_worker(worker)
         lost = [request for request, (chosen, _) in self._routed.items() if chosen == worker]
         for request in lost:
             self.end(request)
@@ -89,7 +87,8 @@ class PrefixRouter:
 
     def note_report(self, worker: int, seconds: float | None = None) -> None:
         """Note that what the index has of a worker was right at a time of the clock, now by default."""
-        self._heard_at[worker] = self._clock() if seconds is None else seconds
+        at = self._clock() if seconds is None else require_number("seconds", seconds, -math.inf)
+        self._heard_at[require_worker(worker)] = at
 
     def choose(
         self,
@@ -104,15 +103,18 @@ class PrefixRouter:
         `among` has the workers that may be chosen, None all of them. `keys` are those of `PrefixIndex.hash_tokens`.
         ArgumentError without workers, or for a request that has not ended. O(tokens + workers).
         """
-        return self.choose_by_hashes(request, len(token_ids), self._index.hash_tokens(token_ids, **keys), among=among)
+        hashes = self._index.hash_tokens(token_ids, **keys)
+        return self.choose_by_hashes(request, len(token_ids), hashes, among=among)
 
     def choose_by_hashes(
         self, request: Hashable, num_tokens: int, hashes: Any, *, among: Collection[int] | None = None
     ) -> Route:
         """`choose` for a prompt of `num_tokens` tokens and the hashes of those pages that may hit. O(pages + workers)."""
-        if request in self._routed:
+        num_tokens = require_int("num_tokens", num_tokens, 0)
+        if self._is_under_way(request):
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is not under way")
-        loads = self._loads if among is None else {worker: self._loads[worker] for worker in self._loads if worker in among}
+        chosen_among = self._loads if among is None else as_list("among", among, "ints")
+        loads = {worker: load for worker, load in self._loads.items() if worker in chosen_among}
         if not loads:
             raise ArgumentError("workers: got none, allowed: at least one")
         cached = self._count_cached(hashes)
@@ -124,10 +126,16 @@ class PrefixRouter:
 
     def end(self, request: Hashable) -> None:
         """Note that a request has ended, or was lost. ArgumentError for one that is not under way."""
-        if request not in self._routed:
+        if not self._is_under_way(request):
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is under way")
         worker, cost = self._routed.pop(request)
         self._loads[worker] -= cost
+
+    def _is_under_way(self, request: Hashable) -> bool:
+        try:
+            return request in self._routed
+        except TypeError:
+            raise ArgumentTypeError(f"request: got {type(request).__name__}, allowed: what can be hashed") from None
 
     def _count_cached(self, hashes: Any) -> dict[int, int]:
         """Count the tokens of a prompt that each worker is known to have."""

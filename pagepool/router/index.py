@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PrefixTable
-from pagepool.errors import ArgumentError, shown
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing.algorithms import make_page_hasher
 
-__all__ = ["PrefixIndex"]
+__all__ = ["PrefixIndex", "require_worker"]
 
 NAMED_ALGORITHMS = ("siphash128", "sha256", "sha256_cbor")
+MAX_WORKERS = 1 << 16
 
 
 class PrefixIndex(PrefixTable):
@@ -67,6 +69,8 @@ class PrefixIndex(PrefixTable):
         `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
         compute. ArgumentTypeError or ArgumentError for what is no token id.
         """
+        if not hasattr(token_ids, "__len__"):
+            raise ArgumentTypeError(f"token_ids: got {type(token_ids).__name__}, allowed: a list or an array of ints")
         keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
         request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
         hashes = self._hasher.start(request)
@@ -84,3 +88,8 @@ class PrefixIndex(PrefixTable):
     ) -> npt.NDArray[np.int32]:
         """Return how many tokens of a prompt each worker has: `find` after `hash_tokens`. O(tokens)."""
         return self.find(self.hash_tokens(token_ids, salt=salt, adapter=adapter, images=images), medium)
+
+
+def require_worker(worker: object) -> int:
+    """Return the number of a worker as an int."""
+    return require_int("worker", worker, 0, MAX_WORKERS - 1)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import zmq
 
-from pagepool.arguments import require_int
+from pagepool.arguments import require_callable, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
-from pagepool.events.messages import require_seconds
-from pagepool.router.index import PrefixIndex
+from pagepool.events.publisher import as_key
+from pagepool.router.index import PrefixIndex, require_worker
 from pagepool.router.streams import StreamStats, WorkerStream
 
 __all__ = ["EventSubscriber", "StreamStats"]
@@ -25,6 +25,7 @@ NUMBER_SIZE = 8  # bytes of a batch's number
 END = (1 << 64) - 1  # the number of the end of a replay
 MAX_READ = 64  # messages of a worker before the next one's turn
 MAX_FRAMES = 8  # of a message
+CURVE_OPTIONS = ("curve_serverkey", "curve_publickey", "curve_secretkey")
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 T = TypeVar("T")
@@ -32,7 +33,9 @@ T = TypeVar("T")
 
 @dataclass
 class Connection:
-    """The sockets of a worker, and when to ask again. `replayed` is None unless an answer is awaited, since `asked_at`."""
+    """The sockets of a worker, and when to ask again. `replayed` is None unless an answer is awaited, since `asked_at`. At
+    `due_at` there is something to do without a message too.
+    """
 
     stream: WorkerStream
     published: "zmq.Socket[bytes]"
@@ -43,6 +46,7 @@ class Connection:
     asked_at: float = 0.0
     ask_at: float = 0.0
     retry_seconds: float = MIN_RETRY_SECONDS
+    due_at: float = 0.0
 
 
 class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
@@ -75,10 +79,10 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         """
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
-        if not require_seconds("replay_seconds", replay_seconds) > 0:
+        if not require_number("replay_seconds", replay_seconds) > 0:
             raise ArgumentError(f"replay_seconds: got {shown(replay_seconds)}, allowed: more than 0")
         self._index = index
-        self._on_report = on_report
+        self._on_report = None if on_report is None else require_callable("on_report", on_report)
         self._replay_seconds = replay_seconds
         self._options = {
             "rcvhwm": require_int("hwm", hwm, 1, (1 << 31) - 1),
@@ -86,6 +90,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             "linger": 0,
         }
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # by default 1,023, three for each worker
         self._connections: dict[int, Connection] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the waker, and of whether the subscriber is open
@@ -94,6 +99,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._waker.connect("inproc://wake")
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name="pagepool-subscriber")
         self._thread.start()
 
@@ -109,16 +116,22 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         """Follow a worker. Without a `replay_endpoint` lost batches stay lost.
 
         `curve` has the worker's public key, and the router's own public and secret keys. EndpointError for a malformed address,
-        ArgumentError for a worker that is followed already, or a subscriber that is closed.
+        ArgumentError for a worker that is followed already, or a subscriber that is closed; ArgumentTypeError for other types.
         """
-        require_int("worker", worker, 0, (1 << 16) - 1)
+        worker = require_worker(worker)
+        for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
+            if not (isinstance(text, str) or (text is None and name == "replay_endpoint")):
+                raise ArgumentTypeError(f"{name}: got {type(text).__name__}, allowed: a string")
         options: dict[str, Any] = dict(self._options)
         if curve is not None:
-            options |= dict(zip(("curve_serverkey", "curve_publickey", "curve_secretkey"), curve, strict=True))
+            if not isinstance(curve, tuple | list) or len(curve) != len(CURVE_OPTIONS):
+                raise ArgumentTypeError(f"curve: got {type(curve).__name__}, allowed: a tuple of {len(CURVE_OPTIONS)} keys")
+            options |= {name: as_key(name, key) for name, key in zip(CURVE_OPTIONS, curve, strict=True)}
         self._call(lambda: self._add(worker, endpoint, replay_endpoint, topic, options))
 
     def disconnect(self, worker: int) -> None:
         """Follow a worker no longer, and drop its entries. Does nothing for one that is not followed."""
+        worker = require_worker(worker)
         self._call(lambda: self._remove(worker))
 
     def stats(self) -> dict[int, StreamStats]:
@@ -158,29 +171,39 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     def _add(self, worker: int, endpoint: str, replay_endpoint: str | None, topic: str, options: dict[str, Any]) -> None:
         if worker in self._connections:
             raise ArgumentError(f"worker: got {worker}, allowed: one that is not followed")
+        if replay_endpoint is not None:
+            self._open(zmq.DEALER, replay_endpoint, options).close()  # a malformed one would show only later
         stream = WorkerStream(self._index, worker, replay_endpoint is not None)
-        published = self._open(zmq.SUB, endpoint, options)
-        published.subscribe(topic)
-        monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        published = self._open(zmq.SUB, endpoint, options | {"subscribe": topic.encode(errors="surrogatepass")})
+        try:
+            monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as error:
+            published.close()
+            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
+        for each in (published, monitor):
+            self._poller.register(each, zmq.POLLIN)
         self._connections[worker] = Connection(stream, published, monitor, replay_endpoint, options)
 
     def _remove(self, worker: int) -> None:
         connection = self._connections.pop(worker, None)
         if connection is not None:
+            self._end_replay(connection)
             connection.stream.forget()
             connection.published.disable_monitor()
-            connection.monitor.close()
-            connection.published.close()
-            self._end_replay(connection)
+            for each in (connection.published, connection.monitor):
+                self._poller.unregister(each)
+                each.close()
 
     def _open(self, kind: int, endpoint: str, options: dict[str, Any]) -> "zmq.Socket[bytes]":
-        opened = self._context.socket(kind)
+        opened = None
         try:
+            opened = self._context.socket(kind)
             for name, value in options.items():
                 opened.set(getattr(zmq, name.upper()), value)
             opened.connect(endpoint)
-        except (zmq.ZMQError, OSError, TypeError, ValueError) as error:
-            opened.close()
+        except (zmq.ZMQError, OSError, ValueError) as error:
+            if opened is not None:
+                opened.close()
             raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
         return opened
 
@@ -188,11 +211,13 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         """Serve calls and workers until the subscriber is closed, or an unexpected error ends the thread."""
         try:
             while self._is_open:
-                self._wait()
+                ready = self._wait()
                 while not self._calls.empty():
                     run_call(*self._calls.get())
-                for worker, connection in self._connections.items():
-                    if self._serve(connection) and self._on_report is not None and connection.stream.stats.is_complete:
+                now = time.monotonic()
+                for worker, each in self._connections.items():
+                    is_due = now >= each.due_at or not ready.isdisjoint((each.monitor, each.replayed or each.published))
+                    if is_due and self._serve(each) and self._on_report is not None and each.stream.stats.is_complete:
                         self._on_report(worker)
         finally:
             self._end()
@@ -200,20 +225,13 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
                 self._calls.get()[1].set_exception(ArgumentError("the subscriber is closed"))
             self._context.destroy()
 
-    def _wait(self) -> None:
-        """Wait for a call, a message, or the time when something is due."""
-        poller = zmq.Poller()
-        poller.register(self._woken, zmq.POLLIN)
-        due_at = math.inf
-        for each in self._connections.values():
-            poller.register(each.monitor, zmq.POLLIN)
-            poller.register(each.published if each.replayed is None else each.replayed, zmq.POLLIN)
-            if each.replayed is not None:
-                due_at = min(due_at, each.asked_at + self._replay_seconds)
-            elif each.stream.wanted is not None:
-                due_at = min(due_at, each.ask_at)
-        poller.poll(None if due_at == math.inf else math.ceil(1000 * max(0.0, due_at - time.monotonic())))
+    def _wait(self) -> "set[zmq.Socket[bytes]]":
+        """Wait for a call, a message, or the time when something is due. Returns the sockets with messages."""
+        due_at = min((each.due_at for each in self._connections.values()), default=math.inf)
+        timeout = None if due_at == math.inf else math.ceil(1000 * max(0.0, due_at - time.monotonic()))
+        ready = {socket for socket, _ in self._poller.poll(timeout)}
         has_read(self._woken)
+        return ready
 
     def _serve(self, connection: Connection) -> bool:
         """Read some messages of a worker, ask for those that are missing, and give an answer up that does not come. Returns
@@ -230,20 +248,30 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         if has_read(connection.monitor):
             connection.stream.doubt()
         now = time.monotonic()
-        if connection.replayed is None:
-            if connection.replay_endpoint is not None and connection.stream.wanted is not None and now >= connection.ask_at:
-                self._ask(connection, connection.replay_endpoint, connection.stream.wanted, now)
-        elif now >= connection.asked_at + self._replay_seconds:
+        if connection.replayed is not None and now >= connection.asked_at + self._replay_seconds:
             self._end_replay(connection)
-            connection.ask_at = now + connection.retry_seconds
-            connection.retry_seconds = min(2 * connection.retry_seconds, MAX_RETRY_SECONDS)
+            ask_later(connection, now)
+        wanted, endpoint = connection.stream.wanted, connection.replay_endpoint
+        connection.due_at = math.inf
+        if connection.replayed is None and wanted is not None and endpoint is not None:
+            if now >= connection.ask_at:
+                self._ask(connection, endpoint, wanted, now)
+            connection.due_at = connection.ask_at
+        if connection.replayed is not None:
+            connection.due_at = connection.asked_at + self._replay_seconds
         return has_messages
 
     def _ask(self, connection: Connection, endpoint: str, first: int, now: float) -> None:
         """Ask for the batches from a number on."""
-        connection.replayed = self._open(zmq.DEALER, endpoint, connection.options)
+        try:
+            connection.replayed = self._open(zmq.DEALER, endpoint, connection.options)
+        except EndpointError:  # too many files are open, now
+            ask_later(connection, now)
+            return
         connection.replayed.send_multipart([b"", first.to_bytes(NUMBER_SIZE, "big")])
         connection.asked_at = now
+        self._poller.unregister(connection.published)  # its batches wait in the socket
+        self._poller.register(connection.replayed, zmq.POLLIN)
 
     def _read_replay(self, connection: Connection, replayed: "zmq.Socket[bytes]") -> None:
         for *_, number, payload in read_some(replayed):
@@ -257,8 +285,15 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
 
     def _end_replay(self, connection: Connection) -> None:
         if connection.replayed is not None:
+            self._poller.unregister(connection.replayed)
+            self._poller.register(connection.published, zmq.POLLIN)
             connection.replayed.close()
             connection.replayed = None
+
+
+def ask_later(connection: Connection, now: float) -> None:
+    connection.ask_at = now + connection.retry_seconds
+    connection.retry_seconds = min(2 * connection.retry_seconds, MAX_RETRY_SECONDS)
 
 
 def run_call(function: Callable[[], Any], future: "Future[Any]") -> None:
