@@ -283,6 +283,25 @@ def test_a_row_is_swapped_out_and_in() -> None:
     assert manager.reset_prefix_cache()
 
 
+def test_a_page_that_somebody_took_out_of_the_queue_is_loaded() -> None:
+    """It still has the content, but nobody holds it, and it is not free."""
+    manager = make_tiered(num_pages=14)
+    batch = make_batch(manager)
+    batch.admit(0, FIRST)
+    assert batch.swap_out(0)
+    complete(manager)
+    page = manager.page_pool.pages[2]
+    manager.page_pool.free_page_queue.remove(page)
+    assert batch.swap_in(0) == 21
+    page_ids = batch.get_page_ids(0)[0]
+    assert page_ids[0] == 1
+    assert page_ids[1] in complete(manager).load_dst
+    assert page.ref_cnt == 0
+    batch.release([0])
+    manager.page_pool.free_page_queue.append(page)
+    batch.check()
+
+
 @pytest.mark.parametrize("way", ["grow", "trim", "release"])
 def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
     manager = make_tiered(num_pages=14)

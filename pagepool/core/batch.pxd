@@ -22,7 +22,7 @@ from pagepool.core.holdings cimport (
 from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.owners cimport use_in_session
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
-from pagepool.core.pages cimport find_unheld, signs_of, touch_all
+from pagepool.core.pages cimport find_unheld, find_untouchable, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_leased
@@ -415,17 +415,18 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
             first = find_first_twin(batch, row, page_id)
-            if find_load_number(batch.pool, &first, 1):
+            if first == NULL_PAGE or first == page_id or is_leased(batch.pool, page_id):
                 continue
-            if first != NULL_PAGE and first != page_id and not is_leased(batch.pool, page_id):
-                touch_all(batch.pool, &first, 1)
-                use_in_session(batch.pool, &first, 1, batch.sessions[row])
-                drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
-                put_back_held(batch.pool, page_id)
-                held.ids[place] = first
-                batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
-                mark(batch.tables[g], row, place, place + 1)
-                batch.tables[g].version += 1
+            if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, 1) >= 0:
+                continue
+            touch_all(batch.pool, &first, 1)
+            use_in_session(batch.pool, &first, 1, batch.sessions[row])
+            drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
+            put_back_held(batch.pool, page_id)
+            held.ids[place] = first
+            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
+            mark(batch.tables[g], row, place, place + 1)
+            batch.tables[g].version += 1
         if not is_state(&group.rules):
             held.num_unique = max(held.num_unique, full_pages(&group.rules, num_computed))
 

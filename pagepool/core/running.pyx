@@ -30,7 +30,7 @@ from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tok
 from pagepool.core.owners cimport set_session, use_in_session
 from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pages cimport (
-    find_oldest_load, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
+    find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
 )
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
@@ -1204,6 +1204,8 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
                 batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
                 ids_in_shard(batch.pool, batch.records[row].shard),
             )
+        if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # out of the queue, and nobody's
+            ids[i] = NULL_PAGE
         num_missing += ids[i] == NULL_PAGE
         touch_all(batch.pool, &ids[i], 1)
         use_in_session(batch.pool, &ids[i], 1, batch.sessions[row])
