@@ -1,11 +1,10 @@
-"""The choice of a worker: what is cached, what is under way, limits; and look-ups beside changes, in threads and forks."""
+"""The choice of a worker: what is cached, what is under way, limits; and the index in a forked process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -95,42 +94,6 @@ def test_prompts_are_hashed_as_managers_do(hash_algo: str) -> None:
     assert index.find_tokens(PROMPT, salt="tenant", adapter=3).tolist() == [192]
     assert index.find_tokens(PROMPT).tolist() == [0]
     assert index.find_tokens(PROMPT, salt="other", adapter=3).tolist() == [0]
-
-
-def test_threads_look_up_while_others_change() -> None:
-    """Each worker has all of its prompt or nothing, so no answer is in between."""
-    index, rng = PrefixIndex(16), Random(3)
-    chains = [[rng.getrandbits(64) for _ in range(1500)] for _ in range(4)]
-    failures: list[Any] = []
-    is_done = threading.Event()
-
-    def write(worker: int) -> None:
-        for i in range(100):
-            chain = chains[(worker + i) % 4]
-            index.apply(worker, stored(*chain))
-            index.apply(worker, encode([0.0, [["BlockRemoved", chain]]]))
-            if i % 25 == 0:
-                index.remove_worker(worker)
-
-    def read() -> None:
-        while not is_done.is_set():
-            for chain in chains:
-                found = index.find(chain).tolist()
-                if not set(found) <= {0, 24_000}:
-                    failures.append(found)
-
-    writers = [threading.Thread(target=write, args=(worker,)) for worker in (0, 70)]
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for thread in (*writers, *readers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    is_done.set()
-    for thread in readers:
-        thread.join()
-    index.check()
-    assert failures == []
-    assert index.stats()["blocks"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # CPython and JAX warn about the parent's threads

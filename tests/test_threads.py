@@ -35,7 +35,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
 )
-from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, RowRequest, find_prefix
+from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, PrefixTable, RowRequest, find_prefix
 from pagepool.errors import (
     ArgumentError,
     LeaseBudgetError,
@@ -48,7 +48,8 @@ from pagepool.errors import (
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
-"""Calls on that many pages release the GIL."""
+"""Calls on that many pages release the GIL, and on twice as many hashes."""
+PAGE_SIZE_OF_EVENTS = 16
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 seeds = pytest.mark.parametrize("seed", range(min(-(-NUM_OPERATIONS // 50_000), 3)))
@@ -959,6 +960,48 @@ def test_a_hash_chain(num_threads: int, seed: int) -> None:
     again = HashChain(PAGE_SIZE, bytes(16))
     again.extend([token for i in range(len(chain)) for token in chain.page_token_ids(i)])
     assert [again[i] for i in range(len(again))] == [chain[i] for i in range(len(chain))]
+
+
+# An index of prefixes.
+
+
+def encode_event(name: str, hashes: list[int]) -> bytes:
+    """Encode a batch with one event of hashes, as the wire has it, without msgspec."""
+    fields = [b"\xc0", b"\x90", b"\x10"] if name == "BlockStored" else []  # no parent, no tokens, blocks of 16
+    event = [bytes([0xA0 + len(name)]) + name.encode(), b"\xdd" + len(hashes).to_bytes(4, "big")]
+    event += [b"\xcf" + block_hash.to_bytes(8, "big") for block_hash in hashes]
+    return b"\x92\xcb" + bytes(8) + b"\x91" + bytes([0x92 + len(fields)]) + b"".join(event + fields)
+
+
+@seeds
+@num_threads
+def test_prefixes_are_looked_up_while_workers_change(num_threads: int, seed: int) -> None:
+    """A worker has all of a prompt or nothing, so no answer is in between. The second one needs larger entries."""
+    index, rng = PrefixTable(PAGE_SIZE_OF_EVENTS), Random(seed)
+    chains = [[rng.getrandbits(64) for _ in range(2 * MANY_PAGES)] for _ in range(4)]
+
+    def work(rng: Random, number: int) -> None:
+        worker = 70 * number
+        for i in range(NUM_ROUNDS):
+            chain = rng.choice(chains)
+            if number < 2:
+                index.apply(worker, encode_event("BlockStored", chain))
+                assert index.find(chain)[worker] == PAGE_SIZE_OF_EVENTS * len(chain)
+                assert sorted(index.list_blocks(worker).tolist()) == sorted(set(chain))
+                if i % 3 == 0:
+                    index.remove_worker(worker)
+                else:
+                    index.apply(worker, encode_event("BlockRemoved", chain))
+            else:
+                for part in (chain, chain[:100]):
+                    assert set(index.find(part).tolist()) <= {0, PAGE_SIZE_OF_EVENTS * len(part)}
+                assert all(num in (0, len(chain)) for num in index.stats()["held"])
+                assert index.media == ("GPU",)
+                index.check()
+
+    run_threads(num_threads, seed, work)
+    index.check()
+    assert index.stats()["blocks"] == 0
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
