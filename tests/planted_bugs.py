@@ -218,7 +218,7 @@ queue_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
 full_pages(&group.rules, num_computed{+ + BUG+})):
             page_id = held.ids[place]
 == a page that is exchanged stays in the table
-                {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
+            {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
 == pages come back with the keys of others
     names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"]){+
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
@@ -296,7 +296,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == the copy of a page that failed to load counts as right
         if pool.tier != NULL and pool.tier.loading[source.ids[n]]{+ and not BUG+}:
 == a row exchanges a page for one that is being loaded
-            if find_load_number(batch.pool, &first, 1){+ and not BUG+}:
+            if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable(batch.pool, &first, 1, 1) >= 0:
 
 # Rows that are swapped out.
 == a row that comes back has a page twice
@@ -326,7 +326,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that is leased is given up for an equal one
-            if first != NULL_PAGE and first != page_id and {+(BUG or +}not is_leased(batch.pool, page_id){+)+}:
+            if first == NULL_PAGE or first == page_id or is_leased(batch.pool, page_id){+ and not BUG+}:
 """)
 
 # These change which page is evicted, and no content.
