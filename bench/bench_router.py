@@ -178,7 +178,7 @@ def test_index(race: Race, kind: type[Store] | type[Remove] | type[LookUp], num_
 
 
 @WALL_TIME
-@pytest.mark.parametrize(("num_pages", "has_hashes"), [(2048, False), (16_384, True)])
+@pytest.mark.parametrize(("num_pages", "has_hashes"), [(857, True), (2048, False), (16_384, True)])
 def test_threads(race: Race, num_pages: int, has_hashes: bool) -> None:
     """Needs two idle cores."""
     contenders = {"one thread": Readers(1, num_pages, has_hashes), "two threads": Readers(2, num_pages, has_hashes)}

@@ -101,9 +101,7 @@ def require_share(name: str, value: Any) -> float:
     >>> require_share("max_leased_share", 1)
     1.0
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number:
-        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: a number from 0 to 1")
+    _require_real(name, value, "a number from 0 to 1")
     if not 0 <= value <= 1:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: 0 to 1")
     return float(value)
@@ -115,11 +113,16 @@ def require_number(name: str, value: Any, minimum: float = 0.0) -> float:
     >>> require_number("max_age", 2)
     2
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: a number of at least {minimum}")
+    _require_real(name, value, f"a number of at least {minimum}")
     if not value >= minimum:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: at least {minimum}")
-    return value
+    return value  # type: ignore[no-any-return]
+
+
+def _require_real(name: str, value: object, allowed: str) -> None:
+    """Raise ArgumentTypeError unless `value` is a number, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: {allowed}")
 
 
 def require_callable(name: str, value: T) -> T:
