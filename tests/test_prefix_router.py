@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("msgspec")
@@ -61,6 +62,40 @@ def test_limits() -> None:
     assert router.choose("c", PROMPT) == Route(2, 0)
     assert index.find_tokens(PROMPT).tolist() == [0, 160]
     assert PrefixRouter(index, [5]).choose("empty", []) == Route(5, 0)
+
+
+def test_the_limit_is_that_of_all_workers_if_some_may_be_chosen() -> None:
+    _, router = make_router(max_imbalance=1.0)
+    router.choose("a", [7] * 30, among=[1])
+    router.choose("b", [7] * 20, among=[0])
+    assert router.choose("c", PROMPT, among=[0, 1]) == Route(0, 0)  # both exceed the mean of all, 50 / 3
+    router.end("c")
+    router.choose("d", [7] * 60, among=[0])
+    assert router.choose("e", PROMPT, among=[0, 1]) == Route(1, 160)  # 30 do not exceed 110 / 3
+    assert router.choose("f", PROMPT, among=[1]).worker == 1  # there is no other one
+    assert router.choose("g", PROMPT, among=[0, 1, 2]).worker == 2
+
+
+def test_no_request_makes_a_load_negative() -> None:
+    """More hashes than the prompt has pages are refused, also if no worker has them."""
+    index, router = make_router()
+    hashes = hashes_of(index, PROMPT)
+    chain = index.hash_tokens(PROMPT)
+    for num_tokens, given in (
+        (3, hashes[:1]),
+        (31, hashes[:2]),
+        (159, np.array(hashes[:10], np.uint64)),
+        (100, chain),
+        (0, [7]),
+    ):
+        with pytest.raises(ArgumentError, match=f"hashes: got {len(given)}"):
+            router.choose_by_hashes("a", num_tokens, given)
+    with pytest.raises(ArgumentError, match="hashes: got 2"):
+        router.choose_by_hashes("a", 31, iter(hashes[:2]))
+    assert router.loads == {0: 0, 1: 0, 2: 0}
+    assert router.choose_by_hashes("a", 160, hashes[:10]) == Route(1, 160)
+    assert router.choose_by_hashes("b", 170, iter(hashes[:10])) == Route(1, 160)
+    assert router.loads == {0: 0, 1: 10, 2: 0}
 
 
 def test_misuse() -> None:

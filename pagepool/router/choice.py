@@ -29,8 +29,9 @@ class PrefixRouter:
 
     `workers` are those of the index that take requests; `workers` of the router may be changed by `add_worker` and
     `remove_worker`. With `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed
-    that many times the mean of all workers: 1.0 balances strictly, infinity (the default) not at all. With `max_age` what a
-    worker has cached counts only if `note_report` was called for it in the last so many seconds of `clock`. Any thread may call
+    that many times the mean of all workers, also if only some may be chosen: 1.0 balances strictly, infinity (the default) not
+    at all. If all that may be chosen exceed it, one with the least unfinished tokens is chosen. With `max_age` what a worker
+    has cached counts only if `note_report` was called for it in the last so many seconds of `clock`. Any thread may call
     `note_report`; the caller serialises all other calls.
 
     >>> index = PrefixIndex(page_size=16)
@@ -109,7 +110,9 @@ class PrefixRouter:
     def choose_by_hashes(
         self, request: Hashable, num_tokens: int, hashes: Any, *, among: Collection[int] | None = None
     ) -> Route:
-        """`choose` for a prompt of `num_tokens` tokens and the hashes of those pages that may hit. O(pages + workers)."""
+        """`choose` for a prompt of `num_tokens` tokens and the hashes of those pages that may hit. ArgumentError also for more
+        hashes than the prompt has full pages. O(pages + workers).
+        """
         num_tokens = require_int("num_tokens", num_tokens, 0)
         if self._is_under_way(request):
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is not under way")
@@ -117,7 +120,12 @@ class PrefixRouter:
         loads = {worker: load for worker, load in self._loads.items() if worker in chosen_among}
         if not loads:
             raise ArgumentError("workers: got none, allowed: at least one")
+        if not hasattr(hashes, "__len__"):
+            hashes = as_list("hashes", hashes, "hashes")
         cached = self._count_cached(hashes)
+        num_pages = num_tokens // self._index.page_size
+        if len(hashes) > num_pages:
+            raise ArgumentError(f"hashes: got {len(hashes)}, allowed: at most {num_pages}, as num_tokens is {num_tokens}")
         costs = {worker: num_tokens - cached[worker] for worker in loads}
         chosen = min(self._list_balanced(loads), key=lambda worker: (loads[worker] + costs[worker], loads[worker]))
         self._routed[request] = chosen, costs[chosen]
@@ -147,6 +155,7 @@ class PrefixRouter:
         return cached
 
     def _list_balanced(self, loads: dict[int, int]) -> list[int]:
-        """List the workers whose load is within the limit: the one with the least always is."""
-        total = sum(loads.values())
-        return [worker for worker, load in loads.items() if not total or load * len(loads) <= self._max_imbalance * total]
+        """List the workers, of those with these loads, that are within the limit; if none is, those with the least load."""
+        total, least = sum(self._loads.values()), min(loads.values())
+        balanced = [worker for worker, load in loads.items() if load * len(self._loads) <= self._max_imbalance * total]
+        return balanced or [worker for worker, load in loads.items() if load == least]
