@@ -308,6 +308,12 @@ def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker)
         subscriber.connect(0, *worker.endpoints)
     with pytest.raises(EndpointError):
         subscriber.connect(1, "nonsense")
+    for port in ("99999999", "65536", "-5", "80x", ""):
+        address = f"tcp://127.0.0.1:{port}"
+        with pytest.raises(EndpointError, match=f"^endpoint: got '{address}': '{port}' is no port up to 65535; allowed: "):
+            subscriber.connect(1, address)
+        with pytest.raises(EndpointError, match=f"^replay_endpoint: got '{address}': "):
+            subscriber.connect(1, "tcp://127.0.0.1:1", address)
     with pytest.raises(ArgumentError):
         subscriber.connect(-1, *worker.endpoints)
     with pytest.raises(ArgumentTypeError):

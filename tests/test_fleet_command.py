@@ -49,7 +49,9 @@ def test_a_trace_that_idles_for_months(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:1", "127.0.0.1:x"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "no.such.host.invalid:1", "127.0.0.1:x", "127.0.0.1:99999999", "127.0.0.1:-1"]
+)
 def test_no_ray_at_the_address(trace: Path, address: str) -> None:
     code = "from pagepool.replay.command import pagepool; pagepool()"
     process = run_python("-c", code, "fleet", trace, "--ray", address, "--limit", 3, timeout=300)

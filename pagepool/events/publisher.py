@@ -166,10 +166,8 @@ class Worker:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, curve[0])
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without the authenticator
-        port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
+        require_ports(name, endpoint)
         try:
-            if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
-                raise zmq.ZMQError(zmq.EINVAL)
             return self.guard.watch(socket, endpoint, is_connecting)
         except (zmq.ZMQError, UnicodeError) as error:
             is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
@@ -511,6 +509,16 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
     if not keys:
         raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
     return as_key("curve_secretkey", secret_key), keys
+
+
+def require_ports(name: str, endpoint: str) -> None:
+    """Raise EndpointError for a TCP address whose port is none; libzmq would take it modulo 2**16, or its first digits."""
+    for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
+        port = part.rpartition(":")[2]
+        is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT
+        if not is_number and port != "*":
+            wanted = f"a free one, such as {DEFAULT_ENDPOINT!r}"
+            raise EndpointError(f"{name}: got {endpoint!r}: {shown(port)} is no port up to {MAX_PORT}; allowed: {wanted}")
 
 
 def as_key(name: str, key: object) -> bytes:

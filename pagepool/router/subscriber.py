@@ -15,7 +15,7 @@ import zmq
 
 from pagepool.arguments import require_callable, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
-from pagepool.events.publisher import as_key
+from pagepool.events.publisher import as_key, require_ports
 from pagepool.router.index import PrefixIndex, require_worker
 from pagepool.router.streams import StreamStats, WorkerStream
 
@@ -122,6 +122,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
             if not (isinstance(text, str) or (text is None and name == "replay_endpoint")):
                 raise ArgumentTypeError(f"{name}: got {type(text).__name__}, allowed: a string")
+            if text is not None and name != "topic":
+                require_ports(name, text)
         options: dict[str, Any] = dict(self._options)
         if curve is not None:
             if not isinstance(curve, tuple | list) or len(curve) != len(CURVE_OPTIONS):

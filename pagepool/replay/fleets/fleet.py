@@ -19,6 +19,7 @@ __all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", 
 
 Arrivals = list[tuple[float, int]]
 CONNECT_SECONDS = 10.0
+MAX_PORT = 65535
 MAX_DEATHS_IN_A_ROW = 3
 
 
@@ -100,9 +101,13 @@ class RayReplicas(Replicas):
 
 
 def _require_listener(address: str) -> None:
-    """Raise ConnectionError if nothing listens at a host and port; Ray itself would wait for minutes."""
+    """Raise ConnectionError if nothing listens at a host and port; Ray itself would wait for minutes. ValueError for a port
+    that is none.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
+        if not 0 < int(port) <= MAX_PORT:
+            raise ValueError(f"{port} is no port from 1 to {MAX_PORT}")
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
 
 
