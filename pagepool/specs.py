@@ -3,8 +3,10 @@
 Specs are frozen, and can be shared and compared. Making one raises ArgumentError or ArgumentTypeError for sizes that are not
 positive integers and for unknown dtypes. Sizes are in tokens unless the name ends in `_bytes`.
 
-A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
-of ml_dtypes. It is kept as it was given. JAX is never imported, and ml_dtypes need not be installed.
+A `dtype` is anything that names one in NumPy, JAX or PyTorch: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `torch.bfloat16`,
+`np.dtype("float32")`, a type of ml_dtypes, or a usual short name: `"bf16"`, `"fp16"`, `"half"`, `"fp8"`. The text `"float"` is
+that of PyTorch, 32 bits; Python's `float` is that of NumPy, 64. It is kept as it was given. JAX and PyTorch are never imported,
+and ml_dtypes need not be installed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -91,22 +93,35 @@ _BITS_OF_DTYPES = {
 }
 """Accelerator dtypes that NumPy does not know by name, or reports as one byte because it does not pack them; caches do."""
 
+_BITS_OF_NAMES = {
+    **dict.fromkeys(("fp64", "f64"), 64),
+    **dict.fromkeys(("fp32", "f32", "float"), 32),
+    **dict.fromkeys(("bf16", "fp16", "f16"), 16),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_e8m0fnu", "float8"), 8),
+    **dict.fromkeys(("fp4", "fp4_e2m1", "fp4_e2m1fn"), 4),
+}
+"""Short names of PyTorch, its engines and XLA, which NumPy does not know, or knows as another type: its `float` has 64 bits."""
+
 
 def dtype_bits(dtype: object) -> int:
     """Return the size of one element in bits. Types below 8 bits are packed.
 
-    ArgumentTypeError unless it is a number type of NumPy or of the table of accelerator types.
+    ArgumentTypeError unless it is a number type of NumPy, of the table of accelerator types, or one of their short names.
 
-    >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn")
-    (16, 32, 4)
+    >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn"), dtype_bits("bf16")
+    (16, 32, 4, 16)
     """
+    if type(dtype).__module__ == "torch" or isinstance(dtype, str):
+        dtype = str(dtype).removeprefix("torch.")
+        if dtype in _BITS_OF_NAMES:
+            return _BITS_OF_NAMES[dtype]
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
     if isinstance(name, str) and name in _BITS_OF_DTYPES:
         return _BITS_OF_DTYPES[name]
     try:
         resolved: np.dtype[Any] = np.dtype(cast(Any, dtype))
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy or JAX knows") from error
+        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy, JAX or PyTorch knows") from error
     if dtype is None or resolved.kind not in "biufc":
         raise ArgumentTypeError(f"dtype must be a number type, got {shown(dtype)}")
     return resolved.itemsize * 8

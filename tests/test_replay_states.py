@@ -227,7 +227,10 @@ class TestBadInput:
             (["--page-size", 64, "--model-config", "states"], "no layer has attention, so --page-size has no meaning"),
             (["--kv-dtype", "float16", "--model-config", "states"], "no layer has attention, so --kv-dtype has no meaning"),
             (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
-            (["--model-config", "hybrid", "--state-dtype", "float3"], "dtype 'float3' is not one that NumPy or JAX knows"),
+            (
+                ["--model-config", "hybrid", "--state-dtype", "float3"],
+                "dtype 'float3' is not one that NumPy, JAX or PyTorch",
+            ),
             (["--checkpoint-interval", "0"], "0 is not in the range x>=1"),
             (["--checkpoint-interval", "256:1024"], "--checkpoint-interval"),
             (["--checkpoint-interval", "1KiB"], "'1KiB' is in bytes"),

@@ -71,12 +71,28 @@ class TestDtypes:
             ("int4", 4),
             (SimpleNamespace(name="bfloat16"), 16),
             (type("bfloat16", (), {}), 16),
+            ("bf16", 16),
+            ("half", 16),
+            ("fp16", 16),
+            ("f16", 16),  # NumPy has a float of 16 bytes by this name
+            ("float", 32),
+            ("fp32", 32),
+            ("double", 64),
+            ("fp8", 8),
+            ("fp8_e4m3", 8),
+            ("fp8_e5m2", 8),
+            ("torch.bfloat16", 16),
+            ("torch.float8_e4m3fn", 8),
+            (type("dtype", (), {"__module__": "torch", "__str__": lambda _: "torch.bfloat16"})(), 16),
+            (type("dtype", (), {"__module__": "torch", "__str__": lambda _: "torch.float32"})(), 32),
         ],
     )
     def test_size(self, dtype: object, bits: int) -> None:
         assert dtype_bits(dtype) == bits
 
-    @pytest.mark.parametrize("dtype", ["float17", None, object, str, np.dtype("V8"), "datetime64[s]", 3, object()])
+    @pytest.mark.parametrize(
+        "dtype", ["float17", "bf17", "torch.half4", "auto", "", None, object, str, np.dtype("V8"), "datetime64[s]", 3, object()]
+    )
     def test_what_is_no_number_type_is_refused(self, dtype: object) -> None:
         with pytest.raises(ArgumentTypeError, match="dtype"):
             full(dtype=dtype)

@@ -34,7 +34,7 @@ def count_state_bytes(config: Config, state_dtype: str | None = None) -> int:
 
 
 def _count_bytes(num_elements: int, dtype: str) -> int:
-    return cdiv(num_elements * dtype_bits(dtype.removeprefix("torch.")), 8)
+    return cdiv(num_elements * dtype_bits(dtype), 8)
 
 
 def _read_past(config: Config, name: str) -> int:
