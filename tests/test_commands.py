@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import LLAMA
+from model_configs import LLAMA, MODELS
 from privileges import read_only_folder, without_privileges
 from replays import plan_of
 
@@ -17,7 +17,7 @@ from pagepool.replay import Knee, Planner, PoolFigures, TraceRecord, make_reques
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import COMMANDS, figures_of, invoke, line_of, refuse
+from command_line import COMMANDS, Page, figures_of, invoke, line_of, refuse, write_config
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.command import choose_replays, choose_sizes
@@ -40,6 +40,31 @@ def plan(*args: object) -> dict[str, Any]:
 
 def sizes_of(figures: dict[str, Any]) -> list[int]:
     return [pool["num_pages"] for pool in figures["pools"]]
+
+
+class TestTitle:
+    """The title of a page names the figures at the size that was asked for."""
+
+    @pytest.mark.parametrize(("name", "num_pages"), [("Llama", 100), ("gpt-oss-20b", 250), ("Qwen3-Next-80B-A3B", 60)])
+    def test_one_size(self, name: str, num_pages: int, trace: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        config, page = write_config(tmp_path, {"Llama": LLAMA, **MODELS}[name]), tmp_path / "plan.html"
+        options = ["--model-config", config, "--num-pages", num_pages, "--eviction", "lru", "--replays", 0]
+        figures = figures_of("plan", trace, *options)
+        assert invoke("plan", trace, *options, "--html", page).exit_code == 0
+        [pool] = [pool for pool in figures["pools"] if pool["num_pages"] == num_pages]
+        simulated = [*pool["checkpoints"], *pool["windows"]]
+        rate = max((each["hit_rate"] for each in simulated), default=pool["lru_hit_rate"])
+        [title] = Page(page.read_text()).texts["h1"]
+        assert f" {num_pages} pages (" in title
+        assert f"{rate:.1%} of prompt tokens" in title
+        assert "up to" not in title
+
+    def test_several_sizes(self, trace: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        page = tmp_path / "plan.html"
+        assert invoke("plan", trace, "--num-pages", "80,100", "--replays", 0, "--html", page).exit_code == 0
+        assert ": up to " in Page(page.read_text()).texts["h1"][0]
 
 
 class TestPlan:

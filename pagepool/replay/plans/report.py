@@ -78,15 +78,20 @@ def summarize(plan: Plan) -> str:
 
 
 def headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title."""
+    """Return the main result, for a title: at the size that was asked for, if it is one."""
     if plan.checkpoints:
         return state_headline(plan, name)
     if plan.windows:
         return window_headline(plan, name)
     if plan.knee is None:
         return f"{name}: no pool hits anything"
+    hits = f"up to {plan.most_hit_rate:.1%} of prompt tokens hit"
+    for pool in plan.pools:
+        if pool.num_pages == plan.asked_num_pages:
+            size = _with_bytes(plan, pool.num_pages)
+            hits = f"{size} hit {pool.lru_hit_rate:.1%} of prompt tokens, at most {plan.most_hit_rate:.1%} hit"
     knee = _with_bytes(plan, plan.knee.lru_num_pages)
-    return f"{name}: up to {plan.most_hit_rate:.1%} of prompt tokens hit; beyond {knee} more memory adds little"
+    return f"{name}: {hits}; beyond {knee} more memory adds little"
 
 
 def describe(plan: Plan) -> list[str]:

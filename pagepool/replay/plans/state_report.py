@@ -20,13 +20,15 @@ ALONE_NOTE = "Attention alone: LRU hits of this pool if the model had no states 
 
 
 def state_headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title."""
-    best = max(plan.checkpoints, key=lambda each: each.hit_tokens)
+    """Return the main result, for a title: at the size that was asked for, if it is one."""
+    runs = _choose_runs(plan) if plan.asked_num_pages else plan.checkpoints
+    best = max(runs, key=lambda each: each.hit_tokens)
+    place = f" at {best.num_pages:,} pages{plan.show_bytes(best.num_pages)}" if plan.asked_num_pages else ""
     if not best.hit_tokens:
-        return f"{name}: no checkpoint hits anything"
+        return f"{name}: no checkpoint hits anything{place}"
     policy = "" if best.eviction == "lru" else f" with {POLICY_NAMES[best.eviction]} eviction"
-    rate = plan.find_simulated_rate(best)
-    return f"{name}: checkpoints every {best.interval:,} tokens{policy} hit up to {rate:.1%} of prompt tokens"
+    hit = f"hit {plan.find_simulated_rate(best):.1%}" if place else f"hit up to {plan.find_simulated_rate(best):.1%}"
+    return f"{name}: checkpoints every {best.interval:,} tokens{policy} {hit} of prompt tokens{place}"
 
 
 def describe_states(plan: Plan) -> list[str]:

@@ -16,10 +16,11 @@ BOUND_NOTE = (
 
 
 def window_headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title."""
-    best = max(plan.windows, key=lambda each: each.hit_tokens)
-    policy = POLICY_NAMES[best.eviction]
-    return f"{name}: {policy} hits up to {plan.find_simulated_rate(best):.1%} of prompt tokens with {best.num_pages:,} pages"
+    """Return the main result, for a title: at the size that was asked for, if it is one."""
+    asked = plan.asked_num_pages
+    best = max((each for each in plan.windows if asked in (None, each.num_pages)), key=lambda each: each.hit_tokens)
+    hits = f"{POLICY_NAMES[best.eviction]} hits {'' if asked else 'up to '}{plan.find_simulated_rate(best):.1%}"
+    return f"{name}: {hits} of prompt tokens with {best.num_pages:,} pages{plan.show_bytes(best.num_pages) if asked else ''}"
 
 
 def name_window_runs(plan: Plan) -> dict[tuple[str, str], str]:
