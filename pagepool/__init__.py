@@ -4,7 +4,18 @@
 """
 
 import os
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
+
+if not any(os.path.exists(os.path.join(os.path.dirname(__file__), f"_core{suffix}")) for suffix in EXTENSION_SUFFIXES):
+    # `python -m pagepool` prints the message alone if the error has the package's name.
+    raise ImportError(
+        f"{os.path.dirname(__file__)} has no compiled core for {sys.implementation.cache_tag}. In a clone, "
+        "`pip install --editable .` builds it in place; an installed pagepool is imported by a Python that starts in "
+        "another folder, or with -P (PYTHONSAFEPATH=1)",
+        name="pagepool",
+    )
 
 from pagepool import errors, hashing
 from pagepool._version import __version__

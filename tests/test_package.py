@@ -111,6 +111,21 @@ def test_the_source_distribution_carries_all_sources() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_traceback"), [(["-c", "import pagepool.router"], True), (["-m", "pagepool", "doctor"], False)]
+)
+def test_a_tree_that_was_never_built_says_what_to_do(tmp_path: Path, arguments: list[str], is_traceback: bool) -> None:
+    (tmp_path / "pagepool").mkdir()
+    for path in (ROOT / "pagepool").glob("*.py"):
+        (tmp_path / "pagepool" / path.name).write_text(path.read_text())
+    process = run_python(*arguments, cwd=tmp_path, PYTHONPATH="", PYTHONSAFEPATH="")
+    assert process.returncode == 1
+    assert ("Traceback" in process.stderr) == is_traceback
+    said = process.stderr.strip().splitlines()[-1]
+    assert f"{tmp_path / 'pagepool'} has no compiled core for {sys.implementation.cache_tag}" in said
+    assert "`pip install --editable .`" in said
+
+
 @pytest.mark.parametrize("value", ["", "1", "wrong"])
 def test_python_starts_without_pagepool(value: str) -> None:
     """The variable of EasyDeL changes nothing. The sources have no line for Python's start, and the build names none."""

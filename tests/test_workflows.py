@@ -14,6 +14,9 @@ yaml = pytest.importorskip("yaml")
 FILES = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}  # no source distribution has them
 MADE = set(re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
+DOCUMENTED = set(re.findall(r"^([a-z][a-z-]*):(?!=).*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+CALLED = {"easydel-environment", "test-core", "test-wheel", "vllm-environment"}  # by other targets: test-core by sanitize
+
 each_workflow = pytest.mark.parametrize("name", FILES)
 
 
@@ -32,6 +35,12 @@ def targets_of(job: dict[str, Any]) -> set[str]:
 @each_workflow
 def test_make_has_every_target(name: str) -> None:
     assert set().union(*map(targets_of, load(name)["jobs"].values())) <= MADE
+
+
+@pytest.mark.skipif(not FILES, reason="no workflows are here")
+def test_nightly_runs_every_target_that_ends() -> None:
+    named = set().union(*map(targets_of, load("nightly.yml")["jobs"].values()))
+    assert named | CALLED | {"docs-serve"} == DOCUMENTED
 
 
 @each_workflow
