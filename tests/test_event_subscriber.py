@@ -17,6 +17,7 @@ zmq = pytest.importorskip("zmq")
 import msgspec  # noqa: E402
 from lossy import LossyRelay, wait_for  # noqa: E402
 from msgspec.msgpack import encode as encode_msgpack  # noqa: E402
+from settings import scale  # noqa: E402
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError  # noqa: E402
@@ -239,6 +240,120 @@ def test_a_worker_that_does_not_answer(index: PrefixIndex, worker: Worker) -> No
 
         wait_for(check)
         assert len(worker.asked) >= 2
+
+
+class Replaced:
+    """A worker whose batches are lost now and then, beside late ones of the worker that it replaced."""
+
+    def __init__(self, rng: Random, sends_snapshots: bool) -> None:
+        self.rng = rng
+        self.sends_snapshots = sends_snapshots
+        self.has: set[int] = set()
+        self.batches: list[bytes] = []
+        self.index = PrefixIndex(16)
+        self.stream = WorkerStream(self.index, 0, has_replay=True)
+        self.seconds = 1000.0
+
+    def make(self) -> int:
+        """Make the next batch: a block stored or removed."""
+        block = self.rng.randrange(1, 30)
+        self.seconds += 1.0
+        event = ["BlockRemoved", [block]] if block in self.has else stored(block)
+        self.has ^= {block}
+        self.batches.append(encode_msgpack([self.seconds, [event]]))
+        return len(self.batches) - 1
+
+    def publish(self, number: int) -> None:
+        self.receive(number, self.batches[number])
+
+    def receive(self, number: int, payload: bytes) -> None:
+        self.stream.receive(number, payload)
+        self.replay()
+
+    def replay(self) -> None:
+        num_replays = 0
+        while self.stream.wanted is not None:
+            first, kept = self.stream.wanted, max(0, len(self.batches) - 8)
+            if first < kept and self.sends_snapshots:
+                snapshot = [["AllBlocksCleared"], stored(*sorted(self.has))]
+                self.stream.replay(len(self.batches) - 1, encode_msgpack([self.seconds + 0.5, snapshot]))
+            for number in range(first, 0 if first < kept and self.sends_snapshots else len(self.batches)):
+                self.stream.replay(number, self.batches[number])
+            self.stream.end_replay()
+            num_replays += 1
+            assert num_replays < 4
+
+
+@pytest.mark.parametrize("sends_snapshots", [False, True])
+def test_losses_are_noticed_after_late_batches_of_a_replaced_worker(sends_snapshots: bool) -> None:
+    """Whatever their numbers are, and whether their times are older, or newer because of another clock."""
+    for seed in range(scale(300)):
+        rng = Random(seed)
+        worker = Replaced(rng, sends_snapshots)
+        for _ in range(rng.choice((1, 3))):
+            worker.publish(worker.make())
+        worker.replay()
+        for _ in range(40):
+            if rng.random() < 0.25:
+                number = len(worker.batches) + rng.choice((-3, -2, -1, 0, 0, 1, 2, 8, 50))
+                late = encode_msgpack([rng.choice((500.0, 1e6)), [stored(99)]])
+                for i in range(rng.choice((1, 1, 2))):
+                    worker.receive(max(0, number + i), late)
+            for _ in range(rng.choice((0, 0, 1, 2, 5))):
+                worker.make()  # lost on its way
+            worker.publish(worker.make())
+        for _ in range(2):
+            worker.publish(worker.make())
+        assert set(worker.index.list_blocks(0).tolist()) == worker.has, seed
+        assert worker.stream.stats.is_complete, seed
+
+
+def test_a_worker_that_replays_nothing_is_followed(index: PrefixIndex) -> None:
+    stream = WorkerStream(index, 0, has_replay=True)
+    stream.end_replay()
+    for number in (0, 1, 4, 5, 6, 9, 10):
+        stream.receive(number, encode_msgpack([1.0 + number, [stored(number)]]))
+        while stream.wanted is not None:
+            stream.end_replay()
+    assert set(index.list_blocks(0).tolist()) == {0, 1, 5, 6, 10}
+    assert (stream.stats.is_complete, stream.stats.num_lost) == (False, 6)
+
+
+def test_a_callback_may_call_the_subscriber(index: PrefixIndex) -> None:
+    seen: list[Any] = []
+    manager = make_manager()
+    publishers = [EventPublisher(manager if not i else make_manager(), ANY_PORT, ANY_PORT, interval=0.01) for i in range(3)]
+
+    def report(worker: int) -> None:
+        seen.append(subscriber.stats()[worker].is_complete)
+        if len(seen) == 1:
+            subscriber.connect(1, publishers[1].endpoint, publishers[1].replay_endpoint)
+            with pytest.raises(ArgumentError, match="worker: got 0"):
+                subscriber.connect(0, publishers[0].endpoint)
+        elif worker == 1:
+            subscriber.disconnect(1)
+            subscriber.disconnect(0)
+            subscriber.connect(2, publishers[2].endpoint, publishers[2].replay_endpoint)
+        elif worker == 2:
+            seen.append(sorted(subscriber.stats()))
+            subscriber.close()
+
+    with EventSubscriber(index, on_report=report) as subscriber:
+        subscriber.connect(0, publishers[0].endpoint, publishers[0].replay_endpoint)
+        for publisher in publishers:
+            publisher.publish([])
+
+        def is_done() -> bool:
+            for publisher in publishers:
+                publisher.publish([])
+            time.sleep(0.02)
+            return is_closed(subscriber)
+
+        wait_for(is_done)
+    for publisher in publishers:
+        publisher.close()
+    assert seen[-1] == [2]
+    assert all(seen[:-1])
 
 
 def test_without_a_replay_endpoint_lost_batches_stay_lost(index: PrefixIndex) -> None:

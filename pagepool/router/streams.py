@@ -32,6 +32,9 @@ class WorkerStream:
     Batches are numbered from 0 on. One with a number that is not above the last is a repetition if it is not newer, and comes
     from a new worker otherwise. The owner asks the worker for all batches from ``wanted`` on unless that is None, and passes
     them to `replay` and `end_replay`; from the last known batch on, so that a new worker shows here too.
+
+    With a replay nothing but the next batch is applied when it is published: what does not follow may come late, from a worker
+    that was replaced. What the worker itself replays decides.
     """
 
     def __init__(self, index: PrefixIndex, worker: int, has_replay: bool) -> None:
@@ -41,8 +44,9 @@ class WorkerStream:
         self._has_replay = has_replay
         self._last: int | None = None
         self._seconds = 0.0
-        self._trigger = -1  # the last batch that showed a gap
-        self._is_answered = self._is_doubted = self._is_late = self._is_whole = False
+        self._trigger = -1  # the last batch that asked for a replay
+        self._expected: int | None = None  # the batch behind it, once the worker has replayed nothing
+        self._is_doubted = self._is_late = self._is_whole = self._has_replayed = False
         self._stats = StreamStats()
         self.wanted: int | None = 0 if has_replay else None
 
@@ -52,20 +56,25 @@ class WorkerStream:
         return replace(self._stats, is_complete=self._is_whole and self.wanted is None)
 
     def receive(self, number: int, payload: bytes) -> None:
-        """Process a published batch. If batches before it are missing it is not applied: it will be replayed with them."""
+        """Process a published batch. One that does not follow the last is not applied: it will be replayed."""
+        seconds = time_of_batch(payload)
         if self._last is not None and number <= self._last:
-            if time_of_batch(payload) <= self._seconds:
+            if seconds <= self._seconds and (number < self._last or seconds == self._seconds or not self._has_replay):
                 return
-            self._restart()
-        is_next = number == (0 if self._last is None else self._last + 1)
-        if is_next or self._is_answered or not self._has_replay:
-            self._is_answered = False
+            if number == 0 or number == self._expected or not self._has_replay:
+                self._restart()
+        is_next = number == (0 if self._last is None else self._last + 1) and (seconds >= self._seconds or not seconds)
+        if is_next or not self._has_replay:
             self._apply(number, payload)
+        elif number == self._expected:
+            self._apply(number, payload)
+            self._seconds = 0.0  # whatever the worker says next is newer
         else:
             self.wanted, self._trigger = self._last or 0, number
 
     def replay(self, number: int, payload: bytes) -> None:
         """Process a replayed batch."""
+        self._has_replayed = True
         seconds = time_of_batch(payload)
         if self._last is not None and number <= self._last:
             if seconds == self._seconds if number == self._last else seconds <= self._seconds:
@@ -76,11 +85,15 @@ class WorkerStream:
             self._apply(number, payload)
 
     def end_replay(self) -> None:
-        """Note that a replay has ended. If it lacks the batch that showed the gap, the next one is applied without a further
-        replay, and what is missing before it counts as lost.
+        """Note that a replay has ended. If it had no batch, not even from the first one on, the worker keeps none: the batch
+        behind the one that showed the gap is applied then without a further replay, and what is missing counts as lost.
         """
         self._stats.num_replays += 1
-        self._is_answered = (-1 if self._last is None else self._last) < self._trigger
+        has_replayed, self._has_replayed = self._has_replayed, False
+        if not has_replayed and self.wanted:  # a new worker has no batch of such a number yet
+            self.wanted = 0
+            return
+        self._expected = None if has_replayed else self._trigger + 1
         self.wanted = (self._last or 0) if self._is_doubted or self._is_late else None
         self._is_doubted = self._is_late = False
 
@@ -94,7 +107,7 @@ class WorkerStream:
     def forget(self) -> None:
         """Forget what the worker has."""
         self._index.remove_worker(self._worker)
-        self._last, self._seconds, self._trigger, self._is_answered = None, 0.0, -1, False
+        self._last, self._seconds, self._trigger = None, 0.0, -1
         self._is_whole = False
 
     def _restart(self) -> None:
@@ -114,4 +127,4 @@ class WorkerStream:
         else:
             self._stats.num_lost += 0 if is_start else num_lost
             self._is_whole = is_start or number == 0 or (self._is_whole and not num_lost)
-        self._last, self._seconds = number, time_of_batch(payload)
+        self._last, self._seconds, self._expected = number, time_of_batch(payload), None

@@ -74,8 +74,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         max_message_bytes: int = 1 << 28,
     ) -> None:
         """The thread calls `on_report` with a worker after its batches or heartbeats, if none are missing: for example
-        `PrefixRouter.note_report`. If it raises, the subscriber is closed. ArgumentError or ArgumentTypeError for other values
-        than these.
+        `PrefixRouter.note_report`. It may call all methods of the subscriber, but not wait for threads that do. If it raises,
+        the subscriber is closed. ArgumentError or ArgumentTypeError for other values than these.
         """
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
@@ -159,6 +159,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         future: Future[T] = Future()
         if self._pid != os.getpid():
             raise ArgumentError("the subscriber belongs to another process")
+        if self._is_open and threading.current_thread() is self._thread:
+            return function()
         with self._lock:
             if not self._is_open:
                 raise ArgumentError("the subscriber is closed")
@@ -217,7 +219,9 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
                 while not self._calls.empty():
                     run_call(*self._calls.get())
                 now = time.monotonic()
-                for worker, each in self._connections.items():
+                for worker, each in list(self._connections.items()):
+                    if not self._is_open or self._connections.get(worker) is not each:  # `on_report` has closed it
+                        continue
                     is_due = now >= each.due_at or not ready.isdisjoint((each.monitor, each.replayed or each.published))
                     if is_due and self._serve(each) and self._on_report is not None and each.stream.stats.is_complete:
                         self._on_report(worker)
