@@ -309,3 +309,35 @@ def test_arguments() -> None:
         PrefixIndex(0)
     with pytest.raises(ArgumentError):
         PrefixIndex(16, hash_algo="md5")
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"adapter": 1.5}, ArgumentTypeError, "^adapter: got float, allowed: int, str or bytes$"),
+        ({"adapter": ("name",)}, ArgumentError, "^adapter: got a tuple of 1, allowed: a pair of name and path$"),
+        ({"salt": 2.5}, ArgumentTypeError, "^salt: got float"),
+        ({"images": 5}, ArgumentTypeError, "^images: got int, allowed: a sequence, or None$"),
+        ({"images": [5]}, ArgumentError, "^images: 5 has neither mm_hash nor identifier$"),
+    ],
+)
+def test_wrong_keys_are_refused_by_the_name_of_the_argument(keys: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        PrefixIndex(16).find_tokens(range(40), **keys)
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 8, 9])
+@pytest.mark.parametrize(
+    ("item", "error", "message"),
+    [
+        (-7, ArgumentError, r"^token_ids: got -7 \(at {place}\), allowed: at least 0$"),
+        (2**40, ArgumentError, "^token_ids: got 1099511627776; allowed: ints that fit int32$"),
+        ("a", ArgumentTypeError, "^token_ids: 'str' object cannot be"),
+    ],
+)
+def test_tokens_behind_the_last_page_are_checked_too(place: int, item: object, error: type, message: str) -> None:
+    """Of pages of 4 tokens, two of 10 tokens are hashed."""
+    token_ids: list[Any] = list(range(10))
+    token_ids[place] = item
+    with pytest.raises(error, match=message.format(place=place)):
+        PrefixIndex(4).find_tokens(token_ids)

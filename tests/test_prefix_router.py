@@ -189,3 +189,13 @@ def test_wrong_arguments_change_nothing(name: str) -> None:
     with pytest.raises(error):
         call(router)
     assert router.loads == {0: 40, 1: 0}
+
+
+@pytest.mark.parametrize("among", [[], [2], ["0"], [0.5], {-1}])
+def test_none_of_the_workers_among_those_named_is_refused(among: Any) -> None:
+    router = PrefixRouter(PrefixIndex(16), [0, 1])
+    with pytest.raises(ArgumentError, match=r"^among: got .*, allowed: at least one of the 2 workers$"):
+        router.choose("a", range(40), among=among)
+    assert router.choose("a", range(40), among=[1, 2]).worker == 1
+    with pytest.raises(ArgumentError, match=r"^workers: got none, allowed: at least one$"):
+        PrefixRouter(PrefixIndex(16), []).choose("a", range(40))

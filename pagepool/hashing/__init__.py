@@ -13,13 +13,24 @@ from typing import Any, NamedTuple, NoReturn
 
 from pagepool.arguments import as_list, read, require_int, require_short, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing.extra_keys import LORA, ExtraKeys, RequestExtraKeys, VllmExtraKeys, encode_extra_keys, list_features
+from pagepool.hashing.extra_keys import (
+    LORA,
+    REQUEST_NAMES,
+    ExtraKeyNames,
+    ExtraKeys,
+    RequestExtraKeys,
+    VllmExtraKeys,
+    encode_extra_keys,
+    list_features,
+)
 from pagepool.process_forks import NAMES, make_lock
 
 __all__ = [
     "LORA",
     "MAX_KEY",
     "NONE_HASH",
+    "REQUEST_NAMES",
+    "ExtraKeyNames",
     "ExtraKeys",
     "HashFunction",
     "HashNames",

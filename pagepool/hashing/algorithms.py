@@ -14,6 +14,8 @@ from pagepool.arguments import read
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     MAX_KEY,
+    REQUEST_NAMES,
+    ExtraKeyNames,
     ExtraKeys,
     HashFunction,
     HashNames,
@@ -61,9 +63,14 @@ class PageHasher(KeyHolder):
         digest = hmac.digest(self._root, b"pagepool configuration", "sha256")
         return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
 
-    def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
-        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request."""
-        extra_keys = known.extra_keys if known is not None and known.request is request else self.extra_keys.of(request)
+    def start(
+        self, request: Request, known: RequestHashes | None = None, names: ExtraKeyNames = REQUEST_NAMES
+    ) -> RequestHashes:
+        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request. `names` are for
+        messages.
+        """
+        is_known = known is not None and known.request is request
+        extra_keys = known.extra_keys if known is not None and is_known else self.extra_keys.of(request, names)
         return RequestHashes(request, HashChain(self.page_size, self.siphash_key, self.keep_token_ids), extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:

@@ -5,12 +5,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pagepool.arguments import MAX_SIZE, require_int, require_short
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
-__all__ = ["LORA", "ExtraKeys", "RequestExtraKeys", "VllmExtraKeys", "encode_extra_keys", "list_features"]
+__all__ = [
+    "LORA",
+    "REQUEST_NAMES",
+    "ExtraKeyNames",
+    "ExtraKeys",
+    "RequestExtraKeys",
+    "VllmExtraKeys",
+    "encode_extra_keys",
+    "list_features",
+]
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
 
@@ -20,6 +29,17 @@ VISION = "vision"
 
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
+
+
+class ExtraKeyNames(NamedTuple):
+    """What a caller calls the attributes of a request, for messages."""
+
+    salt: str = "cache_salt"
+    adapter: str = "lora_id"
+    features: str = "mm_features"
+
+
+REQUEST_NAMES = ExtraKeyNames()
 
 
 class Features:
@@ -106,15 +126,15 @@ class RequestExtraKeys:
     features: Features
 
     @classmethod
-    def of(cls, request: Any) -> Self | None:
+    def of(cls, request: Any, names: ExtraKeyNames = REQUEST_NAMES) -> Self | None:
         """Return the extra keys of `request`, or None if it has none. O(features x log features)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
-        keys = [] if lora_id is None else [_lora_key(lora_id)]
-        keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
-        mm_features = list_features(getattr(request, "mm_features", None))
+        keys = [] if lora_id is None else [_lora_key(names.adapter, lora_id)]
+        keys += [] if salt is None else [(cls.SALT, _plain(names.salt, salt))]
+        mm_features = list_features(getattr(request, "mm_features", None), names.features)
         if not mm_features and getattr(request, "has_vision", False):
             keys.append((VISION, os.urandom(16).hex()))
-        ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features)
+        ranges = tuple(_feature_range(names.features, feature, cls.FEATURE_NAMES) for feature in mm_features)
         return cls(tuple(keys), Features(ranges) if ranges else NO_FEATURES) if keys or ranges else None
 
     @property
@@ -176,19 +196,19 @@ class VllmExtraKeys(RequestExtraKeys):
         return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
 
 
-def list_features(mm_features: Any) -> tuple[Any, ...]:
+def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
     """Return features as a tuple. ArgumentTypeError unless they are a sequence or None."""
     try:
-        return () if mm_features is None else tuple(mm_features)
+        return () if features is None else tuple(features)
     except (TypeError, ValueError):
-        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+        raise ArgumentTypeError(f"{name}: got {type(features).__name__}, allowed: a sequence, or None") from None
 
 
-def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
+def _feature_range(argument: str, feature: Any, names: Sequence[str]) -> FeatureRange:
     """Return the range, modality and hash of a feature. The hash is the first of `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
-        raise ArgumentError(f"mm_features: {shown(feature)} has neither mm_hash nor identifier")
+        raise ArgumentError(f"{argument}: {shown(feature)} has neither mm_hash nor identifier")
     position = getattr(feature, "placeholder_range", None)
     if position is None:
         position = getattr(feature, "mm_position", None)
@@ -196,10 +216,10 @@ def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
     if position is not None:
         if not (hasattr(position, "offset") and hasattr(position, "length")):
             kind = type(position).__name__
-            raise ArgumentTypeError(f"mm_features: got {kind} as a position, allowed: an object with offset and length")
-        start = require_int("mm_features: offset", position.offset, 0, MAX_SIZE)
-        end = start + require_int("mm_features: length", position.length, 0, MAX_SIZE)
-    return start, end, _text("mm_features: modality", getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+            raise ArgumentTypeError(f"{argument}: got {kind} as a position, allowed: an object with offset and length")
+        start = require_int(f"{argument}: offset", position.offset, 0, MAX_SIZE)
+        end = start + require_int(f"{argument}: length", position.length, 0, MAX_SIZE)
+    return start, end, _text(f"{argument}: modality", getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
 
 
 def _text(name: str, value: object) -> str:
@@ -209,13 +229,13 @@ def _text(name: str, value: object) -> str:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
 
 
-def _lora_key(lora_id: Any) -> tuple[Any, ...]:
+def _lora_key(name: str, lora_id: Any) -> tuple[Any, ...]:
     """Return the key of an adapter: its number or name, or its name and path."""
     if type(lora_id) is not tuple:
-        return LORA, _plain("lora_id", lora_id)
+        return LORA, _plain(name, lora_id)
     if len(lora_id) != 2:
-        raise ArgumentError(f"lora_id: got a tuple of {len(lora_id)}, allowed: a pair of name and path")
-    return LORA, *[_plain("lora_id", part) for part in lora_id]
+        raise ArgumentError(f"{name}: got a tuple of {len(lora_id)}, allowed: a pair of name and path")
+    return LORA, *[_plain(name, part) for part in lora_id]
 
 
 def _plain(name: str, value: Any) -> int | str | bytes:

@@ -118,8 +118,10 @@ class PrefixRouter:
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is not under way")
         chosen_among = self._loads if among is None else as_list("among", among, "ints")
         loads = {worker: load for worker, load in self._loads.items() if worker in chosen_among}
-        if not loads:
+        if not self._loads:
             raise ArgumentError("workers: got none, allowed: at least one")
+        if not loads:
+            raise ArgumentError(f"among: got {shown(among)}, allowed: at least one of the {len(self._loads)} workers")
         if not hasattr(hashes, "__len__"):
             hashes = as_list("hashes", hashes, "hashes")
         cached = self._count_cached(hashes)

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PrefixTable
+from pagepool._core import PrefixTable, require_token_ids
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.hashing import ExtraKeyNames
 from pagepool.hashing.algorithms import make_page_hasher
 
 __all__ = ["PrefixIndex", "require_worker"]
 
 NAMED_ALGORITHMS = ("siphash128", "sha256", "sha256_cbor")
 MAX_WORKERS = 1 << 16
+ARGUMENTS = ExtraKeyNames("salt", "adapter", "images")
 
 
 class PrefixIndex(PrefixTable):
@@ -67,14 +69,20 @@ class PrefixIndex(PrefixTable):
         """Return the hashes of the pages of a prompt that may hit, a `HashChain` for `find`. O(tokens).
 
         `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
-        compute. ArgumentTypeError or ArgumentError for what is no token id.
+        compute. ArgumentTypeError or ArgumentError for an item that is no token id, also behind the last page.
         """
         if not hasattr(token_ids, "__len__"):
             raise ArgumentTypeError(f"token_ids: got {type(token_ids).__name__}, allowed: a list or an array of ints")
         keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
         request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
-        hashes = self._hasher.start(request)
-        self._hasher.extend(hashes, request, max(0, len(token_ids) - 1) // self.page_size)
+        hashes = self._hasher.start(request, names=ARGUMENTS)
+        num_pages = max(0, len(token_ids) - 1) // self.page_size
+        try:
+            self._hasher.extend(hashes, request, num_pages)
+            require_token_ids(token_ids[num_pages * self.page_size :], num_pages * self.page_size)
+        except (ArgumentError, ArgumentTypeError):
+            require_token_ids(token_ids)  # names the argument, and counts from the first token
+            raise
         return hashes.chain
 
     def find_tokens(
