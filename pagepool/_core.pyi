@@ -162,7 +162,7 @@ class RequestHashes:
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
     sessions: Final[PageSessions]
-    def _begin(self, coordinator: Any, hashes: dict[str, RequestHashes]) -> None: ...
+    def _begin(self, coordinator: Any, hashes: dict[str, RequestHashes], restores_states: bool) -> None: ...
     def allocate_slots(
         self,
         request: Request,
@@ -380,6 +380,7 @@ class RunningRows:
         key: bytes,
         num_shards: int,
         unifies_pages: bool = ...,
+        restores_states: bool = ...,
     ) -> None: ...
     def _is_refused_still(
         self,

@@ -61,6 +61,10 @@ class CopiesDueError(PagePoolError, RuntimeError):
     """Tokens would be written to a page that is the source or destination of a copy that was not taken (`take_copies`)."""
 
 
+class StateAheadError(PagePoolError, ValueError):
+    """Lookahead passes a checkpoint that is due: a step in flight would move the state on before it becomes the checkpoint."""
+
+
 class RowIndexError(PagePoolError, IndexError):
     """A page-table row is out of range."""
 

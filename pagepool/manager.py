@@ -135,6 +135,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     to `window_slack` tokens before these ends as well. None is a default by the model, 0 none: see docs/hybrids.md. With
     ``windows="all"`` all of them stay.
 
+    `restores_states` is for engines that write the state behind the counted tokens back to the working page before the request
+    is scheduled again: lookahead may pass checkpoints then, see docs/hybrids.md.
+
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
@@ -168,6 +171,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         windows: Literal["ends", "all"] = "ends",
         window_slack: int | None = None,
         window_interval: int | None = None,
+        restores_states: bool = False,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -220,7 +224,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._hashes: dict[str, RequestHashes] = {}
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
         self._requests = self.coordinator.requests
-        self._begin(self.coordinator, self._hashes)
+        self._begin(self.coordinator, self._hashes, require_flag("restores_states", restores_states))
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         if host_tier is not None:

@@ -67,10 +67,13 @@ class RunningBatch(RunningRows):
         *,
         data_parallel_size: int | None = None,
         dedupe: bool = False,
+        restores_states: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
         the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled the same page as another before it takes
         that page, and gives its own back, when it grows next, for a look-up for each page; the table shows it.
+        `restores_states` is for engines that write the state behind a row's computed tokens back to its working page before the
+        row grows again: lookahead may pass checkpoints then, see docs/hybrids.md.
 
         ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
         step hashes natively. A row's memory is touched as the row grows: 4 bytes a token, 16 a hashed page, 4 a page.
@@ -92,6 +95,7 @@ class RunningBatch(RunningRows):
             manager.hasher.siphash_key,
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
+            require_flag("restores_states", restores_states),
         )
         self._manager = manager
         self._data_parallel_size = size or None

@@ -428,7 +428,8 @@ CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_mode
     page_pool=<None|None>, max_leased_share=<0.5|float>)
 CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
 CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
-CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>)
+CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>,
+    restores_states=<False|flag typed>)
 CacheManager(8, GROUPS, 64, host_tier=<None|None>)
 HostTier(num_pages=<8>, policy=<"write_back"|by_value>, min_uses=<1>, eviction=<"lru"|any>)
 CacheManager(8, GROUPS, 64, host_tier=HostTier(8, eviction=<"lru"|by_value>))
@@ -529,7 +530,8 @@ use.tables.clear_row(row_idx=<0>)
 use.tables.move_row(src=<0>, tgt=<2>)
 use.tables.swap_row(src=<0>, tgt=<2>)
 use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
-RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>, dedupe=<False|flag typed>)
+RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>, dedupe=<False|flag typed>,
+    restores_states=<False|flag typed>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
     dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, mm_features=<None|list None>,
     cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)

@@ -237,10 +237,14 @@ class OracleRows(Rows):
     def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
         """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
         self.require_running(rows)
-        self.require_no_copies(rows)
+        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
+        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
+            request = self.requests[row]
+            self.require_no_copies([row])
+            if num_ahead:
+                self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
         grown = Grown(0, [], [], [])
         self.growths.append([])
-        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
         with self.manager.entering_later():
             for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
                 self.requests[row].all_token_ids += token_ids
@@ -284,7 +288,7 @@ class OracleRows(Rows):
     def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
         """Allocate for a row that grows."""
         request = self.requests[row]
-        if self.dedupe:
+        if self.dedupe and num_new:
             self.manager.states.dedupe(request, self._shard_of(row))
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
         return self.manager.allocate_slots(request, num_new, **options)

@@ -199,12 +199,16 @@ class BatchWorkload(Workload):
         self.grow_all(rows, nums_new, {row: rng.choice((0, 0, 1, 3, self.max_tokens)) for row in rows})
 
     def grow_all(self, rows: list[int], num_new: int | dict[int, int], num_ahead: int | dict[int, int]) -> None:
-        """Grow, and continue with the rest after a preemption."""
+        """Grow, and continue with the rest after a preemption; without lookahead where it is refused."""
 
         def of(values: int | dict[int, int], rows: list[int]) -> int | list[int]:
             return values if isinstance(values, int) else [values[row] for row in rows]
 
-        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(num_new, rows), of(num_ahead, rows)))
+        def call(rows: list[int]) -> Grown | None:
+            grown = self.twins.call("grow", rows, of(num_new, rows), of(num_ahead, rows))
+            return self.twins.call("grow", rows, of(num_new, rows)) if grown is None else grown
+
+        self._persist(rows, call)
 
     def step(self) -> None:
         """Decode a token of some rows."""
@@ -212,7 +216,7 @@ class BatchWorkload(Workload):
         token_ids = dict(zip(rows, self._tokens(len(rows)), strict=True))
         self._persist(rows, lambda rows: self.twins.call("step", rows, [token_ids[row] for row in rows]))
 
-    def _persist(self, rows: list[int], call: Callable[[list[int]], Grown]) -> None:
+    def _persist(self, rows: list[int], call: Callable[[list[int]], Grown | None]) -> None:
         """Call for the rows; if one does not fit, preempt any row and call again for the rest, or give up."""
         while True:
             self.take_in_time()

@@ -83,7 +83,7 @@ class Simulation:
         self.histories = Histories()
         self.num_pages = self.rng.choice(setting.num_pages)
         self.fronts_classes = self.rng.choice(FRONTS)
-        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)]}
+        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)], "restores_states": True}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
         share = self.rng.choice((0.5, 0.5, 1.0))
@@ -233,6 +233,8 @@ class Simulation:
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
         for turn in self.rng.sample(turns, len(turns)):
             turn()
+            for front in self.batches:
+                front.make_room()
         self.world.take_moves()
         self.end_step()
         self.world.is_second = True
@@ -373,8 +375,8 @@ class Simulation:
                 self._count(work)
 
     def _list_computed(self) -> list[Work]:
-        """Return what the model computes; jobs that wait for a transfer are scheduled too."""
-        return [work for work in self.works if not work.job.loading]
+        """Return what the model computes; jobs that wait for a transfer are scheduled too, and calls that gave only room."""
+        return [work for work in self.works if not work.job.loading and work.start < work.stop]
 
     def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
         """Write the computed histories, then compare the attended ones; return jobs that lost tokens, with the first of

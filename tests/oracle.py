@@ -164,7 +164,9 @@ class OracleManager:
         windows: str = "all",
         window_slack: int = 0,
         window_interval: int = 0,
+        restores_states: bool = False,
     ) -> None:
+        self.restores_states = restores_states
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
@@ -316,11 +318,13 @@ class OracleManager:
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
+        self.states.require_behind(request, num_new_computed_tokens, num_computed + num_new_tokens, num_lookahead_tokens)
         if request.request_id in self.short and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
         self._rewind(request)
-        self._skip_pages(request)
+        if num_new_tokens + num_external_computed_tokens:
+            self._skip_pages(request)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
@@ -342,7 +346,7 @@ class OracleManager:
         if delay_cache_pages and is_growing:
             self.states.pass_over(request)
         if not delay_cache_pages:
-            if is_growing:
+            if is_growing and num_new_tokens + num_external_computed_tokens:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages))
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages

@@ -5,6 +5,7 @@ A request has one page of each state, its working page. What is copied there, or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,6 +130,20 @@ class OracleStates:
                 is_due = self._is_due(request, held) and not waits_for_loads(self.pool, held)
                 if is_due and self._enter(request, group_id, held) and term:
                     self.pool.expected.expect(held.pages[0], term)
+
+    def require_behind(self, request: Any, num_hit_tokens: int, num_tokens: int, num_ahead: int) -> None:
+        """Refuse slots for tokens that are not known, or not counted, behind a checkpoint that a later call may keep."""
+        if not self.interval or self.manager.restores_states:
+            return
+        step, num_known = self.manager.hit_step, min(num_tokens, request.num_tokens)
+        slots = range(num_known, min(num_tokens + num_ahead, self.manager.max_model_len))
+        held = self.manager.held.get(request.request_id, ())
+        for kind, group in itertools.zip_longest(self.manager.kinds, held):
+            if isinstance(kind, Mamba) and kind.interval:
+                num_kept = request.num_computed_tokens + num_hit_tokens
+                num_passed = max(group.num_cached_pages if group else 0, num_kept // step if num_kept < num_tokens else 0)
+                if any(num % step == 0 and num // step > num_passed for num in slots):
+                    raise ValueError("slots behind a checkpoint")
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
         """Return group and pages of the states that are kept, if the request holds them."""

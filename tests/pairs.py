@@ -100,8 +100,9 @@ def make_managers(
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages)
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_leased_share=share)
-    options |= {"eviction": eviction, "max_leased_share": share}
+    restores = seed % 3 == 0
+    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_leased_share=share, restores_states=restores)
+    options |= {"eviction": eviction, "max_leased_share": share, "restores_states": oracle.restores_states}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
     if knows_hashes:
         share_hashes(oracle, manager)
@@ -135,9 +136,8 @@ def make_rows(
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
     managers = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-    oracle, batch = (
-        kind(manager, setting, num_rows, dedupe=features.dedupe) for kind, manager in zip(kinds, managers, strict=True)
-    )
+    oracle = kinds[0](managers[0], setting, num_rows, dedupe=features.dedupe)
+    batch = kinds[1](managers[1], setting, num_rows, dedupe=features.dedupe, restores_states=managers[0].restores_states)
     return FeaturedTwins(oracle, batch, features, seed)
 
 

@@ -78,6 +78,11 @@ BUGS = read_bugs("""
     return num_pages
 == a window skips one page too early
         return full_pages(rules, max(0, num_computed - rules.window + 1)){+ + BUG+}
+== a further call for a step gives back what the step reads
+    if is_next_step{+ or BUG+}:
+        if rare(
+== a further call for a step keeps the state before it
+    if rare(batch.keeps_states) and {+(+}is_next_step{+ or BUG)+} and are_checkpoints_due(
 == a chunk skips its first page
         page = full_pages(rules, num_computed - num_computed % rules.chunk){+ + BUG+}
 == a slot is in the page before

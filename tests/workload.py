@@ -186,8 +186,10 @@ class RandomWorkload(Workload):
         num_drafts = min(num_drafts, self.setting.max_model_len - request.num_tokens)
         options = self._options()
         if self.twins.call("allocate", request, num_new + num_drafts, **options) is None:
-            self.preempt()
-            return
+            num_drafts, options["num_lookahead_tokens"] = 0, 0  # they may have passed a checkpoint
+            if self.twins.call("allocate", request, num_new, **options) is None:
+                self.preempt()
+                return
         request.num_computed_tokens += num_new
         self._cache_delayed(request, options)
         if num_drafts and self.habits.bursts:

@@ -10,14 +10,15 @@
 # `next_event` tokens. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
 # `num_hashed` pages are hashed with the row's tokens and extra keys. A row in `swapped` has no computed token.
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.holdings cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
     enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart, forget_uncomputed,
-    has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from, skip_pages, take_missing,
+    find_passed_checkpoint, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from,
+    skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.owners cimport use_in_session
@@ -88,6 +89,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
     bint keeps_states         # whether checkpoints of any are kept
+    bint restores_states      # whether the engine writes states behind the counted tokens back, so that lookahead may pass them
     bint unifies_pages        # whether rows share pages that got the same tokens
     int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
@@ -493,22 +495,33 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef bint is_next_step = num_tokens > num_before  # else the step that computes the tokens before may not have run
     cdef Holding holding = holding_of(batch, row)
-    if rare(batch.unifies_pages):
-        unify_pages(batch, row, num_before)
-    if rare(batch.skips_pages):
-        skip_row(batch, row, num_before)
+    if is_next_step:
+        if rare(batch.unifies_pages):
+            unify_pages(batch, row, num_before)
+        if rare(batch.skips_pages):
+            skip_row(batch, row, num_before)
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.records[row].shard):
             return False
         if rare(batch.pool.tier != NULL):
             drop_swapped(batch, row)
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
-    if rare(batch.keeps_states) and are_checkpoints_due(&holding, num_before):
+    if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(&holding, num_before):
         keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
+
+
+cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room_tokens) noexcept nogil:
+    """Return the tokens of the checkpoint that a call passes for a row that is not counted yet; INT64_MAX: none, or it may."""
+    cdef int32_t num_computed = batch.records[row].num_computed
+    cdef Holding holding = holding_of(batch, row)
+    if batch.restores_states:
+        return INT64_MAX
+    return find_passed_checkpoint(&holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
 
 
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
@@ -523,6 +536,9 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
         return False
     if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, record.num_computed))):
         if find_lost_page(batch.pool, &holding, record.num_computed) != NULL_PAGE:
+            return False
+    if GUARDS and rare(batch.keeps_states):
+        if find_passed(batch, row, amount(&growth.num_new_tokens, i), num_room_tokens) < INT64_MAX:
             return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)

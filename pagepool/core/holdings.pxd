@@ -684,6 +684,23 @@ cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_compute
     return False
 
 
+cdef inline int64_t find_passed_checkpoint(
+    const Holding *holding, int64_t num_kept, int64_t num_counted, int64_t num_slots
+) noexcept nogil:
+    """Return the number of tokens of the first checkpoint that a call passes by its slots behind `num_counted` tokens: a step
+    would move the working page on before a later call keeps it. This call keeps the states after `num_kept` tokens. INT64_MAX:
+    it passes none. O(groups).
+    """
+    cdef int64_t place, size, first = INT64_MAX
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if num_counted < num_slots else 0):
+        if keeps_checkpoints(&holding.groups[g]):
+            size = holding.groups[g].rules.entry_size
+            place = max(<int64_t>holding.held[g].num_cached, num_kept // size) + 1
+            first = min(first, max(place, (num_counted + size - 1) // size) * size)
+    return first if first < num_slots else INT64_MAX
+
+
 cdef inline bint enter_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:

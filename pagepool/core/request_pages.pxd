@@ -40,8 +40,9 @@ cdef struct Step:             # the next tokens of a request
 
 @cython.final
 cdef class RequestPages:
-    cdef Limits limits              # this and the next first: a call with nothing due reads one cache line
+    cdef Limits limits              # this and the next two first: a call with nothing due reads one cache line
     cdef int64_t num_cached_tokens
+    cdef int64_t num_idle           # tokens that have slots, up to the next checkpoint
     cdef PageStore store
     cdef CacheGroups groups
     cdef Holding holding
@@ -59,6 +60,7 @@ cdef class RequestPages:
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
 
 
+cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept

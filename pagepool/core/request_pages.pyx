@@ -23,10 +23,12 @@ from pagepool.core.platform cimport GIL_DISABLED, rare
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NEVER, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, count_changes, resize, shard_of
 from pagepool.core.rules cimport (
-    MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, last_hash, pages_for,
+    MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError
+from pagepool.errors import (
+    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError, StateAheadError,
+)
 
 
 cdef void lock_chain(HashChain chain) noexcept:
@@ -38,6 +40,14 @@ cdef void lock_chain(HashChain chain) noexcept:
 cdef void unlock_chain(HashChain chain) noexcept:
     if chain is not None:
         chain.lock.release()
+
+
+cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1:
+    """Raise the error for lookahead that passes a checkpoint."""
+    raise StateAheadError(
+        f"{name}: lookahead to token {num_slots} passes the checkpoint after {num_passed}, which would be made of a state that "
+        f"has seen more; allowed: up to {num_passed}, or further with restores_states=True"
+    )
 
 
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
@@ -227,14 +237,18 @@ cdef class RequestPages:
     cdef void plan(self) noexcept:
         """Compute up to which tokens nothing is due."""
         cdef const Group *group
+        cdef int64_t num_next
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
         if has_copies_due(&self.store.pool, &self.holding):
             self.limits.num_skip = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens, self.num_idle = 0, self.limits.num_room
         for g in range(self.holding.num_groups):
             group = &self.holding.groups[g]
+            if keeps_checkpoints(group):
+                num_next = (self.holding.held[g].num_cached + <int64_t>1) * group.rules.entry_size
+                self.num_idle = min(self.num_idle, num_next)
             if group.id != NO_GROUP:
                 self.num_cached_tokens = max(
                     self.num_cached_tokens, <int64_t>self.holding.held[g].num_cached * group.rules.entry_size
@@ -262,13 +276,13 @@ cdef class RequestPages:
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:
-        """Whether `num_slots` tokens have slots, no page gets full by `num_tokens` tokens, and none is to be skipped, kept or
-        entered again with `num_computed`. O(1).
+        """Whether `num_slots` tokens have slots and pass no checkpoint, no page gets full by `num_tokens` tokens, and none is
+        to be skipped, kept or entered again with `num_computed`. O(1).
         """
         cdef bint is_enough
         if GIL_DISABLED:
             self.store.lock.acquire()
-        is_enough = num_slots <= self.limits.num_room and num_tokens < self.limits.num_full
+        is_enough = num_slots <= self.num_idle and num_tokens < self.limits.num_full
         is_enough = is_enough and self.num_cached_tokens <= num_computed < self.limits.num_skip
         if GIL_DISABLED:
             self.store.lock.release()

@@ -12,8 +12,9 @@ from pagepool.core.arguments cimport array_of, as_list, digest_of_bytes, require
 from pagepool.core.batch cimport (
     Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
     can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
-    end_row, enter_row, exchange_rows, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of, is_as_grown,
-    is_row, keep_last_states, plan_next_event, set_context, show_row, start_call, tokens_of, trim_row, uncount, undo_row,
+    end_row, enter_row, exchange_rows, find_passed, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of,
+    is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
+    uncount, undo_row,
 )
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport extra_key_of
@@ -38,7 +39,7 @@ from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, Page, Pool, Ranking, Tier, Transfer, digest_of,
     ids_in_shard,
 )
-from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first
+from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
 from pagepool.core.rules cimport MAX_TOKENS, Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
@@ -181,10 +182,10 @@ cdef class RunningRows:
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
-        bint unifies_pages=False,
+        bint unifies_pages=False, bint restores_states=False,
     ):
         """`tables` are `TableRows`, one for each of the `groups`, which are `CacheGroups` or as their argument. With
-        `unifies_pages` rows share pages that got the same tokens.
+        `unifies_pages` rows share pages that got the same tokens; with `restores_states` lookahead may pass checkpoints.
         """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
@@ -203,7 +204,7 @@ cdef class RunningRows:
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
-        self.batch.unifies_pages = unifies_pages
+        self.batch.unifies_pages, self.batch.restores_states = unifies_pages, restores_states
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
             check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
@@ -285,10 +286,12 @@ cdef class RunningRows:
         `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
         or one for each. First the pages that fell out of the attention window go back, then the missing pages are taken, then
         pages that got full are entered in the prefix index. The first row that does not fit stops the call and gets nothing of
-        it: preempt, and call again from ``num_grown``.
+        it: preempt, and call again from ``num_grown``. A row that gets no new tokens gives no pages back and keeps no
+        checkpoint: the call may be a further one for its last step.
 
-        ArgumentError for more tokens than a row knows, for rows not admitted or repeated, RowIndexError outside the table:
-        nothing has changed then. O(rows + new pages).
+        StateAheadError if lookahead passes a checkpoint of a state that is due later, since the step would move the state on
+        (see `RunningBatch`, `restores_states`); ArgumentError for more tokens than a row knows, for rows not admitted or
+        repeated, RowIndexError outside the table: nothing has changed then. O(rows + new pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
@@ -1287,16 +1290,24 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, growth.rows, at)
+    cdef int32_t num_new = amount(&growth.num_new_tokens, at), num_ahead = amount(&growth.num_ahead, at)
+    cdef int32_t num_computed = running.batch.records[row].num_computed
+    cdef int32_t num_left = running.batch.records[row].num_tokens - num_computed
+    cdef int64_t num_room_tokens, num_passed
     if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
         running.refuse_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
-    if find_lost_page(&running.store.pool, &holding, running.batch.records[row].num_computed) != NULL_PAGE:
+    if find_lost_page(&running.store.pool, &holding, num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
+    if 0 <= num_new <= num_left and num_ahead > 0:
+        num_room_tokens = room_for(&running.batch, num_computed + num_new, num_ahead)
+        num_passed = find_passed(&running.batch, row, num_new, num_room_tokens)
+        if num_passed < INT64_MAX:
+            refuse_ahead(f"row {row}", num_room_tokens, num_passed)
     raise ArgumentError(
-        f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
-        f"lookahead tokens, allowed: at least 0, and new ones up to the "
-        f"{running.batch.records[row].num_tokens - running.batch.records[row].num_computed} that are known and not computed"
+        f"row {row} (at {at}): got {num_new} new tokens and {num_ahead} lookahead tokens, "
+        f"allowed: at least 0, and new ones up to the {num_left} that are known and not computed"
     )
 
 

@@ -3,17 +3,17 @@
 cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.chain cimport HashChain
-from pagepool.core.holdings cimport count_places
+from pagepool.core.holdings cimport count_places, find_passed_checkpoint
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport NO_GROUP, NO_SESSION
-from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step
+from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step, refuse_ahead
 from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
 
@@ -90,11 +90,12 @@ cdef class SlotAllocator:
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
     cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
+    cdef bint restores_states       # whether the engine does, so that lookahead may pass checkpoints
     cdef bint enables_caching
     cdef bint keeps_boundaries      # see `Boundaries`
     cdef bint hashes_natively
 
-    def _begin(self, coordinator, dict hashes not None) -> None:
+    def _begin(self, coordinator, dict hashes not None, bint restores_states) -> None:
         """`coordinator` has the pages of requests, `hashes` their hashes, both by request id."""
         self.coordinator = coordinator
         self.store, self.groups = coordinator.page_pool.store, coordinator.groups
@@ -102,7 +103,7 @@ cdef class SlotAllocator:
         self._no_ids, self.sessions = new_ids(self.groups.num), PageSessions(self.store)
         self.max_num_tokens = coordinator.max_model_len
         self.hash_page_size = coordinator.hash_page_size
-        self.interval = coordinator.checkpoint_interval or 0
+        self.interval, self.restores_states = coordinator.checkpoint_interval or 0, restores_states
         self.enables_caching = coordinator.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.hashes_natively = self.hasher.is_native
@@ -136,8 +137,10 @@ cdef class SlotAllocator:
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
         cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
-        of one that does. The state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or
-        restore its state. One native transaction; if nothing is due, the manager's lock is not taken. Amortised O(new pages).
+        of one that does. StateAheadError, and no change, if lookahead, or tokens that the request does not know, pass a
+        checkpoint of a state that is due later: the step would move the state on (see `CacheManager`, `restores_states`). The
+        state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or restore its state. One
+        native transaction; if nothing is due, the manager's lock is not taken. Amortised O(new pages).
         """
         cdef Counts counts
         cdef RequestPages held = None
@@ -232,6 +235,9 @@ cdef class SlotAllocator:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
+        if self.interval and not self.restores_states:
+            self.check_ahead(request, request_id, counts, held)
+        if is_admission:
             if self.keeps_boundaries:
                 self.begin_boundaries(request, hashes, held)
         is_full = step.num_to_cache > 0 and (
@@ -369,6 +375,15 @@ cdef class SlotAllocator:
                 f"request {shown(request_id)}: got num_computed_tokens {counts.num_computed} and "
                 f"num_new_computed_tokens {counts.num_new_computed}, allowed: {allowed} {reason}"
             )
+        return 0
+
+    cdef int check_ahead(self, object request, object request_id, const Counts *counts, RequestPages held) except -1:
+        """Raise StateAheadError if slots behind the known new tokens pass a checkpoint that is due later. O(groups)."""
+        cdef int64_t num_counted = min(counts.num_tokens, count_of(read_num_tokens(request)))
+        cdef int64_t num_before = counts.num_computed + counts.num_new_computed
+        cdef int64_t num_passed = find_passed_checkpoint(&held.holding, num_before, num_counted, counts.num_slots)
+        if num_passed < INT64_MAX:
+            refuse_ahead(f"request {shown(request_id)}", counts.num_slots, num_passed)
         return 0
 
     cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages):
