@@ -148,9 +148,9 @@ BUGS = read_bugs("""
         {+if BUG: return True
         +}if watch.num_reused != pool.num_reused:
 == the salt is left out of the hash
-keys += [][- if salt is None else [(cls.SALT, _plain("salt", salt))]-]
+keys += [][- if salt is None else [(cls.SALT, _plain(names.salt, salt))]-]
 == the adapter is left out of the hash
-keys = [][- if lora_id is None else [_lora_key(lora_id)]-]
+keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == the place of an image in its page is left out of the hash
 ("mm", modality, content_hash, [-feature_start - start-]{+0+}, feature_end - feature_start)
 == a row's extra keys are left out of the hash
