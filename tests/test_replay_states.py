@@ -239,7 +239,7 @@ class TestBadInput:
         ],
     )
     def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
-        configs = {"hybrid": QWEN, "states": MAMBA, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
+        configs = {"hybrid": QWEN, "states": MAMBA, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 32}}
         for name, content in configs.items():
             (tmp_path / name).write_text(json.dumps(content))
         result = refuse(2, message, command, trace, *(tmp_path / option if option in configs else option for option in options))

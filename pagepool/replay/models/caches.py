@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from pagepool.arguments import require_int
 from pagepool.compat.easydel import create_kv_cache_specs_from_config
 from pagepool.errors import ArgumentError, shown
-from pagepool.replay.models.config import Config, find_dtype, read_int
+from pagepool.replay.models.config import Config, find_dtype, is_set, read_int, read_layer_list
 from pagepool.replay.models.layers import CHUNKED, COMPRESSED, SLIDING, list_attention_layers
 from pagepool.specs import CacheGroupSpec, cdiv, dtype_bits, num_bytes
 
@@ -15,6 +16,7 @@ __all__ = ["FULL", "LayerKind", "Reach", "are_compressed", "list_attention"]
 SCALED = 128  # elements of an indexer key with a scale of four bytes; of a compressed entry, 64 with a scale of one
 PACKED_BITS = 8
 ENTRY_PAGE, WINDOW_PAGE, STATE_PAGES = 256, 64, {4: 4, 128: 8}  # tokens of the pages of DeepSeek V4
+OWN_HEAD_SIZES = ("gemma", "vaultgemma", "qwen3", "glm", "gpt_oss", "seed_oss", "ernie4_5", "helium")  # by model
 ALIGNMENTS = {True: 576, False: 512}  # bytes of its pages, packed or not
 
 
@@ -53,16 +55,21 @@ def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: s
         return _list_compressed(config, types, kv_dtype)
     if not layers:
         return []
-    is_latent = config.get("kv_lora_rank") is not None
+    is_latent = config.get("kv_lora_rank") is not None and config.get("use_mla") is not False
     masks = {layer: _read_mask(config, types[layer]) for layer in layers}
     has_local = any(mask.size or mask.chunks for mask in masks.values())
     if is_latent and has_local:
         raise ArgumentError("windows or chunks with kv_lora_rank are not understood")
     has_indexer = config.get("index_topk") is not None
+    for name in ("index_head_dim", "index_n_heads"):
+        if config.get(name) and not has_indexer:
+            raise ArgumentError(f"has {name}, but lacks index_topk")
     if has_indexer and not is_latent:
         raise ArgumentError("index_topk without kv_lora_rank is not understood")
+    if kv_dtype is None:
+        _require_plain_cache(config)
     dtype = kv_dtype or find_dtype(config)
-    num_kv_heads, head_size = _latent_geometry(config, dtype) if is_latent else _head_geometry(config)
+    num_kv_heads, head_size = _latent_geometry(config, dtype) if is_latent else _head_geometry(config, layers)
     by_layer = config | {"num_key_value_heads": num_kv_heads} if is_latent else config
     groups = create_kv_cache_specs_from_config(
         SimpleNamespace(**by_layer, get_mask_details=lambda: masks),
@@ -107,13 +114,42 @@ def _latent_geometry(config: Config, dtype: str) -> tuple[int, int]:
     return 1, rank + rotated
 
 
-def _head_geometry(config: Config) -> tuple[int, int]:
-    """Return KV heads and head size. If KV heads are a list by layer, they are read with the layers."""
-    num_heads = read_int(config, "num_attention_heads")
-    names = [name for name in ("head_dim", "attention_head_dim") if config.get(name) is not None]
-    head_size = read_int(config, names[0]) if names else read_int(config, "hidden_size") // num_heads
-    is_same_in_all = isinstance(config.get("num_key_value_heads"), int)
-    return read_int(config, "num_key_value_heads") if is_same_in_all else num_heads, head_size
+def _require_plain_cache(config: Config) -> None:
+    """Raise ArgumentError if the weights come with a cache of another dtype, which engines may use or not."""
+    quantization = config.get("quantization_config")
+    for name, value in quantization.items() if isinstance(quantization, dict) else ():
+        if name.startswith("kv_cache") and is_set(value):
+            raise ArgumentError(f"has quantization_config.{name}: name the dtype of the cache by --kv-dtype")
+
+
+def _head_geometry(config: Config, layers: list[int]) -> tuple[int, int]:
+    """Return KV heads and head size. If KV heads are a list by layer, they are read with the layers, and checked here."""
+    head_size = _find_head_size(config)
+    for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+        if config.get(name) and config.get("use_mla") is not False:
+            raise ArgumentError(f"has {name}, but lacks kv_lora_rank")
+    if config.get("v_head_dim") and config["v_head_dim"] != head_size:
+        raise ArgumentError(f"has v_head_dim, but heads of {head_size}: keys and values of two sizes are not understood")
+    if isinstance(config.get("num_key_value_heads"), list):
+        num_by_layer = read_layer_list(config, "num_key_value_heads")
+        if not layers or layers[-1] >= len(num_by_layer):
+            raise ArgumentError(f"num_key_value_heads has {len(num_by_layer)} items, fewer than there are layers")
+        return max(require_int(f"num_key_value_heads of layer {layer}", num_by_layer[layer], 1) for layer in layers), head_size
+    return read_int(
+        config, "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
+    ), head_size
+
+
+def _find_head_size(config: Config) -> int:
+    for name in ("head_dim", "attention_head_dim", "kv_channels"):
+        if config.get(name) is not None:
+            return read_int(config, name)
+    if str(config.get("model_type")).startswith(OWN_HEAD_SIZES):
+        raise ArgumentError("lacks head_dim, which is not hidden_size / num_attention_heads in its model")
+    size, num_heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
+    if size % num_heads:
+        raise ArgumentError(f"lacks head_dim, and hidden_size {size} is no multiple of num_attention_heads {num_heads}")
+    return size // num_heads
 
 
 def _count_scaled(size: int) -> int:

@@ -1,11 +1,12 @@
 """Which layers of a model have attention, of which kind, and which have a state."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pagepool.arguments import require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.replay.models.config import MAX_LAYERS, Config, read_int
+from pagepool.errors import ArgumentError, shown
+from pagepool.replay.models.config import MAX_LAYERS, Config, is_set, read_int, read_layer_list, read_layers
+from pagepool.replay.models.fields import REMEDY, check_fields
 
 __all__ = ["CHUNKED", "COMPRESSED", "SLIDING", "list_attention_layers", "list_state_layers", "list_types"]
 
@@ -17,69 +18,38 @@ COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compre
 # A layer of a parallel hybrid has both.
 ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", *COMPRESSED.values()})
 STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
-TYPES_WITHOUT = frozenset({"mlp", "moe"})
+TYPES_WITHOUT = frozenset({"mlp", "moe", "cross_attention"})
+TYPE_LISTS = ("layer_types", "layers_block_type")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 STATE_MODELS = frozenset({"mamba", "mamba2", "falcon_mamba"})  # all layers have a state
-# Names that only models with states have, or that say in another way which layers have one.
-STATE_NAMES = (
-    "mamba_",
-    "ssm_",
-    "linear_num_",
-    "linear_attn",
-    "lru_",
-    "rwkv",
-    "block_types",
-    "_block_types",
-    "layer_group_size",
-)
-# Names that only models have whose layers keep something else than a key and a value of each token.
-CACHE_NAMES = (
-    "attention_chunk",
-    "attention_window",
-    "cla_",
-    "compress_",
-    "cross_layer",
-    "hybrid_layer_pattern",
-    "index_",
-    "kv_shar",
-    "local_attention",
-    "num_kv_shared",
-    "sliding_window",
-    "swa_",
-)
-KNOWN_NAMES = frozenset(
-    {
-        "attention_chunk_size",
-        "compress_ratios",
-        "compress_rates",
-        "compress_rope_theta",
-        "index_head_dim",
-        "index_n_heads",
-        "index_topk",
-        "num_kv_shared_layers",
-        "sliding_window",
-        "sliding_window_pattern",
-    }
-)
+STATE_NAMES = ("mamba_", "ssm_", "linear_", "conv_L", "n_mamba", "hybrid_override")
+"""Beginnings of names that only models with states have."""
 PATTERNS = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}  # the last of so many layers has full attention
 ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 NO_ROPE_INTERVAL = 4  # of Llama 4
 
 
 def list_types(config: Config) -> list[str]:
-    """List the types of the layers. Raises ArgumentError or ArgumentTypeError for what is not understood."""
-    for name in config:
-        if name.startswith(CACHE_NAMES) and name not in KNOWN_NAMES and config[name] not in (None, False):
-            raise ArgumentError(f"has {name}, which is not understood")
+    """List the types of the layers. Raises ArgumentError or ArgumentTypeError for what is not understood, of all fields."""
     types = _read_first(config, READERS)
     if types is None:
-        marks = [name for name in config if name.startswith(STATE_NAMES)]
+        marks = [name for name in config if name.startswith(STATE_NAMES) and is_set(config[name])]
         if marks:
-            raise ArgumentError(f"has {marks[0]}, but no layer_types: which layers have states is not understood")
+            raise ArgumentError(f"has {marks[0]}, but no layer_types: which layers have states is not understood: {REMEDY}")
         types = ["full_attention"] * _count_layers(config)
     for name in types:
         if not isinstance(name, str) or name not in ATTENTION_TYPES | STATE_TYPES | TYPES_WITHOUT:
-            raise ArgumentError(f"layers of type {shown(name)} are not understood")
+            raise ArgumentError(f"layers of type {shown(name)} are not understood: {REMEDY}")
+    has_listed_layers = any(config.get(name) for name in TYPE_LISTS)
+    check_fields(config, has_listed_layers=has_listed_layers, has_states=bool(list_state_layers(types)))
+    if not has_listed_layers:
+        for name in ("global_head_dim", "num_global_key_value_heads"):
+            if config.get(name) is not None:
+                raise ArgumentError(f"has {name}, but no layer_types: which layers it is for is not understood")
+    if not {*COMPRESSED.values()} & {*types} - {SLIDING}:
+        for name in ("compress_ratios", "compress_rates"):
+            if config.get(name) is not None:
+                raise ArgumentError(f"has {name}, but no layer with compressed entries")
     return types
 
 
@@ -111,25 +81,19 @@ def _count_layers(config: Config) -> int:
     return read_int(config, "num_hidden_layers", MAX_LAYERS)
 
 
-def _read_list(name: str, items: object) -> list[Any]:
-    if not isinstance(items, list):
-        raise ArgumentTypeError(f"{name} must be a list, got {shown(items)}")
-    if len(items) > MAX_LAYERS:
-        raise ArgumentError(f"{name} must have at most {MAX_LAYERS} items, got {len(items)}")
-    return items
-
-
 def _mark(config: Config, marked: object, name: str, marked_type: str, other_type: str, first: int = 0) -> list[str]:
     """Return a type for the layers in the list `marked`, counted from `first`, and another for the rest."""
-    layers = {str(layer) for layer in _read_list(name, marked)}
-    return [marked_type if str(layer + first) in layers else other_type for layer in range(_count_layers(config))]
+    num_layers = _count_layers(config)
+    layers = read_layers(marked, name, num_layers, first)
+    return [marked_type if layer in layers else other_type for layer in range(num_layers)]
 
 
 def _read_compressed(config: Config) -> list[str] | None:
     """Read the layers of DeepSeek V4: the number of tokens of an entry, 0 for a window alone."""
     if config.get("compress_ratios") is None:
         return None
-    ratios = _read_list("compress_ratios", config["compress_ratios"])[: _count_layers(config)]  # those behind are drafters
+    num_drafters = config.get("num_nextn_predict_layers") or 1  # which not all published configurations name
+    ratios = read_layer_list(config | {"num_nextn_predict_layers": num_drafters}, "compress_ratios")
     for ratio in ratios:
         if not isinstance(ratio, int) or ratio not in COMPRESSED:
             raise ArgumentError(f"compress_ratios: got {shown(ratio)}, allowed: {', '.join(map(str, COMPRESSED))}")
@@ -137,15 +101,17 @@ def _read_compressed(config: Config) -> list[str] | None:
 
 
 def _read_types(config: Config) -> list[str] | None:
-    for name in ("layer_types", "layers_block_type"):
-        if config.get(name):
-            return _read_list(name, config[name])
-    return None
+    return next((read_layer_list(config, name) for name in TYPE_LISTS if config.get(name)), None)
 
 
 def _read_pattern(config: Config) -> list[str] | None:
     pattern = config.get("hybrid_override_pattern")
-    return None if pattern is None else [PATTERN.get(letter, letter) for letter in str(pattern)[:MAX_LAYERS]]
+    if pattern is None:
+        return None
+    letters = read_layer_list(
+        config | {"hybrid_override_pattern": [*str(pattern)[: MAX_LAYERS + 1]]}, "hybrid_override_pattern"
+    )
+    return [PATTERN.get(letter, letter) for letter in letters]
 
 
 def _read_lightning(config: Config) -> list[str] | None:
@@ -153,7 +119,7 @@ def _read_lightning(config: Config) -> list[str] | None:
     if config.get("attn_type_list") is None:
         return None
     kinds = {"0": "linear_attention", "1": "full_attention"}
-    return [kinds.get(str(kind), str(kind)) for kind in _read_list("attn_type_list", config["attn_type_list"])]
+    return [kinds.get(str(kind), str(kind)) for kind in read_layer_list(config, "attn_type_list")]
 
 
 def _read_kimi(config: Config) -> list[str] | None:
@@ -161,7 +127,11 @@ def _read_kimi(config: Config) -> list[str] | None:
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):
         return None
-    return _mark(config, linear.get("kda_layers"), "kda_layers", "linear_attention", "full_attention", first=1)
+    full = linear.get("full_attn_layers")
+    types = _mark(config, linear.get("kda_layers"), "kda_layers", "linear_attention", "full_attention", first=1)
+    if full is not None and types != _mark(config, full, "full_attn_layers", "full_attention", "linear_attention", first=1):
+        raise ArgumentError("linear_attn_config: full_attn_layers and kda_layers together are not all layers")
+    return types
 
 
 def _read_period(config: Config) -> list[str] | None:
@@ -181,6 +151,8 @@ def _read_indices(config: Config) -> list[str] | None:
         ("full_attn_idxs", "full_attention", "conv"),
         ("hybrid_layer_ids", "hybrid", "mamba"),
     ):
+        if config.get(name) is not None and config.get("mamba_d_ssm") is not None:
+            raise ArgumentError(f"has {name} and mamba_d_ssm: which layers have attention is not understood")
         if config.get(name) is not None:
             return _mark(config, config[name], name, marked, others)
     return None
@@ -199,7 +171,7 @@ def _read_chunks(config: Config) -> list[str] | None:
         return None
     if config.get("no_rope_layers"):
         kinds = {"0": "full_attention", "1": CHUNKED}
-        return [kinds.get(str(kind), str(kind)) for kind in _read_list("no_rope_layers", config["no_rope_layers"])]
+        return [kinds.get(str(kind), str(kind)) for kind in read_layer_list(config, "no_rope_layers")]
     interval = read_int({"no_rope_layer_interval": NO_ROPE_INTERVAL} | config, "no_rope_layer_interval")
     return _repeat(config, CHUNKED, interval)
 
@@ -220,7 +192,10 @@ def _read_windows(config: Config) -> list[str] | None:
     if not _uses_windows(config):
         return None
     kind, num_layers = config.get("model_type"), _count_layers(config)
-    if config.get("sliding_window_pattern") is not None:
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str):
+        return _read_letters(pattern, num_layers)
+    if pattern is not None:
         return _repeat(config, SLIDING, read_int(config, "sliding_window_pattern"))
     if kind in PATTERNS:
         return _repeat(config, SLIDING, PATTERNS[kind])
@@ -229,7 +204,15 @@ def _read_windows(config: Config) -> list[str] | None:
         return ["full_attention"] * num_full + [SLIDING] * (num_layers - num_full)
     if kind in ALL_SLIDING:
         return [SLIDING] * num_layers
-    raise ArgumentError("has sliding_window, but no layer_types: which layers have windows is not understood")
+    raise ArgumentError(f"has sliding_window, but no layer_types: which layers have windows is not understood: {REMEDY}")
+
+
+def _read_letters(pattern: str, num_layers: int) -> list[str]:
+    """Read the pattern of Exaone 4, such as LLLG, which repeats; the last layer has full attention in any case."""
+    kinds = {"L": SLIDING, "G": "full_attention"}
+    if not pattern or not {*pattern} <= {*kinds}:
+        raise ArgumentError(f"sliding_window_pattern: got {shown(pattern)}, allowed: a number, or letters L and G")
+    return [kinds[pattern[layer % len(pattern)]] for layer in range(num_layers - 1)] + ["full_attention"]
 
 
 STATE_READERS: tuple[Reader, ...] = (

@@ -207,9 +207,8 @@ def read_model(
 
     Raises ArgumentError if a field is missing, invalid or not understood, OSError if the file cannot be read.
     """
-    config = read_config(path)
     try:
-        return _read_pages(config, page_size, kv_dtype, state_dtype)
+        return _read_pages(read_config(path), page_size, kv_dtype, state_dtype)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"{path}: {error}") from error
 

@@ -120,7 +120,8 @@ def _read_mamba(config: Config) -> State:
 
 def _read_short_conv(config: Config) -> State:
     """Read LFM2, which has a convolution only."""
-    return State(read_int(config, "hidden_size") * _read_past(config, "conv_L_cache"), 0)
+    width = "hidden_size" if config.get("conv_dim") is None else "conv_dim"
+    return State(read_int(config, width) * _read_past(config, "conv_L_cache"), 0)
 
 
 READERS: dict[str, Callable[[Config], State]] = {

@@ -1,0 +1,857 @@
+"""Fields of the published config.json of many families of models, with those that could be taken for others, and what their
+layers keep: bytes a token of full attention, and of windows or chunks, with the layers that have a state; or the field that a
+refusal names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Kept = tuple[int, int, int]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def base(layers: int, heads: int, kv_heads: int | None, hidden: int, **more: Any) -> dict[str, Any]:
+    """Return the fields that most models have, and those of all configurations that change nothing."""
+    kv = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    return {
+        "architectures": ["SomeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 4 * hidden,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 128256,
+        **kv,
+        **more,
+    }
+
+
+def keeps(layers: int, kv_heads: int, head: int) -> int:
+    return layers * 2 * kv_heads * head * 2
+
+
+MOE = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [3],
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 5632,
+}
+DEEPSEEK = {
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
+DUMPED = {  # what older versions of Transformers wrote into the configurations inside others
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "num_beam_groups": 1,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+}
+VISION = {"vision_config": {"num_hidden_layers": 32, "num_heads": 16, "window_size": 112, "fullatt_block_indexes": [7, 15]}}
+GDN = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+MAMBA2 = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+}
+JAMBA = {
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 256,
+    "mamba_expand": 2,
+    "mamba_inner_layernorms": True,
+    "mamba_proj_bias": False,
+    "num_logits_to_keep": 1,
+    "sliding_window": None,
+}
+FALCON = {
+    "alibi": False,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+    "apply_residual_connection_post_layernorm": False,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "attn_pdrop": 0.1, "n_ctx": 1024}
+SANTACODER = {"model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40, "multi_query": True}
+SANTACODER |= {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+CHATGLM = {
+    "model_type": "chatglm",
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_softmax_in_fp32": True,
+    "fp32_residual_connection": False,
+    "hidden_size": 4096,
+    "kv_channels": 128,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "num_attention_heads": 32,
+    "num_layers": 40,
+    "post_layer_norm": True,
+    "seq_length": 131072,
+}
+MPT = {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4, "no_bias": True}
+MPT_ATTENTION = {"alibi": True, "attn_impl": "torch", "attn_pdrop": 0, "attn_uses_sequence_id": False, "qk_ln": False}
+OPENELM = {
+    "model_type": "openelm",
+    "ffn_multipliers": [0.5, 1.0, 2.0, 4.0],
+    "head_dim": 64,
+    "model_dim": 1280,
+    "normalize_qk_projections": True,
+    "num_gqa_groups": None,
+    "num_kv_heads": [3, 3, 4, 5],
+    "num_query_heads": [12, 12, 16, 20],
+    "num_transformer_layers": 4,
+    "qkv_multipliers": [0.5, 1.0],
+    "share_input_output_layers": True,
+}
+
+
+def block(group: int | None = None, **attention: Any) -> dict[str, Any]:
+    attention = {"n_heads_in_group": group, "no_op": False, "replace_with_linear": False, "window_length": None} | attention
+    return {"attention": attention, "ffn": {"ffn_mult": 2.0, "no_op": False}}
+
+
+NAS = base(6, 32, None, 2048, model_type="nemotron-nas", num_key_value_heads=None)
+NAS["block_configs"] = [block(8), block(16), block(replace_with_linear=True), block(no_op=True), block(8), block(4)]
+KIMI_LAYERS = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "num_heads": 32, "head_dim": 128}
+KIMI_LAYERS |= {"short_conv_kernel_size": 4}
+LFM2 = {
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-5,
+    "block_use_swiglu": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "num_heads": 32,
+}
+ZAMBA2 = {
+    "add_bias_linear": False,
+    "attention_head_dim": 160,
+    "attention_hidden_size": 5120,
+    "hybrid_layer_ids": [2, 5],
+    "kv_channels": 80,
+    "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "mamba_headdim": 64,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 80,
+    "num_mem_blocks": 1,
+    "num_query_groups": 32,
+    "use_mem_rope": True,
+    "use_shared_attention_adapter": False,
+    "use_shared_mlp_adapter": True,
+}
+NEMOTRON_H = {
+    "attention_head_dim": 128,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hybrid_override_pattern": "M-M*-M",
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_groups": 8,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+}
+FALCON_H1 = MAMBA2 | {
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9,
+    "attn_layer_indices": None,
+    "key_multiplier": 0.4,
+    "mamba_d_ssm": 3072,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 128,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "mlp_multipliers": [0.9, 0.2],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+}
+MINIMAX_M2 = {"attn_type_list": [1] * 62, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "use_qk_norm": True}
+COHERE2 = {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "cache_implementation": "hybrid"}
+EXAONE4 = {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "head_dim": 128, "model_type": "exaone4"}
+SMOLLM3 = {
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "no_rope_layer_interval": 4,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+GEMMA3N = {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25,
+    "altup_num_inputs": 4,
+    "head_dim": 256,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": [16384] * 35,
+    "laurel_rank": 64,
+    "layer_types": ([SLIDING] * 4 + [FULL]) * 7,
+    "num_kv_shared_layers": 15,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 512,
+}
+STEP35 = {
+    "attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 96, "num_attention_groups": 8},
+    "head_dim": 128,
+    "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 12,
+    "num_nextn_predict_layers": 3,
+    "sliding_window": 512,
+}
+MIMO_V2 = {"hybrid_layer_pattern": [0, 1, 1, 1] * 12, "swa_num_key_value_heads": 8, "v_head_dim": 128, "head_dim": 192}
+BAICHUAN = {"model_type": "baichuan", "z_loss_weight": 0, "model_max_length": 4096}
+QWEN_OMNI = base(28, 28, 4, 3584, model_type="qwen2_5_omni_text", sliding_window=32768, use_sliding_window=False, **DUMPED)
+QWEN3_OMNI = base(48, 32, 4, 2048, head_dim=128, model_type="qwen3_omni_moe_text", **MOE)
+
+KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
+    "Llama 1, without KV heads": (base(32, 32, None, 4096, model_type="llama"), (keeps(32, 32, 128), 0, 0)),
+    "Llama 3.1": (base(32, 32, 8, 4096, mlp_bias=False, pretraining_tp=1), (keeps(32, 8, 128), 0, 0)),
+    "Mistral 0.1": (base(32, 32, 8, 4096, model_type="mistral", sliding_window=4096), (0, keeps(32, 8, 128), 0)),
+    "Mistral Nemo": (
+        base(40, 32, 8, 5120, model_type="mistral", head_dim=128, sliding_window=None),
+        (keeps(40, 8, 128), 0, 0),
+    ),
+    "Mixtral": (base(32, 32, 8, 4096, model_type="mixtral", sliding_window=None, **MOE), (keeps(32, 8, 128), 0, 0)),
+    "Qwen 1": (
+        base(32, 32, None, 4096, kv_channels=128, use_cache_kernel=False, use_flash_attn="auto"),
+        (keeps(32, 32, 128), 0, 0),
+    ),
+    "Qwen2": (
+        base(28, 28, 4, 3584, model_type="qwen2", sliding_window=131072, use_sliding_window=False, max_window_layers=28),
+        (keeps(28, 4, 128), 0, 0),
+    ),
+    "Qwen2.5 1M": (
+        base(48, 40, 8, 5120, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192}),
+        (keeps(48, 8, 128), 0, 0),
+    ),
+    "Qwen2 MoE": (base(24, 16, 16, 2048, model_type="qwen2_moe", **MOE), (keeps(24, 16, 128), 0, 0)),
+    "Qwen3": (base(36, 32, 8, 2560, model_type="qwen3", head_dim=128, layer_types=[FULL] * 36), (keeps(36, 8, 128), 0, 0)),
+    "Qwen3 MoE": (base(48, 32, 4, 2048, model_type="qwen3_moe", head_dim=128, **MOE), (keeps(48, 4, 128), 0, 0)),
+    "Qwen3-Next": (
+        base(48, 16, 2, 2048, model_type="qwen3_next", head_dim=256, full_attention_interval=4, **GDN, **MOE),
+        (keeps(12, 2, 256), 0, 36),
+    ),
+    "Qwen3.5": (
+        {
+            "text_config": base(
+                64,
+                24,
+                4,
+                5120,
+                head_dim=256,
+                attn_output_gate=True,
+                mamba_ssm_dtype="float32",
+                mtp_num_hidden_layers=1,
+                layer_types=(["linear_attention"] * 3 + [FULL]) * 16,
+                **GDN,
+            ),
+            **VISION,
+        },
+        (keeps(16, 4, 256), 0, 48),
+    ),
+    "Qwen2.5-VL": (base(28, 28, 4, 3584, sliding_window=32768, use_sliding_window=False, **VISION), (keeps(28, 4, 128), 0, 0)),
+    "Qwen3-VL": (
+        {"text_config": base(36, 32, 8, 4096, head_dim=128, model_type="qwen3_vl_text"), **VISION},
+        (keeps(36, 8, 128), 0, 0),
+    ),
+    "Qwen2.5-Omni": (
+        {
+            "thinker_config": {"text_config": QWEN_OMNI, "audio_config": {"encoder_layers": 32}},
+            "talker_config": {"num_hidden_layers": 24},
+        },
+        (keeps(28, 4, 128), 0, 0),
+    ),
+    "Qwen3-Omni": ({"thinker_config": {"text_config": QWEN3_OMNI}}, (keeps(48, 4, 128), 0, 0)),
+    "Gemma 1": (base(28, 16, 16, 3072, model_type="gemma", head_dim=256), (keeps(28, 16, 256), 0, 0)),
+    "PaliGemma": ({"text_config": base(18, 8, 1, 2048, model_type="gemma"), **VISION}, (keeps(18, 1, 256), 0, 0)),
+    "Gemma 2": (
+        base(
+            42,
+            16,
+            8,
+            3584,
+            model_type="gemma2",
+            head_dim=256,
+            sliding_window=4096,
+            query_pre_attn_scalar=256,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            cache_implementation="hybrid",
+        ),
+        (keeps(21, 8, 256), keeps(21, 8, 256), 0),
+    ),
+    "Gemma 3 4B": (
+        {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            **VISION,
+        },
+        (keeps(5, 4, 256), keeps(29, 4, 256), 0),
+    ),
+    "Gemma 3, newer file": (
+        base(
+            6,
+            4,
+            1,
+            640,
+            model_type="gemma3_text",
+            head_dim=256,
+            sliding_window=512,
+            _sliding_window_pattern=6,
+            use_bidirectional_attention=False,
+            layer_types=[SLIDING] * 5 + [FULL],
+        ),
+        (keeps(1, 1, 256), keeps(5, 1, 256), 0),
+    ),
+    "Gemma 3n": (
+        {"text_config": base(35, 8, 2, 2048, model_type="gemma3n_text") | GEMMA3N},
+        (keeps(4, 2, 256), keeps(16, 2, 256), 0),
+    ),
+    "Phi 2": (base(32, 32, None, 2560, num_key_value_heads=None, partial_rotary_factor=0.4), (keeps(32, 32, 80), 0, 0)),
+    "Phi 3": (base(32, 32, 32, 3072, model_type="phi3", sliding_window=2047, resid_pdrop=0.0), (0, keeps(32, 32, 96), 0)),
+    "Phi 4": (base(40, 40, 10, 5120, model_type="phi3", sliding_window=None, embd_pdrop=0.0), (keeps(40, 10, 128), 0, 0)),
+    "Falcon 7B": (base(32, 71, None, 4544, **FALCON), (keeps(32, 1, 64), 0, 0)),
+    "Falcon 7B, older file": (base(32, 71, None, 4544, **FALCON, num_kv_heads=71), (keeps(32, 1, 64), 0, 0)),
+    "Falcon 7B, first file": (
+        {"model_type": "RefinedWebModel", "hidden_size": 4544, "n_head": 71, "n_layer": 32, "multi_query": True},
+        (keeps(32, 1, 64), 0, 0),
+    ),
+    "Falcon 40B": (
+        base(60, 128, None, 8192, **FALCON | {"new_decoder_architecture": True}, num_kv_heads=8, num_ln_in_parallel_attn=None),
+        (keeps(60, 8, 64), 0, 0),
+    ),
+    "Falcon 40B, first file": (
+        {"model_type": "RefinedWeb", "hidden_size": 8192, "n_head": 128, "n_head_kv": 8, "n_layer": 60, "parallel_attn": True},
+        (keeps(60, 8, 64), 0, 0),
+    ),
+    "Falcon RW": (base(24, 32, None, 2048, **FALCON | {"multi_query": False, "alibi": True}), (keeps(24, 32, 64), 0, 0)),
+    "Falcon H1": (base(36, 12, 2, 2560, model_type="falcon_h1", head_dim=128, **FALCON_H1), (keeps(36, 2, 128), 0, 36)),
+    "Falcon Mamba": (
+        base(
+            64,
+            32,
+            None,
+            4096,
+            model_type="falcon_mamba",
+            state_size=16,
+            conv_kernel=4,
+            expand=2,
+            use_mambapy=False,
+            time_step_rank=256,
+            use_conv_bias=True,
+        ),
+        (0, 0, 64),
+    ),
+    "ChatGLM 2": (CHATGLM | {"num_layers": 28}, (keeps(28, 2, 128), 0, 0)),
+    "GLM 4 9B": (CHATGLM | {"num_hidden_layers": 40}, (keeps(40, 2, 128), 0, 0)),
+    "ChatGLM without groups": (CHATGLM | {"multi_query_attention": False}, (keeps(40, 32, 128), 0, 0)),
+    "GLM 4 0414": (
+        base(61, 48, 8, 6144, model_type="glm4", head_dim=128, partial_rotary_factor=0.5),
+        (keeps(61, 8, 128), 0, 0),
+    ),
+    "GLM 4.5": (
+        base(
+            92,
+            96,
+            8,
+            5120,
+            model_type="glm4_moe",
+            head_dim=128,
+            use_qk_norm=True,
+            first_k_dense_replace=3,
+            n_group=1,
+            topk_group=1,
+            num_nextn_predict_layers=1,
+        ),
+        (keeps(92, 8, 128), 0, 0),
+    ),
+    "InternLM 2": (base(32, 32, 8, 4096, attn_implementation="eager", bias=False), (keeps(32, 8, 128), 0, 0)),
+    "InternVL": ({"llm_config": base(24, 16, 8, 2048, **DUMPED), **VISION}, (keeps(24, 8, 128), 0, 0)),
+    "DeepSeek V2": (base(60, 128, 128, 5120, model_type="deepseek_v2", **DEEPSEEK), (60 * 576 * 2, 0, 0)),
+    "DeepSeek V3": (base(61, 128, 128, 7168, model_type="deepseek_v3", **DEEPSEEK), (61 * 576 * 2, 0, 0)),
+    "DeepSeek V3.2": (
+        base(61, 128, 128, 7168, **DEEPSEEK, index_head_dim=128, index_n_heads=64, index_topk=2048),
+        (61 * (576 * 2 + 132), 0, 0),
+    ),
+    "DeepSeek VL2": ({"language_config": base(27, 16, 16, 2048, **DEEPSEEK), **VISION}, (27 * 576 * 2, 0, 0)),
+    "DeepSeek OCR": (
+        {
+            "language_config": base(
+                12,
+                10,
+                10,
+                1280,
+                **DEEPSEEK
+                | dict.fromkeys(("kv_lora_rank", "q_lora_rank"))
+                | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+                use_mla=False,
+                lm_head=True,
+            )
+        },
+        (keeps(12, 10, 128), 0, 0),
+    ),
+    "Hunyuan A13B": (
+        base(
+            32,
+            32,
+            8,
+            4096,
+            **DEEPSEEK,
+            attention_head_dim=128,
+            use_mla=False,
+            use_cla=False,
+            cla_share_factor=2,
+            group_limited_greedy=False,
+            use_mixed_mlp_moe=True,
+        ),
+        (keeps(32, 8, 128), 0, 0),
+    ),
+    "Kimi K2": (base(61, 64, 64, 7168, **DEEPSEEK), (61 * 576 * 2, 0, 0)),
+    "Kimi Linear": (
+        base(
+            8,
+            32,
+            32,
+            2304,
+            head_dim=72,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            linear_attn_config=KIMI_LAYERS,
+            mla_use_nope=True,
+            num_expert_group=1,
+            use_grouped_topk=True,
+        ),
+        (2 * 576 * 2, 0, 6),
+    ),
+    "MiniCPM 3": (base(62, 40, 40, 2560, kv_lora_rank=256, qk_rope_head_dim=32, qk_nope_head_dim=64), (62 * 288 * 2, 0, 0)),
+    "MiniMax 01": (
+        base(
+            80,
+            64,
+            8,
+            6144,
+            head_dim=128,
+            attn_type_list=([0] * 7 + [1]) * 10,
+            layernorm_full_attention_alpha=3.5,
+            layernorm_linear_attention_alpha=3.5,
+            postnorm=True,
+            shared_intermediate_size=0,
+            shared_moe_mode="sigmoid",
+        ),
+        (keeps(10, 8, 128), 0, 70),
+    ),
+    "MiniMax M2": (base(62, 48, 8, 3072, head_dim=128, **MINIMAX_M2), (keeps(62, 8, 128), 0, 0)),
+    "Nemotron 4": (base(32, 32, 8, 4096, kv_channels=128, head_dim=128, norm_eps=1e-5), (keeps(32, 8, 128), 0, 0)),
+    "Nemotron-H": (base(6, 32, 8, 4096, **NEMOTRON_H), (keeps(1, 8, 128), 0, 3)),
+    "Nemotron-NAS": (NAS, (2 * (4 + 2 + 4 + 8) * 64 * 2, 0, 0)),
+    "DeciLM": (base(4, 32, None, 4096, num_key_value_heads_per_layer=[4, 2, 4, 1]), (keeps(1, 11, 128), 0, 0)),
+    "Jamba": (base(32, 32, 8, 4096, model_type="jamba", **JAMBA), (keeps(4, 8, 128), 0, 28)),
+    "Bamba": (
+        base(32, 32, 8, 4096, attn_layer_indices=[9, 18, 27], attn_rotary_emb=64, **MAMBA2) | {"attn_rotary_emb": None},
+        (keeps(3, 8, 128), 0, 29),
+    ),
+    "Zamba 2": (base(6, 32, 32, 2560, model_type="zamba2", **ZAMBA2), (keeps(2, 32, 160), 0, 6)),
+    "Granite 3": (base(40, 32, 8, 4096, attention_multiplier=0.0078125, logits_scaling=16.0), (keeps(40, 8, 128), 0, 0)),
+    "Granite 4 hybrid": (
+        base(10, 32, 8, 4096, layer_types=["mamba"] * 9 + ["attention"], shared_intermediate_size=1536, **MAMBA2),
+        (keeps(1, 8, 128), 0, 9),
+    ),
+    "Granite 4 dense": (base(4, 32, 8, 4096, layer_types=["attention"] * 4, **MAMBA2), (keeps(4, 8, 128), 0, 0)),
+    "Mamba": (
+        {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "state_size": 16, "conv_kernel": 4, "expand": 2},
+        (0, 0, 24),
+    ),
+    "Mamba 2": (
+        {
+            "model_type": "mamba2",
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "state_size": 128,
+            "conv_kernel": 4,
+            "expand": 2,
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "chunk_size": 256,
+        },
+        (0, 0, 64),
+    ),
+    "GPT-2": (GPT2, (keeps(12, 12, 64), 0, 0)),
+    "StarCoder": (SANTACODER, (keeps(40, 1, 128), 0, 0)),
+    "StarCoder without groups": (SANTACODER | {"multi_query": False}, (keeps(40, 48, 128), 0, 0)),
+    "GPT-J": (
+        {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64},
+        (keeps(28, 16, 256), 0, 0),
+    ),
+    "GPT-NeoX": (base(44, 64, None, 6144, rotary_pct=0.25, use_parallel_residual=True), (keeps(44, 64, 96), 0, 0)),
+    "OPT": (base(24, 32, None, 2048, layerdrop=0.0, do_layer_norm_before=True, ffn_dim=8192), (keeps(24, 32, 64), 0, 0)),
+    "BLOOM": ({"model_type": "bloom", "n_embed": 4096, "num_attention_heads": 32, "n_layer": 30}, (keeps(30, 32, 128), 0, 0)),
+    "MPT": (MPT | {"attn_config": MPT_ATTENTION | {"attn_type": "multihead_attention"}}, (keeps(32, 32, 128), 0, 0)),
+    "MPT, one KV head": (
+        MPT | {"attn_config": MPT_ATTENTION | {"attn_type": "multiquery_attention"}},
+        (keeps(32, 1, 128), 0, 0),
+    ),
+    "DBRX": (
+        {
+            "model_type": "dbrx",
+            "d_model": 6144,
+            "n_heads": 48,
+            "n_layers": 40,
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8},
+            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16},
+        },
+        (keeps(40, 8, 128), 0, 0),
+    ),
+    "StarCoder 2": (base(32, 36, 4, 4608, model_type="starcoder2", sliding_window=4096), (0, keeps(32, 4, 128), 0)),
+    "Command R": (base(40, 64, 64, 8192, model_type="cohere", use_qk_norm=False, logit_scale=0.06), (keeps(40, 64, 128), 0, 0)),
+    "Command R7B": (
+        base(32, 32, 8, 4096, model_type="cohere2", sliding_window=4096, **COHERE2),
+        (keeps(8, 8, 128), keeps(24, 8, 128), 0),
+    ),
+    "OLMo 2": (base(32, 32, 32, 4096, clip_qkv=None), (keeps(32, 32, 128), 0, 0)),
+    "OLMo 3": (
+        base(32, 32, 8, 4096, sliding_window=4096, layer_types=([SLIDING] * 3 + [FULL]) * 8),
+        (keeps(8, 8, 128), keeps(24, 8, 128), 0),
+    ),
+    "OLMoE": (base(16, 16, 16, 2048, **MOE), (keeps(16, 16, 128), 0, 0)),
+    "OpenELM": (OPENELM, (keeps(1, 15, 64), 0, 0)),
+    "gpt-oss": (
+        base(
+            24,
+            64,
+            8,
+            2880,
+            model_type="gpt_oss",
+            head_dim=64,
+            sliding_window=128,
+            layer_types=[SLIDING, FULL] * 12,
+            initial_context_length=4096,
+            experts_per_token=4,
+        ),
+        (keeps(12, 8, 64), keeps(12, 8, 64), 0),
+    ),
+    "Llama 4": (
+        {
+            "text_config": base(
+                48,
+                40,
+                8,
+                5120,
+                model_type="llama4_text",
+                head_dim=128,
+                attention_chunk_size=8192,
+                no_rope_layers=[1, 1, 1, 0] * 12,
+                attn_scale=0.1,
+                attn_temperature_tuning=True,
+                interleave_moe_layer_step=1,
+                moe_layers=[*range(48)],
+                use_qk_norm=True,
+            ),
+            **VISION,
+        },
+        (keeps(12, 8, 128), keeps(36, 8, 128), 0),
+    ),
+    "Llama 3.2 Vision": (
+        {
+            "text_config": base(
+                40, 32, 8, 4096, model_type="mllama_text_model", cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38]
+            ),
+            **VISION,
+        },
+        (keeps(32, 8, 128), 0, 0),
+    ),
+    "SmolLM 3": (base(36, 16, 4, 2048, layer_types=[FULL] * 36, **SMOLLM3), (keeps(36, 4, 128), 0, 0)),
+    "Exaone 3.5": (
+        {
+            key: value
+            for key, value in base(32, 32, 8, 4096, model_type="exaone", num_layers=32).items()
+            if key != "num_hidden_layers"
+        },
+        (keeps(32, 8, 128), 0, 0),
+    ),
+    "Exaone 4": (base(64, 40, 8, 5120, **EXAONE4), (keeps(16, 8, 128), keeps(48, 8, 128), 0)),
+    "Ernie 4.5": (
+        base(
+            28,
+            20,
+            4,
+            2560,
+            model_type="ernie4_5_moe",
+            head_dim=128,
+            moe_layer_end_index=[29, 28],
+            moe_layer_interval=1,
+            moe_num_experts=64,
+            use_bias=False,
+        ),
+        (keeps(28, 4, 128), 0, 0),
+    ),
+    "Seed-OSS": (
+        base(64, 80, 8, 5120, model_type="seed_oss", head_dim=128, attention_out_bias=False),
+        (keeps(64, 8, 128), 0, 0),
+    ),
+    "Arcee": (base(36, 20, 4, 2560, model_type="arcee", head_dim=128), (keeps(36, 4, 128), 0, 0)),
+    "Apertus": (base(32, 32, 8, 4096, post_norm=False, qk_norm=True), (keeps(32, 8, 128), 0, 0)),
+    "Trinity": (
+        base(
+            32,
+            8,
+            2,
+            1024,
+            head_dim=128,
+            global_attn_every_n_layers=4,
+            layer_types=([SLIDING] * 3 + [FULL]) * 8,
+            sliding_window=2048,
+            num_dense_layers=2,
+            num_expert_groups=1,
+            num_limited_groups=1,
+        ),
+        (keeps(8, 2, 128), keeps(24, 2, 128), 0),
+    ),
+    "Baichuan 2": (base(32, 32, None, 4096, **BAICHUAN), (keeps(32, 32, 128), 0, 0)),
+    "XVERSE": (base(40, 40, None, 5120), (keeps(40, 40, 128), 0, 0)),
+    "SOLAR": (base(48, 32, 8, 4096, model_type="llama"), (keeps(48, 8, 128), 0, 0)),
+    "StableLM": (
+        base(24, 32, 32, 2048, use_qkv_bias=True, qk_layernorm=False, partial_rotary_factor=0.25),
+        (keeps(24, 32, 64), 0, 0),
+    ),
+    "Persimmon": (base(36, 64, None, 4096, qk_layernorm=True), (keeps(36, 64, 64), 0, 0)),
+    "LFM 2": (base(6, 32, 8, 2048, layer_types=["conv", "conv", FULL] * 2, **LFM2), (keeps(2, 8, 64), 0, 4)),
+    "LFM 2, older file": (base(6, 32, 8, 2048, full_attn_idxs=[2, 5], **LFM2), (keeps(2, 8, 64), 0, 4)),
+    "MiMo": (
+        base(36, 32, 8, 4096, num_nextn_predict_layers=1, sliding_window=32768, use_sliding_window=False),
+        (keeps(36, 8, 128), 0, 0),
+    ),
+    "Grok 1": (
+        base(64, 48, 8, 6144, attn_output_multiplier=0.088, max_attn_value=30.0) | {"max_attn_value": None},
+        (keeps(64, 8, 128), 0, 0),
+    ),
+    "Arctic": (
+        base(35, 56, 8, 7168, parallel_attn_mlp_res=True, moe_layer_frequency=2, use_residual=True),
+        (keeps(35, 8, 128), 0, 0),
+    ),
+    "Bailing MoE": (
+        base(28, 16, 4, 2048, head_dim=128, multi_gate=False, norm_head=False, use_qkv_bias=False),
+        (keeps(28, 4, 128), 0, 0),
+    ),
+    "Helium": (base(24, 20, 20, 2560, model_type="helium", head_dim=128), (keeps(24, 20, 128), 0, 0)),
+    "Voxtral": (
+        {
+            "text_config": base(30, 32, 8, 3072, head_dim=128, sliding_window=None, model_type="llama"),
+            "audio_config": {"num_hidden_layers": 32, "num_key_value_heads": 20},
+        },
+        (keeps(30, 8, 128), 0, 0),
+    ),
+    "Pixtral": (
+        {
+            "text_config": {
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "model_type": "mistral",
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "sliding_window": None,
+            },
+            **VISION,
+        },
+        (keeps(40, 8, 128), 0, 0),
+    ),
+    "a text model in 32 bits inside": (
+        {
+            "torch_dtype": "float32",
+            "text_config": {key: value for key, value in base(18, 8, 1, 2048).items() if key != "torch_dtype"},
+        },
+        (2 * keeps(18, 1, 256), 0, 0),
+    ),
+    "a part in parts": (
+        {"thinker_config": {"language_config": {"text_config": base(4, 8, 2, 1024)}}},
+        (keeps(4, 2, 128), 0, 0),
+    ),
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "BART": (base(12, 16, None, 1024, is_encoder_decoder=True), "is_encoder_decoder"),
+    "Whisper": (
+        {"is_encoder_decoder": True, "encoder_layers": 32, "decoder_layers": 32, "d_model": 1280},
+        "is_encoder_decoder",
+    ),
+    "T5": ({"is_encoder_decoder": True, "num_layers": 24, "num_heads": 16, "d_model": 1024}, "is_encoder_decoder"),
+    "Florence": ({"text_config": base(12, 16, 16, 1024), "is_encoder_decoder": True}, "is_encoder_decoder"),
+    "LongCat": (
+        {"num_layers": 28, "num_attention_heads": 64, "hidden_size": 6144, "attention_method": "MLA", "kv_lora_rank": 512},
+        "num_hidden_layers",
+    ),
+    "LongCat, with layers": (base(28, 64, 64, 6144, **DEEPSEEK, attention_method="MLA"), "attention_method"),
+    "Ouro": (base(24, 16, 16, 2048, total_ut_steps=4), "total_ut_steps"),
+    "Hunyuan Large": (base(64, 80, 8, 6400, use_cla=True, cla_share_factor=2), "cla"),
+    "Hymba": (base(32, 25, 5, 1600, kv_reuse_group=[[1, 2]], global_attn_idx=[0, 15], mamba_d_state=16), "mamba_d_state"),
+    "Phi 3 small": (
+        base(32, 32, 8, 4096, blocksparse_block_size=64, dense_attention_every_n_layers=2),
+        "blocksparse_block_size",
+    ),
+    "Phi MoE": (base(32, 32, 8, 4096, model_type="phimoe", sliding_window=2047), "sliding_window"),
+    "Phi 4 flash": (base(32, 40, 20, 2560, mb_per_layer=2, mamba_d_state=16, sliding_window=512), "sliding_window"),
+    "RecurrentGemma": (
+        base(26, 10, 1, 2560, block_types=["recurrent", "recurrent", "attention"], lru_width=2560),
+        "block_types",
+    ),
+    "RWKV": (
+        {"model_type": "rwkv", "attention_hidden_size": 768, "hidden_size": 768, "num_hidden_layers": 12},
+        "num_attention_heads",
+    ),
+    "flash linear attention": (base(24, 8, None, 2048, attn_mode="chunk", expand_v=2), "attn_mode"),
+    "Ring": (base(20, 16, 4, 2048, head_dim=128, layer_group_size=5, group_norm_size=4), "layer_group_size"),
+    "MiniCPM 4": (base(32, 32, 2, 4096, sparse_config={"kernel_size": 32, "block_size": 64}), "sparse_config"),
+    "MiMo V2": (base(48, 64, 4, 4096, **MIMO_V2), "hybrid_layer_pattern"),
+    "Step 3": ({"text_config": base(61, 64, 1, 7168, num_attention_groups=1, head_dim=256)}, "num_attention_groups"),
+    "Step 3.5": (base(45, 64, 8, 4096, **STEP35), "attention_other_setting"),
+    "PLaMo": (base(40, 40, None, 5120, n_shared_head=8), "n_shared_head"),
+    "PLaMo 2": (base(16, 16, 1, 2048, mamba_d_state=64, attention_window_size=2048), "mamba_d_state"),
+    "SOLAR Pro": (base(64, 40, 10, 5120, model_type="solar", sliding_window=2048, bskcn_1=[12, 20]), "sliding_window"),
+    "GPT-Neo": (
+        {"model_type": "gpt_neo", "num_layers": 24, "num_heads": 16, "attention_types": [[["global", "local"], 12]]},
+        "num_hidden_layers",
+    ),
+    "Zamba": (
+        base(
+            76,
+            16,
+            16,
+            3712,
+            attn_layer_period=6,
+            attn_layer_offset=4,
+            n_mamba_heads=2,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+        ),
+        "mamba_ngroups",
+    ),
+    "EvaByte": (base(32, 32, None, 4096, window_size=2048, chunk_size=16), "window_size"),
+    "Baichuan M1": (base(40, 32, 2, 5120, num_swa_attention_heads=20, sliding_window_layers=[1, 3]), "num_swa_attention_heads"),
+    "YOCO": (base(32, 32, 8, 4096, use_yoco=True), "use_yoco"),
+    "Nemotron-NAS with windows": (NAS | {"block_configs": [block(8, window_length=8192)] * 6}, "window_length"),
+    "Nemotron-NAS with too few blocks": (NAS | {"block_configs": [block(8)] * 5}, "block_configs"),
+    "DBRX without KV heads": (
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "attn_config": {"clip_qkv": 8}},
+        "attn_config",
+    ),
+    "a field inside another": (
+        base(4, 8, 2, 1024, some_config={"deep": {"num_kv_groups": 4}}),
+        "some_config.deep.num_kv_groups",
+    ),
+    "a list by layer": (base(32, 32, 8, 4096, widths=[1] * 32), "widths"),
+    "too few types": (base(32, 32, 8, 4096, layer_types=[FULL] * 31), "layer_types"),
+    "too many types": (base(32, 32, 8, 4096, layer_types=[FULL] * 33), "layer_types"),
+    "too few KV heads": (base(32, 32, None, 4096, num_key_value_heads=[8] * 31), "num_key_value_heads"),
+    "KV heads of 0": (base(4, 32, None, 4096, num_key_value_heads=[8, 0, 8, 8]), "num_key_value_heads"),
+    "too few letters": (base(8, 32, 8, 4096, **NEMOTRON_H), "hybrid_override_pattern"),
+    "too few kinds": (base(62, 48, 8, 3072, attn_type_list=[1] * 61), "attn_type_list"),
+    "a layer that is none": (base(32, 32, 8, 4096, attn_layer_indices=[9, 32], **MAMBA2), "attn_layer_indices"),
+    "a cross layer that is none": (base(32, 32, 8, 4096, cross_attention_layers=[40]), "cross_attention_layers"),
+    "a layer of Kimi in no list": (
+        base(9, 32, 32, 2304, kv_lora_rank=512, qk_rope_head_dim=64, linear_attn_config=KIMI_LAYERS),
+        "full_attn_layers",
+    ),
+    "two numbers of KV heads": (base(32, 32, 8, 4096, num_kv_heads=4), "num_kv_heads"),
+    "two numbers of layers": (base(32, 32, 8, 4096, n_layer=16), "n_layer"),
+    "groups of an unknown model": (base(32, 32, None, 4096, multi_query=True), "multi_query"),
+    "an indexer without a choice": (
+        base(61, 128, 128, 7168, index_n_heads=64, kv_lora_rank=512, qk_rope_head_dim=64),
+        "index_n_heads",
+    ),
+    "a part of a key without the rest": (base(61, 128, 128, 7168, qk_nope_head_dim=128), "qk_nope_head_dim"),
+    "values of another size": (base(32, 32, 8, 4096, v_head_dim=64), "v_head_dim"),
+    "heads of no size": (base(92, 96, 8, 5120), "head_dim"),
+    "heads of the model's own size": (base(36, 32, 8, 4096, model_type="qwen3"), "head_dim"),
+    "KV heads left out inside": (
+        {"text_config": base(32, 32, None, 4096, model_type="mistral", sliding_window=None)},
+        "num_key_value_heads",
+    ),
+    "a window left out": ({"text_config": base(32, 32, 8, 4096, model_type="mistral")}, "sliding_window"),
+    "chunks left out": ({"text_config": base(48, 40, 8, 5120, model_type="llama4_text")}, "attention_chunk_size"),
+    "two text models": ({"text_config": base(4, 8, 2, 1024), "llm_config": base(8, 8, 2, 1024)}, "text_config and llm_config"),
+    "a global head size for no layers": (base(32, 32, 8, 4096, global_head_dim=512), "global_head_dim"),
+    "a cache of other numbers": (
+        base(32, 32, 8, 4096, quantization_config={"kv_cache_scheme": {"num_bits": 8}}),
+        "kv_cache_scheme",
+    ),
+    "heads of a drafter's name": (base(32, 32, 8, 4096, moe_kv_heads=4), "moe_kv_heads"),
+}
