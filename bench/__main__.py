@@ -29,6 +29,7 @@ ENGINES = {
     "router": ("none",),
     "windows": ("none",),
     "keeping": ("none",),
+    "late": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

@@ -49,6 +49,7 @@ ROUTERS = Suite(("python", "dynamo"), "pagepool", "ns", 1e9, "target")
 READERS = Suite(("one thread",), "two threads", "ns", 1e9, "target")
 WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
+LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
     "siphash128",
@@ -56,7 +57,23 @@ HASHES = Suite(
     1e9,
     "target",
 )
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, ROUTERS, READERS, WINDOWS, KEEPING, HASHES)
+SUITES = (
+    DROP_IN,
+    BATCHED,
+    EVICTION,
+    COPIES,
+    HOST,
+    FORKS,
+    STATES,
+    TIER,
+    EVENTS,
+    ROUTERS,
+    READERS,
+    WINDOWS,
+    KEEPING,
+    LATE,
+    HASHES,
+)
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
 """Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")

@@ -177,6 +177,7 @@ class SlotAllocator:
         num_external_computed_tokens: int = ...,
         num_reserved_pages: int = ...,
     ) -> CachePages | None: ...
+    def cache_pages(self, request: Request, num_computed_tokens: int) -> None: ...
 
 @final
 class RequestPages:

@@ -321,12 +321,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
             raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
 
-    def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
-        """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
-        Does nothing without caching. ArgumentError if the request does not hold the pages. O(new full pages).
-        """
-        if not self.enable_caching:
-            return
+    def _cache_due(self, request: Request, num_computed_tokens: int) -> None:
+        """Do what `cache_pages` does, where something may be due."""
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
             held = self._require_held(request)

@@ -188,6 +188,23 @@ def test_eagle_drops_one_page_of_each_kind_and_no_more():
 # CachePages.
 
 
+@pytest.mark.parametrize("specs", [(full(),), (full(), sliding(5)), (full(), MambaSpec(4, ((2, 2),), "float16", None, 8))])
+@pytest.mark.parametrize("is_counted_before", [False, True])
+def test_pages_are_cached_once_they_are_computed(specs, is_counted_before):
+    """By a call in each step, which does nothing while no page gets full."""
+    manager, request, calls = make_manager(*specs), EngineRequest("a", range(30)), []
+    manager._cache_due = lambda *args: (calls.append(request.num_computed_tokens), CacheManager._cache_due(manager, *args))
+    for num_tokens in range(1, 25):
+        manager.allocate_slots(request, 1, delay_cache_pages=True)
+        request.num_computed_tokens += is_counted_before
+        manager.cache_pages(request, num_tokens)
+        request.num_computed_tokens = num_tokens
+        num_hit_tokens = manager.probe(EngineRequest("b", range(40))).num_hit_tokens
+        assert num_hit_tokens == (num_tokens // 4 * 4 if len(specs) == 1 or specs[1] == sliding(5) else 0)
+    assert len(calls) == 6 or specs != (full(),)
+    assert {4, 8, 12, 16, 20, 24} <= {num + (not is_counted_before) for num in calls}
+
+
 def test_cache_pages_are_lists_of_page_objects_when_read():
     manager = make_manager()
     request = EngineRequest("a", list(range(9)))

@@ -192,6 +192,25 @@ cdef class SlotAllocator:
         finally:
             lock.release()
 
+    def cache_pages(self, request, num_computed_tokens) -> None:
+        """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
+
+        Does nothing without caching. ArgumentError if the request does not hold the pages. If nothing is due, the manager's
+        lock is not taken. O(new full pages).
+        """
+        cdef RequestPages held = None
+        cdef int64_t num_before = 0, num_tokens = 0
+        cdef bint is_plain = False
+        if not self.enables_caching:
+            return
+        try:
+            held = find_held(self.requests, request.request_id)
+            is_plain = is_count(request.num_computed_tokens, &num_before) and is_count(num_computed_tokens, &num_tokens)
+        except (AttributeError, TypeError):
+            pass
+        if not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens):
+            self._cache_due(request, num_computed_tokens)
+
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Tell what a request holds at which numbers of tokens others can resume."""
         cdef int64_t num_full_hits = 0
