@@ -280,8 +280,8 @@ wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 test-wheel:  ## the same tests, on what PYTHON has installed: pagepool, and the dependency group test-wheel
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/test_%.py)
 
-LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages events event_publisher vllm_hashes \
-    metrics commands fleet fleet_command
+LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages compilation_cache events event_publisher \
+    vllm_hashes metrics commands fleet fleet_command
 
 test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
 	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from pagepool.errors import CompatError
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["call_with_payload", "get_shard_map", "import_jax"]
+__all__ = ["LEAST_JAX", "WHY_LEAST_JAX", "call_with_payload", "get_shard_map", "import_jax"]
+
+LEAST_JAX = "0.6.0"
+"""The oldest version of jax that is accepted, as in pyproject.toml."""
+
+# A donated array may share its memory with NumPy. Compiled programs copy it first. Of older versions, those read from the cache
+# write into it, though NumPy frees it when the array is gone. GPUs share no memory with NumPy, but a floor needs no exceptions.
+WHY_LEAST_JAX = (
+    "on CPUs, programs that older versions read from jax's compilation cache write into memory of NumPy: "
+    "page tables and pages become wrong without an error"
+)
 
 
+@cache
 def import_jax() -> Any:
-    """Return the module jax. ImportError names the extra to install."""
+    """Return the module jax. ImportError names the extra to install; CompatError for a jax older than `LEAST_JAX`."""
     try:
         import jax
     except ImportError as error:
         raise ImportError(
             "page tables, page copies and host pages on a device need jax: pip install 'pagepool[jax]' (all else works without)"
         ) from error
+    if jax.__version_info__ < tuple(map(int, LEAST_JAX.split("."))):
+        got = f"jax: got version {jax.__version__}, allowed: {LEAST_JAX} and newer"
+        raise CompatError(f"{got}, since {WHY_LEAST_JAX}; pip install --upgrade 'pagepool[jax]'")
     return jax
 
 

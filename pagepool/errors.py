@@ -74,7 +74,9 @@ class RowOverflowError(PagePoolError, ValueError):
 
 
 class CompatError(PagePoolError, RuntimeError):
-    """An engine differs from what its adapter in `pagepool.compat` expects, or was built before its allocator was replaced."""
+    """An engine differs from what its adapter in `pagepool.compat` expects, or was built before its allocator was replaced; or
+    jax is too old.
+    """
 
 
 MAX_SHOWN_BITS = 256  # Python may be limited to converting ints of 640 digits

@@ -142,6 +142,22 @@ class TestJax:
         monkeypatch.setattr(environment, "LIST_DEVICES", code)
         assert inspect_jax([]) == {"version": "9.9", "backend": "false", "devices": []}
 
+    def test_one_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
+        """The extra's own line says the same of other packages."""
+        installed(jax="0.5.3")
+        monkeypatch.setattr(environment, "requires", lambda _: ['jax>=0.6; extra == "jax"'])
+        monkeypatch.setattr(environment, "_run_python", lambda code: ('{"backend": "cpu", "devices": []}', None))
+        assert inspect_extras(problems) == {"jax": {"jax": "0.5.3"}}
+        assert inspect_jax(problems) == {"version": "0.5.3", "backend": "cpu", "devices": []}
+        [old] = problems
+        assert old.what.startswith(
+            "jax 0.5.3 is older than 0.6.0 and refused, since on CPUs, programs that older versions read "
+        )
+        assert old.remedy == "pip install --upgrade 'pagepool[jax]'"
+        installed(jax="0.6.0")
+        inspect_jax(problems)
+        assert problems == [old]
+
     @pytest.mark.parametrize(
         ("code", "fault"),
         [

@@ -18,6 +18,7 @@ from pagepool._core import build_flags
 from pagepool._version import __version__
 from pagepool.compat import easydel, vllm
 from pagepool.compat.switch import ON, read_switch
+from pagepool.device import LEAST_JAX, WHY_LEAST_JAX
 from pagepool.errors import CompatError
 
 __all__ = ["Problem", "inspect_core", "inspect_engines", "inspect_extras", "inspect_jax", "inspect_versions"]
@@ -115,15 +116,16 @@ def inspect_extras(problems: list[Problem]) -> dict[str, dict[str, str | None]]:
         name, least, extra = match.groups()
         if extra in EXTRAS and name != "pagepool":
             found = extras.setdefault(extra, {})[name] = find_version(name)
-            if found is not None and least is not None and _numbers(found) < _numbers(least):
+            if found is None or name == "jax":  # which `inspect_jax` checks
+                continue
+            if least is not None and _numbers(found) < _numbers(least):
                 what = f"{name} {found} is older than {least}, which pagepool[{extra}] needs"
                 problems.append(Problem(what, f"pip install --upgrade 'pagepool[{extra}]'"))
-            if found is not None and name != "jax":  # which starts in a process of its own
-                try:
-                    import_module(MODULES.get(name, name.replace("-", "_")))
-                except Exception as error:  # whatever a package raises
-                    what = f"{name} {found} cannot be imported: {error!r}"
-                    problems.append(Problem(what, f"pip install --force-reinstall {name}"))
+            try:
+                import_module(MODULES.get(name, name.replace("-", "_")))
+            except Exception as error:  # whatever a package raises
+                what = f"{name} {found} cannot be imported: {error!r}"
+                problems.append(Problem(what, f"pip install --force-reinstall {name}"))
     return {extra: extras[extra] for extra in EXTRAS if extra in extras}
 
 
@@ -138,11 +140,15 @@ def _numbers(text: str) -> list[int]:
 
 def inspect_jax(problems: list[Problem]) -> dict[str, Any] | None:
     """Return jax's version, its backend, and its devices with their kinds of memory; None if it is not installed. A jax that
-    does not start is a problem, and has the version alone. Takes a second, and more on some devices.
+    is too old is a problem, as is one that does not start, which has the version alone. Takes a second, and more on some
+    devices.
     """
     found = find_version("jax")
     if found is None:
         return None
+    if _numbers(found) < _numbers(LEAST_JAX):
+        what = f"jax {found} is older than {LEAST_JAX} and refused, since {WHY_LEAST_JAX}"
+        problems.append(Problem(what, "pip install --upgrade 'pagepool[jax]'"))
     figures: dict[str, Any] = {"version": found}
     output, fault = _run_python(LIST_DEVICES)
     if fault is None:
