@@ -1,7 +1,8 @@
-"""A router's index in plain sets, written to be obviously right, and random batches of events for both."""
+"""A router's index in plain counters, written to be obviously right, and random batches of events for both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import lcm
 from random import Random
@@ -23,12 +24,15 @@ class Spec:
 
 @dataclass
 class OracleIndex:
-    """Blocks by worker, group and medium."""
+    """Copies of blocks by worker, group and medium."""
 
     page_size: int
-    blocks: dict[tuple[int, int], dict[str, set[int]]] = field(default_factory=dict)
+    num_groups: int | None = None
+    blocks: dict[tuple[int, int], dict[str, Counter[int]]] = field(default_factory=dict)
     """Of a worker and group, by medium."""
     specs: dict[int, Spec] = field(default_factory=dict)
+    lossy: set[int] = field(default_factory=set)
+    """Workers of which batches were lost."""
     num_workers: int = 0
 
     def apply(self, worker: int, events: list[dict[str, Any]]) -> None:
@@ -38,15 +42,34 @@ class OracleIndex:
                 self.remove_worker(worker)
                 continue
             group = event.get("group_idx") or 0
-            blocks = self.blocks.setdefault((worker, group), {}).setdefault(event.get("medium") or GPU, set())
+            blocks = self.blocks.setdefault((worker, group), {}).setdefault(event.get("medium") or GPU, Counter())
             if event["type"] == "BlockStored":
                 kind, window = event.get("kv_cache_spec_kind") or "", event.get("kv_cache_spec_sliding_window")
                 self.specs[group] = Spec(event["block_size"], kind, window)
+                self.num_groups = event.get("num_groups") or self.num_groups
                 blocks.update(event["block_hashes"])
             else:
-                blocks.difference_update(event["block_hashes"])
+                blocks.subtract(event["block_hashes"])
+            for block_hash in event["block_hashes"]:
+                if blocks[block_hash] <= 0 or (worker in self.lossy and event["type"] == "BlockRemoved"):
+                    del blocks[block_hash]
+
+    def copy(self, worker: int) -> OracleIndex:
+        """Return a copy, for changes of a worker."""
+        copied = OracleIndex(self.page_size, self.num_groups, dict(self.blocks), dict(self.specs), set(self.lossy))
+        copied.num_workers = self.num_workers
+        for owner, group in self.blocks:
+            if owner == worker:
+                media = self.blocks[owner, group].items()
+                copied.blocks[owner, group] = {medium: blocks.copy() for medium, blocks in media}
+        return copied
+
+    def note_loss(self, worker: int) -> None:
+        if worker < self.num_workers:
+            self.lossy.add(worker)
 
     def remove_worker(self, worker: int) -> None:
+        self.lossy.discard(worker)
         for owner, group in self.blocks:
             if owner == worker:
                 self.blocks[owner, group] = {}
@@ -58,7 +81,9 @@ class OracleIndex:
         return [self.find_worker(worker, hashes, medium) for worker in range(self.num_workers)]
 
     def find_worker(self, worker: int, hashes: list[int], medium: str | None) -> int:
-        """Try all lengths, the longest first."""
+        """Try all lengths, the longest first. Nothing hits while a group is unknown."""
+        if len(self.specs) < (self.num_groups or max(self.specs, default=0) + 1):
+            return 0
         pages = {group: self.list_pages(worker, group, hashes, medium) for group in self.specs}
         multiple = lcm(*(spec.block_size // self.page_size for spec in self.specs.values()))
         longest = min((self.count_most(self.specs[group], pages[group], len(hashes)) for group in self.specs), default=0)
@@ -183,6 +208,7 @@ def make_events(
                     "kv_cache_spec_kind": spec.kind,
                     "kv_cache_spec_sliding_window": spec.window,
                     "session_id": rng.choice((None, "session")),
+                    "num_groups": rng.choice((None, len(specs))),
                     "lookahead_token_ids": rng.choice((None, [[1, 2], []])),
                 }
             )

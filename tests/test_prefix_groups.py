@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,16 @@ pytest.importorskip("msgspec")
 
 from settings import scale
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, SlidingWindowSpec
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    MambaSpec,
+    MultiGroupPageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
 from pagepool.events import EventBatch, encode_batch
 from pagepool.router import PrefixIndex
 
@@ -47,3 +57,38 @@ def test_found_is_what_the_manager_hits(name: str, kept: str) -> None:
         index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
     assert num_hits > scale(2000) // 4
     index.check()
+
+
+SHAPE: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
+HYBRIDS: dict[str, list[Any]] = {
+    "a state": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=64)],
+    "a state first": [MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=16), FullAttentionSpec(4, **SHAPE)],
+    "a state without checkpoints": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16")],
+    "a window of large pages": [FullAttentionSpec(4, **SHAPE), SlidingWindowSpec(32, **SHAPE, sliding_window=40)],
+    "large pages first": [FullAttentionSpec(64, **SHAPE), SlidingWindowSpec(4, **SHAPE, sliding_window=9)],
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_group_that_told_nothing_yet_hits_nothing(name: str) -> None:
+    """From the first prompt on, which is too short to be cached in all groups."""
+    specs = HYBRIDS[name]
+    for seed in range(scale(40)):
+        rng = Random(f"{name} {seed}")
+        manager = CacheManager(200, [CacheGroupSpec(spec) for spec in specs], 512, hash_seed="s")
+        manager.enable_events()
+        batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
+        index = PrefixIndex(4, hash_seed="s")
+        for _ in range(8):
+            prompt = [rng.randrange(2)] + [1] * rng.choice((10, 30, 50, 100, 200))
+            if batch.admit(0, prompt, ends_at_checkpoint=True) is None:
+                continue
+            while batch.num_computed_tokens[0] < len(prompt):
+                batch.take_copies()
+                batch.grow([0], len(prompt) - int(batch.num_computed_tokens[0]))
+            batch.release([0])
+            index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
+            for num in (10, 50, 100, 200):
+                asked = [prompt[0]] + [1] * num
+                expected = manager.probe(EngineRequest("p", asked)).num_hit_tokens
+                assert index.find_tokens(asked).tolist() == [expected], (seed, len(prompt), num)

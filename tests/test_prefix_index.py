@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_oracle import OracleIndex, Prompts, Spec, encode, make_events
+from prefix_oracle import OracleIndex, Prompts, Spec, as_array, encode, make_events
 from settings import NUM_OPERATIONS, scale
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, EventBatchError
@@ -36,13 +36,14 @@ def compare(index: PrefixIndex, oracle: OracleIndex, hashes: list[int], medium: 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("num_workers", [3, 70])
-def test_answers_are_those_of_plain_sets(name: str, num_workers: int) -> None:
-    """With holes, repeated and lost batches, workers that are replaced, and two media."""
+def test_answers_are_those_of_plain_counters(name: str, num_workers: int) -> None:
+    """With holes, copies, lost batches, workers that are replaced, two media, and a worker that is often full."""
     num_events = NUM_OPERATIONS // (2 * len(SPECS))
     for seed in range(max(1, num_events // 20_000)):
         rng = Random(f"{name} {seed}")
         prompts = Prompts(rng, 40, rng.choice((4, 40)))
-        index, oracle = PrefixIndex(16), OracleIndex(16)
+        most = rng.choice((1 << 24, 60, 300))
+        index, oracle = PrefixIndex(16, max_worker_blocks=most), OracleIndex(16)
         media = rng.choice(MEDIA)
         done, last = 0, (0, list[dict[str, Any]]())
         while done < min(num_events, 20_000):
@@ -50,16 +51,23 @@ def test_answers_are_those_of_plain_sets(name: str, num_workers: int) -> None:
             events = make_events(rng, prompts, SPECS[name], media, 16)
             choice = rng.random()
             if choice < 0.02:
-                worker, events = last  # a batch comes twice
+                worker, events = last  # the same again: more copies
             elif choice < 0.03:
                 index.remove_worker(worker)
                 oracle.remove_worker(worker)
-            elif choice < 0.05:
-                continue  # a batch is lost
+            elif choice < 0.04:
+                index.note_loss(worker)
+                oracle.note_loss(worker)
             last = worker, events
-            index.apply(worker, encode(events, rng))
-            oracle.apply(worker, events)
             done += max(1, len(events))
+            before = oracle.copy(worker)
+            oracle.apply(worker, events)
+            if oracle.count_held(worker) > most:
+                oracle = before
+                with pytest.raises(EventBatchError, match="more blocks than a worker may have"):
+                    index.apply(worker, encode(events, rng))
+            else:
+                index.apply(worker, encode(events, rng))
             for _ in range(rng.choice((0, 1))):
                 compare(index, oracle, prompts.pick(), rng.choice((None, None, "GPU", "CPU")), f"{name} {seed} {done}")
             if rng.random() < 0.01:
@@ -68,7 +76,7 @@ def test_answers_are_those_of_plain_sets(name: str, num_workers: int) -> None:
         index.check()
         for (worker, group), held in oracle.blocks.items():
             for medium, blocks in held.items():
-                assert set(index.list_blocks(worker, medium, group).tolist()) == blocks
+                assert set(index.list_blocks(worker, medium, group).tolist()) == blocks.keys()
 
 
 def stored(hashes: list[Any], **fields: Any) -> dict[str, Any]:
@@ -213,6 +221,204 @@ def test_hypothesis_finds_no_payload_that_does_harm(payload: bytes) -> None:
         index.apply(0, payload)
     except EventBatchError:
         assert index.stats() == before
+    index.check()
+
+
+def removed(hashes: list[Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, **fields}
+
+
+FORMS: dict[str, Any] = {"maps": lambda event: event, "arrays": as_array}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", [{}, {"medium": "CPU"}, {"group_idx": 1}], ids=str)
+def test_a_block_is_there_until_each_copy_is_removed(form: str, place: dict[str, Any]) -> None:
+    """As vLLM tells them: in one batch or several, by other workers in between."""
+    index = PrefixIndex(16, num_groups=2)
+
+    def apply(worker: int, *events: dict[str, Any]) -> list[int]:
+        index.apply(worker, batch_of(*map(FORMS[form], events)))
+        index.check()
+        assert index.stats()["held"] == [len(index.list_blocks(i, medium, group)) for i in range(index.num_workers)]
+        return [int(page in index.list_blocks(worker, medium, group)) for page in (1, 2, 3)]
+
+    medium, group = place.get("medium", "GPU"), place.get("group_idx", 0)
+    assert apply(0, stored([1, 2, 3], **place), stored([1, 2], **place)) == [1, 1, 1]
+    assert apply(0, stored([1], **place)) == [1, 1, 1]
+    assert apply(1, stored([1, 2, 3], **place), removed([1], **place)) == [0, 1, 1]
+    assert apply(0, removed([3, 2, 1], **place)) == [1, 1, 0]
+    assert apply(0, removed([2, 1], **place), removed([9], **place)) == [1, 0, 0]
+    assert apply(0, stored([2], **place), removed([1, 1, 1, 2], **place)) == [0, 0, 0]
+    assert apply(1) == [0, 1, 1]
+    assert apply(0, *[stored([1, 2], **place)] * 5, removed([1], **place)) == [1, 1, 0]
+    assert apply(0, {"type": "AllBlocksCleared"}, stored([1], **place)) == [1, 0, 0]
+    assert apply(0, removed([1], **place)) == [0, 0, 0]
+    apply(0, *[stored([1, 2], **place)] * 3)
+    index.remove_worker(0)
+    assert apply(0, stored([2], **place), removed([2], **place)) == [0, 0, 0]
+
+
+def test_after_a_loss_a_block_goes_with_its_first_copy() -> None:
+    """Until everything is cleared: the removal of another copy may be lost."""
+    index = PrefixIndex(16)
+    index.note_loss(5)  # told nothing yet
+    index.apply(0, batch_of(stored([1]), stored([1]), stored([2])))
+    index.note_loss(0)
+    index.apply(0, batch_of(stored([2]), stored([3]), stored([3]), removed([1])))
+    assert sorted(index.list_blocks(0).tolist()) == [2, 3]
+    index.apply(0, batch_of(removed([2, 3])))
+    assert not len(index.list_blocks(0))
+    index.check()
+    index.apply(0, batch_of({"type": "AllBlocksCleared"}, stored([1]), stored([1]), removed([1])))
+    assert index.find([1]).tolist() == [16]
+    index.note_loss(0)
+    index.remove_worker(0)
+    index.apply(0, batch_of(stored([1]), stored([1]), removed([1])))
+    assert index.find([1]).tolist() == [16]
+    for worker in (-1, 1 << 16):
+        with pytest.raises(ArgumentError):
+            index.note_loss(worker)
+
+
+KNOWN = list(range(1, 51))
+CLEARED = {"type": "AllBlocksCleared"}
+AT_THE_BOUND: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "what is known": ([stored(KNOWN)], 50),
+    "twice what is known": ([stored(KNOWN), stored(KNOWN[::-1])], 50),
+    "one more": ([stored([99])], 51),
+    "one more, and known ones": ([stored([*KNOWN, 99])], 51),
+    "one for another": ([removed([1]), stored([99])], 50),
+    "one for another, stored first": ([stored([99]), removed([1])], 50),
+    "all for others": ([stored(list(range(100, 150))), removed(KNOWN)], 50),
+    "one that comes and goes": ([stored([99]), removed([99])], 50),
+    "one that comes, goes and comes": ([stored([99]), removed([99]), stored([99])], 51),
+    "one that goes and comes": ([removed([1]), stored([1])], 50),
+    "one that is removed twice": ([removed([1]), removed([1]), stored([98, 99])], 51),
+    "a copy that goes": ([stored([1]), removed([1]), stored([99])], 51),
+    "two copies of one": ([removed([1]), stored([99, 99])], 50),
+    "an unknown one that goes": ([removed([98]), stored([99])], 51),
+    "another medium": ([stored([1], medium="CPU")], 51),
+    "a removal in another medium": ([stored([99]), removed([1], medium="CPU")], 51),
+    "another medium for one": ([removed([1]), stored([1], medium="CPU")], 50),
+    "another group": ([stored([1], group_idx=1)], 51),
+    "another group for one": ([removed([1]), stored([1], group_idx=1)], 50),
+    "cleared": ([CLEARED, stored(list(range(100, 150)))], 50),
+    "cleared, and one more": ([CLEARED, stored(list(range(100, 151)))], 51),
+    "cleared, and one that goes": ([CLEARED, stored(list(range(100, 151))), removed([120])], 50),
+    "cleared behind": ([stored(list(range(100, 200))), CLEARED], 0),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_BOUND)
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_the_bound_is_on_what_a_worker_has_after_a_batch(name: str, has_copies: bool) -> None:
+    events, num = AT_THE_BOUND[name]
+    index, oracle, other = PrefixIndex(16, max_worker_blocks=50), OracleIndex(16), PrefixIndex(16)
+    before = [stored(KNOWN), *([stored(KNOWN[10:20])] if has_copies else [])]
+    for each in (index, other):
+        each.apply(1, batch_of(stored(list(range(90, 140)))))
+        each.apply(0, batch_of(*before))
+    oracle.apply(0, before)
+    oracle.apply(0, events)
+    other.apply(0, batch_of(*events))
+    num = oracle.count_held(0) if has_copies else num
+    assert other.stats()["held"][0] == oracle.count_held(0) == num
+    held = index.stats()["held"], index.list_blocks(0).tolist(), index.media
+    if num > 50:
+        with pytest.raises(EventBatchError, match="more blocks than a worker may have"):
+            index.apply(0, batch_of(*events))
+        assert (index.stats()["held"], index.list_blocks(0).tolist(), index.media) == held
+    else:
+        index.apply(0, batch_of(*events))
+        for group in (0, 1):
+            for medium in ("GPU", "CPU"):
+                assert set(index.list_blocks(0, medium, group).tolist()) == set(other.list_blocks(0, medium, group).tolist())
+        index.apply(0, batch_of(removed([*KNOWN[:25], *range(100, 125)])))
+        oracle.apply(0, [removed([*KNOWN[:25], *range(100, 125)])])
+        assert set(index.list_blocks(0).tolist()) == oracle.blocks[0, 0].get("GPU", {}).keys()
+    assert index.list_blocks(1).tolist() == other.list_blocks(1).tolist() == list(range(90, 140))
+    index.check()
+
+
+def test_blocks_that_come_and_go_in_a_batch_of_a_full_worker_take_no_memory() -> None:
+    index = PrefixIndex(16, max_worker_blocks=100)
+    index.apply(0, batch_of(stored(list(range(100)))))
+    before = index.stats()
+    index.apply(0, batch_of(stored(list(range(1000, 101_000))), removed(list(range(1000, 101_000)))))
+    assert index.stats() == before
+
+
+def test_nothing_hits_while_a_group_is_unknown() -> None:
+    """Unless nobody said how many there are: then those that were told, and those before them, count."""
+    full, window = stored([1, 2]), stored([1, 2], group_idx=1, kv_cache_spec_sliding_window=20)
+    for index, told in ((PrefixIndex(16), {"num_groups": 2}), (PrefixIndex(16, num_groups=2), {})):
+        for first, second in ((full, window), (window, full)):
+            index.apply(0, batch_of(first | told))
+            assert not index.find([1, 2]).any()
+            index.apply(3, batch_of(second | told))
+            assert index.find([1, 2]).tolist() == [0, 0, 0, 0]
+            index.apply(0, batch_of(second))
+            assert index.find([1, 2]).tolist() == [32, 0, 0, 0]
+            index.clear()
+            assert index.find([1, 2]).tolist() == [0, 0, 0, 0]
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(full))
+    assert index.find([1, 2]).tolist() == [32]
+    index.clear()
+    index.apply(0, batch_of(window))
+    assert index.find([1, 2]).tolist() == [0]
+    index.apply(0, batch_of(full))
+    assert index.find([1, 2]).tolist() == [32]
+
+
+def test_the_number_of_groups_may_change_while_nobody_has_blocks() -> None:
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(stored([1], num_groups=3)))
+    for bad in (
+        stored([2], num_groups=2),
+        stored([2], group_idx=3),
+        stored([2], group_idx=3, num_groups=4),
+        stored([2], num_groups=65),
+        stored([2], num_groups=-1),
+        stored([2], num_groups="3"),
+    ):
+        with pytest.raises(EventBatchError):
+            index.apply(1, batch_of(bad))
+    index.apply(0, batch_of(removed([1])))
+    index.apply(0, batch_of(stored([1])))
+    assert index.find([1]).tolist() == [0]  # still one of three
+    index.remove_worker(0)
+    with pytest.raises(EventBatchError):
+        index.apply(1, batch_of(stored([1], num_groups=1), stored([1], num_groups=2)))
+    index.apply(1, batch_of(stored([1], num_groups=1)))
+    assert index.find([1]).tolist() == [0, 16]
+    with pytest.raises(EventBatchError):
+        PrefixIndex(16, num_groups=1).apply(0, batch_of(stored([1], num_groups=2)))
+    for num_groups in (0, 65, -1):
+        with pytest.raises(ArgumentError, match="num_groups"):
+            PrefixIndex(16, num_groups=num_groups)
+    with pytest.raises(ArgumentTypeError):
+        PrefixIndex(16, num_groups="2")  # type: ignore[arg-type]
+
+
+def test_memory_of_copies() -> None:
+    """That of few is small beside the blocks, and comes back when they go."""
+    index, rng = PrefixIndex(16), Random(3)
+    hashes = [rng.getrandbits(64) for _ in range(20_000)]
+    index.apply(0, batch_of(stored(hashes)))
+    before = index.stats()["bytes"]
+    assert before <= 40 * len(hashes)
+    index.apply(0, batch_of(stored(hashes[:200])))
+    assert index.stats()["bytes"] <= before + 20_000
+    index.apply(0, batch_of(stored(hashes)))
+    assert index.stats()["bytes"] <= before + 100 * len(hashes)
+    index.check()
+    index.apply(0, batch_of(removed(hashes), removed(hashes[:200])))
+    assert index.stats()["held"] == [20_000]
+    assert index.stats()["bytes"] <= before + 40_000
+    index.apply(0, batch_of(removed(hashes)))
+    assert index.stats()["blocks"] == 0
     index.check()
 
 

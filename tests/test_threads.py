@@ -985,7 +985,11 @@ def test_prefixes_are_looked_up_while_workers_change(num_threads: int, seed: int
         for i in range(NUM_ROUNDS):
             chain = rng.choice(chains)
             if number < 2:
-                index.apply(worker, encode_event("BlockStored", chain))
+                num_copies = rng.choice((1, 1, 3))
+                for _ in range(num_copies):
+                    index.apply(worker, encode_event("BlockStored", chain))
+                for _ in range(num_copies - 1):
+                    index.apply(worker, encode_event("BlockRemoved", chain))
                 assert index.find(chain)[worker] == PAGE_SIZE_OF_EVENTS * len(chain)
                 assert sorted(index.list_blocks(worker).tolist()) == sorted(set(chain))
                 if i % 3 == 0:

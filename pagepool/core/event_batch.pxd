@@ -30,6 +30,7 @@ cdef enum Field:
     GROUP
     SPEC_KIND
     WINDOW
+    NUM_GROUPS
     EVENTS
     OTHER
 
@@ -50,6 +51,7 @@ cdef struct Spec:             # what a stored event says of its group
 cdef struct Event:
     EventKind kind
     int32_t group
+    int32_t num_groups        # of the worker; 0: unknown
     Spec spec
     Text medium
     int32_t plane             # of the medium in the index, once it is found; -1: none
@@ -68,6 +70,7 @@ cdef struct Batch:
     Py_ssize_t hash_capacity
     Py_ssize_t num_stored     # hashes of stored events
     bint is_cleared
+    int32_t num_groups        # of the workers, once the index has agreed
     Py_ssize_t num_void       # events before the last that cleared everything: they tell nothing but their groups
 
 cdef extern from *:
@@ -293,6 +296,8 @@ cdef inline Field field_of(Text name) noexcept nogil:
         return SPEC_KIND
     if is_text(name, "kv_cache_spec_sliding_window", 28):
         return WINDOW
+    if is_text(name, "num_groups", 10):
+        return NUM_GROUPS
     if is_text(name, "events", 6):
         return EVENTS
     return OTHER
@@ -355,6 +360,8 @@ cdef inline void take_field(Reader *reader, Batch *batch, Event *event, Field fi
         event.medium = take_text(reader)
     elif field == GROUP:
         event.group = take_size(reader, MAX_EVENT_GROUPS - 1)
+    elif field == NUM_GROUPS:
+        event.num_groups = take_size(reader, MAX_EVENT_GROUPS)
     elif field == SPEC_KIND:
         event.spec.is_state = is_text(take_text(reader), "mamba", 5)
     else:

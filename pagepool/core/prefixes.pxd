@@ -9,6 +9,7 @@
 # * A block that follows another one in a prompt takes the entry behind it if that is free. So a look-up, which knows what
 #   follows what from its request, mostly finds the next block in the next entry, without a probe. This is a guess that the hash
 #   confirms or refutes: answers do not depend on it.
+# * A bit stands for one copy or more. The copies beyond the first, which are rare, are counted in a table of their own.
 #
 # Changes reserve their memory first and cannot fail then.
 
@@ -25,6 +26,8 @@ cdef enum:
     WORD = 64                 # workers of a word
     FETCH_AHEAD = 8           # hashes by which a change has memory fetched before it reads it
     MIN_ROOM = 64             # entries, and slots of a table
+    MIN_COPIES = 256          # places of the table of copies that are kept
+    BLOCKS_OF_A_COPY = 32     # of all groups, for which one more is kept
     MIN_MARKS = 64            # blocks that a worker is known to have got, at least
     ENTRIES_OF_A_MARK = 2048  # of a space, for which one more is known
 
@@ -53,8 +56,14 @@ cdef struct Mark:             # a block that a worker got
     uint32_t group
     uint32_t entry
 
+cdef struct Copies:           # copies beyond the first of a block that a worker has
+    uint64_t key              # of its entry, group, medium and worker; 0: empty
+    uint64_t num
+
 cdef struct Holding:          # of a worker
     int64_t num_bits
+    int64_t num_copied        # bits with further copies
+    bint is_lossy             # whether batches were lost, so that copies are not counted
     Mark *marks               # [num_marks] all of its blocks, and some that it had, unless `is_over`
     Py_ssize_t num_marks
     Py_ssize_t capacity
@@ -67,7 +76,11 @@ cdef struct Table:
     int32_t num_planes
     int32_t num_words
     int32_t num_workers       # behind the last that told anything
+    int32_t num_groups        # of the workers, as they say; 0: unknown
     Holding *held             # [num_words * WORD] of each worker
+    Copies *copies            # [num_copy_places] with linear probing, at most three quarters taken
+    Py_ssize_t num_copy_places
+    Py_ssize_t num_copied
     uint64_t multiplier
 
 
@@ -211,6 +224,121 @@ cdef inline void mark_block(Table *table, const Space *space, uint32_t entry, in
         held.num_marks += 1
 
 
+cdef inline uint64_t key_of(
+    const Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """The key of the copies of a block."""
+    return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
+
+
+cdef inline Py_ssize_t copies_home(const Table *table, uint64_t key) noexcept nogil:
+    return <Py_ssize_t>(((key * table.multiplier) >> 32) * <uint64_t>table.num_copy_places >> 32)
+
+
+cdef inline Py_ssize_t copies_behind(const Table *table, Py_ssize_t place) noexcept nogil:
+    return 0 if place + 1 == table.num_copy_places else place + 1
+
+
+cdef inline Py_ssize_t find_copies(const Table *table, uint64_t key) noexcept nogil:
+    """The place of a key among the copies, or the empty one that ends the search. There are places."""
+    cdef Py_ssize_t place = copies_home(table, key)
+    while table.copies[place].key not in (0, key):
+        place = copies_behind(table, place)
+    return place
+
+
+cdef inline void set_copies(Table *table, uint64_t key, int32_t worker, uint64_t num) noexcept nogil:
+    """Set how many copies beyond the first there are. There is room."""
+    cdef Py_ssize_t home, other, place
+    if num == 0 and table.held[worker].num_copied == 0:
+        return
+    place = find_copies(table, key)
+    if num:
+        table.held[worker].num_copied += table.copies[place].key == 0
+        table.num_copied += table.copies[place].key == 0
+        table.copies[place] = Copies(key, num)
+        return
+    if table.copies[place].key == 0:
+        return
+    table.held[worker].num_copied -= 1
+    table.num_copied -= 1
+    other = place
+    while True:  # shift back those whose search passes the place
+        other = copies_behind(table, other)
+        if table.copies[other].key == 0:
+            break
+        home = copies_home(table, table.copies[other].key)
+        if (home <= place or home > other) if place < other else (other < home <= place):
+            table.copies[place] = table.copies[other]
+            place = other
+    table.copies[place] = Copies(0, 0)
+
+
+cdef inline uint64_t count_further(const Table *table, uint64_t key, int32_t worker) noexcept nogil:
+    """The copies beyond the first."""
+    cdef Py_ssize_t place
+    if table.held[worker].num_copied == 0:
+        return 0
+    place = find_copies(table, key)
+    return table.copies[place].num if table.copies[place].key else 0
+
+
+cdef inline bint resize_copies(Table *table, Py_ssize_t num) noexcept nogil:
+    """Give the table of copies another number of places, enough for all; False, and nothing changed, where memory is short."""
+    cdef Copies *before = table.copies
+    cdef Copies *places = <Copies *>raw_calloc(num, sizeof(Copies))
+    cdef Copies taken
+    cdef Py_ssize_t num_before = table.num_copy_places
+    if places == NULL:
+        return False
+    table.copies, table.num_copy_places = places, num
+    for taken in before[:num_before]:
+        if taken.key:
+            table.copies[find_copies(table, taken.key)] = taken
+    raw_free(before)
+    return True
+
+
+cdef inline Py_ssize_t places_for(Py_ssize_t num_copied) noexcept nogil:
+    return max(num_copied + num_copied // 3 + 2, <Py_ssize_t>MIN_COPIES)
+
+
+cdef inline bint reserve_copies(Table *table, Py_ssize_t num_more) noexcept nogil:
+    """Make room for more copies; False where memory is short."""
+    cdef Py_ssize_t num = places_for(table.num_copied + num_more)
+    return num <= table.num_copy_places or resize_copies(table, max(num, 2 * places_for(table.num_copied)))
+
+
+cdef inline void trim_copies(Table *table) noexcept nogil:
+    """Give back room for copies that did not come."""
+    cdef Py_ssize_t g, num = 2 * places_for(table.num_copied)
+    for g in range(table.num_spaces):
+        num += table.spaces[g].num_blocks // BLOCKS_OF_A_COPY
+    if table.num_copy_places > 2 * num:
+        resize_copies(table, num)
+
+
+cdef inline void add_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    """Note that a worker has a further copy of a block."""
+    cdef uint64_t key = key_of(table, space, entry, plane, worker)
+    if not table.held[worker].is_lossy:
+        set_copies(table, key, worker, count_further(table, key, worker) + 1)
+
+
+cdef inline bint take_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    """Note that a worker has a further copy of a block less; False if it has none."""
+    cdef uint64_t key = key_of(table, space, entry, plane, worker)
+    cdef uint64_t num = 0 if table.held[worker].is_lossy else count_further(table, key, worker)
+    if num:
+        set_copies(table, key, worker, num - 1)
+    return num > 0
+
+
+cdef inline void drop_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    """Forget the further copies of a block."""
+    set_copies(table, key_of(table, space, entry, plane, worker), worker, 0)
+
+
 cdef inline void set_bit(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     cdef uint64_t *bits = bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
@@ -220,11 +348,17 @@ cdef inline void set_bit(Table *table, const Space *space, uint32_t entry, int32
         bits[0] |= bit
 
 
+cdef inline bint has_bit(const Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    return bits_at(table, space, entry, plane, worker)[0] >> (worker % WORD) & 1
+
+
 cdef inline void clear_bit(Table *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
-    """Clear the bit of a worker, and free an entry with no other."""
+    """Clear the bit of a worker and forget its copies, and free an entry with no other."""
     cdef uint64_t *bits = bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     if bits[0] & bit:
+        if rare(table.held[worker].num_copied != 0):
+            drop_further(table, space, entry, plane, worker)
         table.held[worker].num_bits -= 1
         bits[0] &= ~bit
         if is_free(entry_at(table, space, entry), stride_of(table)):
@@ -234,19 +368,24 @@ cdef inline void clear_bit(Table *table, Space *space, uint32_t entry, int32_t p
 cdef inline void store_blocks(
     Table *table, Space *space, const uint64_t *hashes, Py_ssize_t num, uint32_t last, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has blocks, each behind the one before; `last` is the entry of what is before them, 0: unknown."""
+    """Note that a worker has blocks, or further copies of them, each behind the one before; `last` is the entry of what is
+    before them, 0: unknown.
+    """
     cdef Py_ssize_t i
     for i in range(num):
         if i + FETCH_AHEAD < num:
             fetch(&space.places[home_at(space, tag_of(table, hashes[i + FETCH_AHEAD]))])
         last = put_block(table, space, hashes[i], last + 1 if last else 0)
-        set_bit(table, space, last, plane, worker)
+        if rare(has_bit(table, space, last, plane, worker)):
+            add_further(table, space, last, plane, worker)
+        else:
+            set_bit(table, space, last, plane, worker)
 
 
 cdef inline void remove_blocks(
     Table *table, Space *space, const uint64_t *hashes, Py_ssize_t num, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has blocks no more. The end of a prompt mostly goes before its beginning."""
+    """Note that a worker has a copy of blocks less. The end of a prompt mostly goes before its beginning."""
     cdef Py_ssize_t i
     cdef uint32_t entry, last = 0
     for i in range(num):
@@ -254,7 +393,8 @@ cdef inline void remove_blocks(
             fetch(&space.places[home_at(space, tag_of(table, hashes[i + FETCH_AHEAD]))])
         entry = find_block(table, space, hashes[i], last - 1 if last else 0)
         if entry:
-            clear_bit(table, space, entry, plane, worker)
+            if not rare(table.held[worker].num_copied and take_further(table, space, entry, plane, worker)):
+                clear_bit(table, space, entry, plane, worker)
             last = entry
 
 
@@ -272,6 +412,7 @@ cdef inline void remove_all(Table *table, int32_t worker) noexcept nogil:
     cdef Space *space
     cdef Mark mark
     cdef uint32_t entry
+    table.held[worker].is_lossy = False
     if table.held[worker].num_bits == 0:
         return
     if not table.held[worker].is_over:
@@ -387,3 +528,4 @@ cdef inline void free_table(Table *table) noexcept nogil:
     for g in range(table.num_words * WORD if table.held != NULL else 0):
         raw_free(table.held[g].marks)
     raw_free(table.held)
+    raw_free(table.copies)

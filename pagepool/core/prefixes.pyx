@@ -241,12 +241,16 @@ cdef bint find_all(
     cdef Py_ssize_t g, multiple, num = 0
     cdef int32_t worker
     cdef bint has_room = True
-    if table.num_spaces == 1 and is_leading(&table.spaces[0]) and table.spaces[0].spec.block_size == page_size:
+    cdef Py_ssize_t num_groups = table.num_groups if table.num_groups else table.num_spaces
+    if num_groups == 1 and is_leading(&table.spaces[0]) and table.spaces[0].spec.block_size == page_size:
         count_leading(table, &table.spaces[0], lookup, 1, counts, words)
         return True
+    for g in range(num_groups):
+        if not table.spaces[g].is_known:  # what a worker has in it is unknown
+            return True
     memset(&groups, 0, sizeof(groups))
-    for g in range(table.num_spaces):
-        if table.spaces[g].is_known and has_room:
+    for g in range(num_groups):
+        if has_room:
             has_room = start_group(table, &table.spaces[g], lookup, page_size, words, &groups[num])
             num += 1
     multiple = common_multiple(groups, num, lookup.num_hashes)
@@ -269,33 +273,66 @@ cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noe
     return num
 
 
-cdef const char *agree(const Table *table, const Batch *batch, Py_ssize_t page_size) noexcept nogil:
-    """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not."""
+cdef const char *agree(const Table *table, Batch *batch, Py_ssize_t page_size, int32_t num_groups) noexcept nogil:
+    """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not. `num_groups`
+    was given, or is 0; the batch gets the number that holds behind it. Both may change while nobody has blocks.
+    """
     cdef Spec[MAX_EVENT_GROUPS] specs
     cdef const Event *event
     cdef Py_ssize_t i
+    cdef int32_t highest = -1
     memset(&specs, 0, sizeof(specs))
+    batch.num_groups = num_groups
     for i in range(table.num_spaces):
         if table.spaces[i].num_blocks:
             specs[i] = table.spaces[i].spec
+            batch.num_groups = table.num_groups
     for i in range(batch.num_events):
         event = &batch.events[i]
         if event.kind != STORED:
             continue
+        if event.num_groups and batch.num_groups and event.num_groups != batch.num_groups:
+            return "num_groups differs from that which the index has"
+        batch.num_groups = max(batch.num_groups, event.num_groups)
+        if batch.num_groups and event.group >= batch.num_groups:
+            return "group_idx is not below num_groups"
         if event.spec.block_size % page_size:
             return "block_size is not a multiple of the page size of the index"
         if specs[event.group].block_size == 0:
             specs[event.group] = event.spec
         if memcmp(&specs[event.group], &event.spec, sizeof(Spec)):
             return "block_size, kind or window differ from those that the group has"
+        highest = max(highest, event.group)
+    if batch.num_groups == 0 and highest < table.num_groups:
+        batch.num_groups = table.num_groups
     return NULL
 
 
-cdef Py_ssize_t count_unknown(const Table *table, const Batch *batch, Py_ssize_t group) noexcept nogil:
-    """Count the stored hashes of a group that have no entry yet, repeated ones again."""
+cdef struct Change:           # of a block
+    uint64_t block_hash
+    int32_t group
+    int32_t plane
+    uint64_t num_before       # copies that the worker has
+    uint64_t num
+
+cdef struct Net:              # what a batch changes, or NULL: it was not worked out
+    Change *items             # [num] in the order of the batch
+    Py_ssize_t num
+    uint32_t *places          # [num_places] one more than the place of a block in `items`; 0: empty
+    Py_ssize_t num_places
+    uint64_t multiplier
+
+
+cdef Py_ssize_t count_unknown(const Table *table, const Batch *batch, Py_ssize_t group, const Net *net) noexcept nogil:
+    """Count the stored hashes of a group that have no entry yet, repeated ones again unless net changes are known."""
     cdef const Event *event
     cdef Py_ssize_t i, j, num = 0
     cdef uint32_t entry
+    for i in range(net.num):
+        if net.items[i].group == group and net.items[i].num:
+            num += find_block(table, &table.spaces[group], net.items[i].block_hash, 0) == 0
+    if net.items != NULL:
+        return num
     for i in range(batch.num_void, batch.num_events):
         event = &batch.events[i]
         if event.kind == STORED and event.group == group:
@@ -335,22 +372,27 @@ cdef bint place_media(const Table *table, Batch *batch, Media *media) noexcept n
     return True
 
 
-cdef const char *make_room(Table *table, Batch *batch, int32_t num_words) noexcept nogil:
-    """Find the media of a batch, and reserve its memory; the reason why there is none, or NULL."""
-    cdef Py_ssize_t i, g
+cdef const char *make_room(
+    Table *table, const Batch *batch, const Media *media, int32_t worker, const Net *net
+) noexcept nogil:
+    """Reserve the memory of a batch, or of its net changes; the reason why there is none, or NULL."""
+    cdef Py_ssize_t i, g, num_copies = 0
     cdef Py_ssize_t[MAX_EVENT_GROUPS] num_stored
-    cdef Media media
+    cdef int32_t num_words = max(table.num_words, worker // <int32_t>WORD + 1)
     cdef Space *space
-    if not place_media(table, batch, &media):
-        return "too many media, or a long name of one"
     memset(&num_stored, 0, sizeof(num_stored))
-    for i in range(batch.num_void, batch.num_events):
-        if batch.events[i].kind == STORED:
-            num_stored[batch.events[i].group] += batch.events[i].num
+    for i in range(net.num):
+        num_stored[net.items[i].group] += net.items[i].num > 0
+        num_copies += net.items[i].num > 1
+    if net.items == NULL:
+        num_copies = batch.num_stored
+        for i in range(batch.num_void, batch.num_events):
+            if batch.events[i].kind == STORED:
+                num_stored[batch.events[i].group] += batch.events[i].num
     for g in range(MAX_EVENT_GROUPS):
         space = &table.spaces[g]
         if num_stored[g] and space.num_blocks + num_stored[g] >= space.num_entries:
-            num_stored[g] = count_unknown(table, batch, g)
+            num_stored[g] = count_unknown(table, batch, g, net)
         if space.num_blocks + num_stored[g] > MAX_BLOCKS:
             return "more blocks than a group may have"
     if media.num > table.num_planes or num_words > table.num_words:
@@ -360,17 +402,96 @@ cdef const char *make_room(Table *table, Batch *batch, int32_t num_words) noexce
     for g in range(MAX_EVENT_GROUPS):
         if num_stored[g] and not reserve_blocks(table, &table.spaces[g], num_stored[g]):
             return NO_MEMORY
-    return NULL
+    return NULL if reserve_copies(table, num_copies) else NO_MEMORY
 
 
-cdef void change(Table *table, const Batch *batch, int32_t worker) noexcept nogil:
-    """Apply a batch for which there is room."""
+cdef inline Py_ssize_t find_change(const Net *net, const Event *event, uint64_t block_hash) noexcept nogil:
+    """The place of a block among the net changes, or the empty one that ends the search."""
+    cdef uint64_t tag = (block_hash ^ <uint64_t>event.group << 8 ^ <uint64_t>event.plane) * net.multiplier >> 32
+    cdef Py_ssize_t place = <Py_ssize_t>(tag * <uint64_t>net.num_places >> 32)
+    cdef const Change *found
+    while net.places[place]:
+        found = &net.items[net.places[place] - 1]
+        if found.block_hash == block_hash and found.group == event.group and found.plane == event.plane:
+            break
+        place = 0 if place + 1 == net.num_places else place + 1
+    return place
+
+
+cdef uint64_t count_held(const Table *table, const Event *event, uint64_t block_hash, int32_t worker) noexcept nogil:
+    """The copies of a block that a worker has."""
+    cdef const Space *space = &table.spaces[event.group]
+    cdef uint32_t entry
+    if worker >= table.num_workers or event.plane >= table.num_planes:
+        return 0
+    entry = find_block(table, space, block_hash, 0)
+    if not entry or not has_bit(table, space, entry, event.plane, worker):
+        return 0
+    return 1 + count_further(table, key_of(table, space, entry, event.plane, worker), worker)
+
+
+cdef bint list_changes(const Table *table, const Batch *batch, int32_t worker, Net *net) noexcept nogil:
+    """List the blocks that a batch changes, with the copies of each before and after; False where memory is short."""
+    cdef bint is_lossy = worker < table.num_workers and table.held[worker].is_lossy and not batch.is_cleared
+    cdef const Event *event
+    cdef Change *change
+    cdef Py_ssize_t i, j, place
+    net.num_places = 2 * batch.num_hashes + 1
+    net.multiplier = table.multiplier
+    net.items = <Change *>raw_calloc(batch.num_hashes + 1, sizeof(Change))
+    net.places = <uint32_t *>raw_calloc(net.num_places, sizeof(uint32_t))
+    if net.items == NULL or net.places == NULL:
+        return False
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        for j in range(event.first, event.first + event.num if event.plane >= 0 else event.first):
+            place = find_change(net, event, batch.hashes[j])
+            if net.places[place] == 0:
+                change = &net.items[net.num]
+                change.block_hash, change.group, change.plane = batch.hashes[j], event.group, event.plane
+                change.num = 0 if batch.is_cleared else count_held(table, event, batch.hashes[j], worker)
+                change.num_before = change.num
+                net.num += 1
+                net.places[place] = <uint32_t>net.num
+            change = &net.items[net.places[place] - 1]
+            if event.kind == STORED:
+                change.num = 1 if is_lossy else change.num + 1
+            else:
+                change.num = 0 if is_lossy or change.num == 0 else change.num - 1
+    return True
+
+
+cdef int64_t count_gained(const Net *net) noexcept nogil:
+    """The blocks that a worker has more behind the changes."""
+    cdef int64_t num = 0
+    cdef Py_ssize_t i
+    for i in range(net.num):
+        num += (net.items[i].num > 0) - <int64_t>(net.items[i].num_before > 0)
+    return num
+
+
+cdef void change_held(Table *table, const Change *item, int32_t worker) noexcept nogil:
+    """Apply the net change of a block that a worker has."""
+    cdef Space *space = &table.spaces[item.group]
+    cdef uint32_t entry = find_block(table, space, item.block_hash, 0)
+    if item.num:
+        set_copies(table, key_of(table, space, entry, item.plane, worker), worker, item.num - 1)
+    else:
+        clear_bit(table, space, entry, item.plane, worker)
+
+
+cdef void change(Table *table, const Batch *batch, int32_t worker, const Net *net) noexcept nogil:
+    """Apply a batch for which there is room, or its net changes alone."""
     cdef const Event *event
     cdef Space *space
     cdef Py_ssize_t i
     cdef uint32_t parent
     if batch.is_cleared:
         remove_all(table, worker)
+    table.num_groups = batch.num_groups
+    for i in range(net.num):
+        if net.items[i].num_before:
+            change_held(table, &net.items[i], worker)
     for i in range(batch.num_events):
         event = &batch.events[i]
         space = &table.spaces[event.group]
@@ -381,9 +502,56 @@ cdef void change(Table *table, const Batch *batch, int32_t worker) noexcept nogi
             continue
         if event.kind == STORED:
             parent = find_block(table, space, event.parent, 0) if event.has_parent else 0
-            store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
-        elif event.plane >= 0 and space.num_blocks:
+            if net.items == NULL:
+                store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
+            else:
+                store_net(table, space, batch, event, parent, worker, net)
+        elif net.items == NULL and event.plane >= 0 and space.num_blocks:
             remove_blocks(table, space, batch.hashes + event.first, event.num, event.plane, worker)
+
+
+cdef void store_net(
+    Table *table, Space *space, const Batch *batch, const Event *event, uint32_t last, int32_t worker, const Net *net
+) noexcept nogil:
+    """Note the blocks of an event that a worker has behind the batch, and their copies."""
+    cdef const Change *found
+    cdef Py_ssize_t j
+    for j in range(event.first, event.first + event.num):
+        found = &net.items[net.places[find_change(net, event, batch.hashes[j])] - 1]
+        if found.num:
+            last = put_block(table, space, found.block_hash, last + 1 if last else 0)
+            set_bit(table, space, last, event.plane, worker)
+            set_copies(table, key_of(table, space, last, event.plane, worker), worker, found.num - 1)
+        else:
+            last = 0
+
+
+cdef const char *apply_events(Table *table, Batch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
+    """Apply a batch whose groups agree with the index. Returns the reason if it cannot be, or NULL.
+
+    Only a batch after which the worker may have too many blocks has its net changes worked out.
+    """
+    cdef const char *error = NULL
+    cdef Net net
+    cdef Media media
+    cdef int64_t num_held = table.held[worker].num_bits if worker < table.num_workers and not batch.is_cleared else 0
+    memset(&net, 0, sizeof(net))
+    if not place_media(table, batch, &media):
+        return "too many media, or a long name of one"
+    if num_held + batch.num_stored > max_blocks:
+        if not list_changes(table, batch, worker, &net):
+            error = NO_MEMORY
+        elif num_held + count_gained(&net) > max_blocks:
+            error = "more blocks than a worker may have"
+    if error == NULL:
+        error = make_room(table, batch, &media, worker, &net)
+    if error == NULL:
+        change(table, batch, worker, &net)
+        table.num_workers = max(table.num_workers, worker + 1)
+        trim_copies(table)
+    raw_free(net.items)
+    raw_free(net.places)
+    return error
 
 
 cdef int view_payload(object payload, Py_buffer *view) except -1:
@@ -411,11 +579,14 @@ cdef class PrefixTable:
     cdef Table table
     cdef readonly Py_ssize_t page_size
     cdef readonly Py_ssize_t max_worker_blocks
+    cdef int32_t num_groups   # that was given; 0: none
     cdef tuple locks
 
-    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, **_):
+    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, **_):
         self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
+        self.num_groups = 0 if num_groups is None else <int32_t>size_of(num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
+        self.table.num_groups = self.num_groups
         self.locks = tuple([ReaderLock() for _ in range(NUM_LOCKS)])
         self.table.multiplier = <uint64_t>int.from_bytes(os.urandom(8), "little") | 1
         self.table.num_planes, self.table.num_words = 1, 1
@@ -473,19 +644,12 @@ cdef class PrefixTable:
     cdef const char *apply_batch(self, int32_t worker, Batch *batch) noexcept:
         """Check a batch against the index, and apply it. Returns the reason if it cannot be, or NULL."""
         cdef const char *error
-        cdef int64_t num_held
         cdef void *thread
         self.lock_all()
-        error = agree(&self.table, batch, self.page_size)
-        num_held = self.table.held[worker].num_bits if worker < self.table.num_workers and not batch.is_cleared else 0
-        if error == NULL and num_held + batch.num_stored > self.max_worker_blocks:
-            error = "more blocks than a worker may have"
+        error = agree(&self.table, batch, self.page_size, self.num_groups)
         if error == NULL:
             thread = let_others_run(batch.num_hashes)
-            error = make_room(&self.table, batch, max(self.table.num_words, worker // WORD + 1))
-            if error == NULL:
-                change(&self.table, batch, worker)
-                self.table.num_workers = max(self.table.num_workers, worker + 1)
+            error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
             go_on(thread)
         self.unlock_all()
         return error
@@ -534,6 +698,16 @@ cdef class PrefixTable:
         """The bit of a medium, none if there is none."""
         return <uint32_t>1 << find_medium(self.table.media, self.table.num_planes, text_of(name))
 
+    def note_loss(self, worker) -> None:
+        """Note that batches of a worker were lost. Until it has cleared everything, or is removed, a block is gone with the
+        first copy that it removes, because removals of others may be lost. O(1).
+        """
+        cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
+        self.lock_all()
+        if number < self.table.num_workers:
+            self.table.held[number].is_lossy = True
+        self.unlock_all()
+
     def remove_worker(self, worker) -> None:
         """Forget what a worker has cached. O(blocks that it got since it last had none)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
@@ -546,6 +720,7 @@ cdef class PrefixTable:
         """Forget all blocks and groups, and give their memory back. Workers keep their numbers."""
         cdef Space[MAX_EVENT_GROUPS] spaces
         cdef Space space
+        cdef Copies *copies
         cdef int32_t worker
         self.lock_all()
         memcpy(&spaces, self.table.spaces, sizeof(spaces))
@@ -553,8 +728,11 @@ cdef class PrefixTable:
         for worker in range(self.table.num_words * WORD):
             raw_free(self.table.held[worker].marks)
         memset(self.table.held, 0, self.table.num_words * WORD * sizeof(Holding))
-        self.table.num_spaces = 0
+        self.table.num_spaces, self.table.num_groups = 0, self.num_groups
+        copies, self.table.copies = self.table.copies, NULL
+        self.table.num_copied = self.table.num_copy_places = 0
         self.unlock_all()
+        raw_free(copies)
         for space in spaces[:MAX_EVENT_GROUPS]:
             raw_free(space.entries)
             raw_free(space.places)
@@ -611,6 +789,7 @@ cdef class PrefixTable:
             num_blocks += self.table.spaces[i].num_blocks
         for i in range(self.table.num_words * WORD):
             num_bytes += sizeof(Holding) + self.table.held[i].capacity * <Py_ssize_t>sizeof(Mark)
+        num_bytes += self.table.num_copy_places * <Py_ssize_t>sizeof(Copies)
         self.unlock_all()
         return {"blocks": num_blocks, "held": [self.num_held(i) for i in range(self.table.num_workers)], "bytes": num_bytes}
 
@@ -635,6 +814,8 @@ cdef class PrefixTable:
         for g in range(self.table.num_words * WORD if num_held != NULL else 0):
             if num_held[g] != self.table.held[g].num_bits:
                 fault = "the blocks of a worker are miscounted"
+        if fault == NULL and num_held != NULL:
+            fault = find_miscounted(&self.table, num_held)
         self.unlock_all()
         raw_free(num_held)
         if fault != NULL:
@@ -672,6 +853,34 @@ cdef const char *find_fault(const Table *table, const Space *space, int64_t *num
         num += space.places[i].entry != 0
     if num != space.num_blocks:
         return "places are miscounted"
+    return NULL
+
+
+cdef const char *find_miscounted(const Table *table, int64_t *num_copied) noexcept:
+    """What contradicts what in the copies, or NULL. `num_copied` is for each worker."""
+    cdef Copies copies
+    cdef const Space *space
+    cdef Py_ssize_t i, num = 0
+    cdef uint32_t entry
+    cdef int32_t plane, worker
+    memset(num_copied, 0, table.num_words * WORD * sizeof(int64_t))
+    for i in range(table.num_copy_places):
+        copies = table.copies[i]
+        if copies.key == 0:
+            continue
+        space = &table.spaces[copies.key >> 24 & 63]
+        entry, plane, worker = <uint32_t>(copies.key >> 32), <int32_t>(copies.key >> 16 & 255), <int32_t>(copies.key & 65535)
+        num += 1
+        num_copied[worker] += 1
+        if copies.num == 0 or find_copies(table, copies.key) != i:
+            return "copies of a block are not found"
+        if entry >= space.num_entries or not has_bit(table, space, entry, plane, worker):
+            return "a block that a worker has not has copies"
+    if num != table.num_copied:
+        return "copies are miscounted"
+    for i in range(table.num_words * WORD):
+        if num_copied[i] != table.held[i].num_copied:
+            return "the copies of a worker are miscounted"
     return NULL
 
 

@@ -37,7 +37,8 @@ class BlockStored(Event):
     name, features as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with
     ``sha256_cbor``, as in vLLM, and of the first page with other algorithms. ``group_idx``: the cache group;
     ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the
-    request or row that cached the pages; others may hit them. None in the host tier.
+    request or row that cached the pages; others may hit them. None in the host tier. ``num_groups``: how many cache groups the
+    manager has; None for one.
     """
 
     block_hashes: Any
@@ -52,6 +53,7 @@ class BlockStored(Event):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     session_id: str | None = None
+    num_groups: int | None = None
 
 
 class BlockRemoved(Event):

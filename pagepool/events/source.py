@@ -84,8 +84,12 @@ class EventSource:
         self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
+        no_session, num_groups = None, len(groups) if len(groups) > 1 else None
         self._described = {
-            medium: [_describe(group.kv_cache_spec, i, hasher.page_size, medium) for i, group in enumerate(groups)]
+            medium: [
+                (*_describe(group.kv_cache_spec, i, hasher.page_size, medium), no_session, num_groups)
+                for i, group in enumerate(groups)
+            ]
             for medium in (GPU, CPU)
         }
         self._lock = make_lock(self, "_lock", EVENTS)

@@ -28,10 +28,15 @@ class PrefixIndex(PrefixTable):
     worker has. The answer is exact: a prefix ends at the first page that a worker lacks, even if it has later ones. With
     several cache groups, learned from the events, it is the longest prefix that all of them can resume at, by the rules of
     `CacheManager`. Groups of chunked attention count as full attention, because no event has the size of a chunk; their answer
-    is a lower bound.
+    is a lower bound. Nothing hits while a group is unknown: events of pagepool say how many there are, for others `num_groups`
+    does, and without it those that were told, and those before them, count.
+
+    A worker may tell that it has a block several times, as vLLM does of each copy: the block is there until it was removed as
+    often. So each batch is to be applied once, in order, which `EventSubscriber` does; after a loss call `note_loss`.
 
     `page_size` is the number of tokens of a hash, which divides the block sizes of all groups. `hash_algo` and `hash_seed` are
-    those of the workers' managers; only `find_tokens` needs them. A worker has at most `max_worker_blocks` blocks.
+    those of the workers' managers; only `find_tokens` needs them. After a batch a worker has at most `max_worker_blocks`
+    blocks; copies do not count.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
     GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium
@@ -52,6 +57,7 @@ class PrefixIndex(PrefixTable):
         hash_algo: str = "siphash128",
         hash_seed: int | str | bytes | None = None,
         max_worker_blocks: int = 1 << 24,
+        num_groups: int | None = None,
     ) -> None:
         """See the class."""
         if hash_algo not in NAMED_ALGORITHMS:

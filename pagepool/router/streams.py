@@ -119,6 +119,8 @@ class WorkerStream:
         self._stats.num_batches += 1
         first = 0 if self._last is None else self._last + 1
         num_lost = number - first
+        if num_lost and self._last is not None:
+            self._index.note_loss(self._worker)
         try:
             is_start = self._index.apply(self._worker, payload)
         except EventBatchError:
