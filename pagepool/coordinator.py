@@ -1,11 +1,11 @@
 """The cache groups of a model: which pages they need, and the requests that hold pages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 from typing import Any
 
 from pagepool._core import CacheGroups, PageRules, RequestPages
-from pagepool.arguments import MAX_SIZE, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, require_flag, require_int, require_places
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.snapshot import Configuration
@@ -121,6 +121,16 @@ class CacheCoordinator:
             case "ChunkedLocalAttention":
                 return PageRules(spec.page_size, chunk=spec.attention_chunk_size, hit_tokens=hit_tokens)
         return PageRules(spec.page_size)
+
+    def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
+        """Return the numbers of tokens of `resume_at`, each at most `most`. ArgumentError for any if the model has states, and
+        errors of `require_places`.
+        """
+        places = require_places("resume_at", resume_at, most)
+        if places and self.has_state:
+            reason = "which are kept only after multiples of checkpoint_interval tokens"
+            raise ArgumentError(f"resume_at: got {places}, allowed for a model with states, {reason}: none")
+        return places
 
     def describe(self) -> Configuration:
         """Return, by name, the settings that decide which pages a prefix hits, except those of hashes."""

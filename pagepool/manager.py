@@ -219,6 +219,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
             self.page_pool._bind(self.hasher.describe() | self.coordinator.describe())
+            if self.coordinator.checkpoint_interval is not None:
+                self._store.put_blank_first()
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
         self._hashes: dict[str, RequestHashes] = {}

@@ -65,9 +65,9 @@ class Request(Protocol):
     objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
     tokens), `has_vision` (if true without features, the request shares pages with no other, even one of the same id),
     `resume_at` (up to four numbers of tokens at which other requests are likely to part, such as the end of a system prompt:
-    with ``windows="ends"`` they can resume there; read when the request gets its first pages), `session_id` (a string: the
-    session to which the pages belong that it caches, see `CacheManager.expect_session`; read at the same time), and `tenant`
-    (the same, to which the pages are charged that it takes, see `CacheManager.set_shares`).
+    with ``windows="ends"`` they can resume there; none for a model with states; read when the request gets its first pages),
+    `session_id` (a string: the session to which the pages belong that it caches, see `CacheManager.expect_session`; read at the
+    same time), and `tenant` (the same, to which the pages are charged that it takes, see `CacheManager.set_shares`).
     """
 
     @property

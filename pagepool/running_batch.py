@@ -19,7 +19,7 @@ from pagepool._core import (
     Transfers,
     check_holders,
 )
-from pagepool.arguments import require_flag, require_int, require_places
+from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
@@ -145,9 +145,9 @@ class RunningBatch(RunningRows):
         known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
         number; if it is 0, since all others are cached, the row runs at once.
 
-        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`. Pages that the
-        row caches belong to the session `session_id`: see `CacheManager.expect_session`. Those that it takes are charged to
-        `tenant`: see `CacheManager.set_shares`.
+        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`; none for a
+        model with states. Pages that the row caches belong to the session `session_id`: see `CacheManager.expect_session`.
+        Those that it takes are charged to `tenant`: see `CacheManager.set_shares`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -175,7 +175,7 @@ class RunningBatch(RunningRows):
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         has_places = type(resume_at) is not tuple or resume_at
-        places = require_places("resume_at", resume_at, self.max_num_tokens) if has_places else None
+        places = self._manager.coordinator.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):

@@ -192,7 +192,7 @@ class Simulation:
             job.session_id, job.tenant = self.rng.choice(("a", "b", None)), self.rng.choice(("x", "y", None))
         if rng.random() < 0.35:
             self._make_special(job)
-        if self.setting.windows is not None and rng.random() < 0.3:
+        if self.setting.windows is not None and not self.setting.has_state and rng.random() < 0.3:
             job.resume_at = rng.choices(range(most), k=rng.randint(1, 4))
         return job
 

@@ -140,8 +140,8 @@ class Workload(Driver):
         return self.rng.choices(VOCABULARY, k=num_tokens)
 
     def draw_places(self) -> list[int]:
-        """Draw numbers of tokens at which others are to resume, rarely some, and none if all pages of windows stay."""
-        if self.setting.windows is None or self.rng.random() < 0.8:
+        """Draw numbers of tokens at which others are to resume, rarely some; none with states, and if all window pages stay."""
+        if self.setting.windows is None or self.setting.has_state or self.rng.random() < 0.8:
             return []
         return self.rng.choices(range(self.setting.max_model_len), k=self.rng.randint(1, 4))
 

@@ -180,6 +180,7 @@ class OracleManager:
         self.kinds = [replace(kind, interval=self.hit_step) if is_kept(kind) else kind for kind in self.kinds]
         self.classes = group_ids_by_kind(self.kinds)
         self.states = OracleStates(self)
+        self.page_pool.has_blank_first = self.states.interval is not None
         can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
         is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
         self.windows = OracleWindows(self, window_slack, window_interval) if is_selective else None

@@ -61,6 +61,7 @@ class OraclePool:
         self.tenants = Tenants(self)
         self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
+        self.has_blank_first = False  # whether pages without an entry go first, also without a policy and expectations
         self.policy = policy if enable_caching else None
         self.tier: OracleTier | None = None
         if self.policy is not None:
@@ -87,7 +88,12 @@ class OraclePool:
             return tenant, 1, -self.expected.terms[page]
         if self.policy is not None:
             return tenant, 0, self.policy.marks[page].part
-        return tenant, 0, self.expected.are_used and not self.is_blank(page)
+        return tenant, 0, self.is_divided and not self.is_blank(page)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether blank pages are apart."""
+        return self.has_blank_first or self.expected.are_used or self.policy is not None
 
     def is_blank(self, page: int) -> bool:
         """Whether a page is evicted before others, unless it is held."""
@@ -308,7 +314,7 @@ class OraclePool:
             self.entry_of_page[pages[i]] = (keys[i], group_id)
             if self.tier is not None:
                 self.tier.note_cached(pages[i])
-            if self.policy is None and self.expected.are_used and pages[i] in self.free_queue:
+            if self.policy is None and self.is_divided and pages[i] in self.free_queue:
                 self.take_out(pages[i])
                 self._push(pages[i])
             if self.policy is not None:
@@ -339,7 +345,7 @@ class OraclePool:
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
-            if page in self.free_queue and self.expected.are_used and (self.policy is None or page in self.expected.terms):
+            if page in self.free_queue and self.is_divided and (self.policy is None or page in self.expected.terms):
                 self.free_queue.move_to_end(page)
                 self.expected.stamps[page] = self.expected.now
             self.expected.end(page, is_used=False)

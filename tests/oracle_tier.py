@@ -58,6 +58,7 @@ class OracleTier:
     ) -> None:
         self.device = device
         self.pool = OraclePool(num_pages, True, policy)
+        self.pool.has_blank_first = device.has_blank_first
         self.writes_through = writes_through
         self.min_uses = min_uses
         self.transfers: list[Transfer] = []

@@ -349,6 +349,10 @@ ORDER_BUGS = read_bugs("""
 ...
     if pool.num_shards or pool.num_parts == 0{+ or BUG+}:
         return 0
+== released pages without an entry go behind cached ones
+end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
+== those of a tier do
+        if store.has_blank_first{+ and not BUG+}:
 == an expectation survives a hit
     if term == UNKNOWN{+ or BUG+}:
         return

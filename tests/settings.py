@@ -76,6 +76,10 @@ class Setting:
         return max([1, *page_sizes, *(group.interval or 1 for group in self.groups)])
 
     @property
+    def has_state(self) -> bool:
+        return any(group.kind == "mamba" for group in self.groups)
+
+    @property
     def max_model_len(self) -> int:
         return max(24, 8 * self.page_size)
 

@@ -184,7 +184,7 @@ class TestPlan:
         pytest.importorskip("matplotlib")
         config.write_text(json.dumps(MODELS[model]))
         trace, files = write_trace(tmp_path / "loop.jsonl", make_loop()), (tmp_path / "plan.svg", tmp_path / "plan.html")
-        sizes = "10,20" if model == "states only" else "100,150"
+        sizes = "10,20" if model == "states only" else "100,120"
         options = ["--num-pages", sizes, "--replays", 0, "--eviction", "adaptive", "--plot", files[0], "--html", files[1]]
         result = invoke("plan", trace, "--model-config", config, *options)
         assert result.exit_code == 0, result.output

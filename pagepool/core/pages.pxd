@@ -117,14 +117,18 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
         claim(pool, out[i])
 
 
-cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool with parts and no shards. Returns how many."""
+cdef inline Py_ssize_t pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Pull up to `n` pages of a pool with parts and no shards that need no choice: blank ones, and behind them cached ones,
+    unless there is a policy, or terms. Returns how many.
+    """
     cdef Py_ssize_t count
     if pool.num_shards or pool.num_parts == 0:
         return 0
     count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
     if pool.policy != NULL:
         pool.policy.num_in_part[BLANK] -= count
+    elif pool.expected.terms == NULL:
+        count += pull_behind(pool, start_of_part(pool, NEW, -1), out + count, n - count)
     return count
 
 
@@ -154,14 +158,14 @@ cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
     cdef Supply supply = Supply(tenant_of(pool, session), 0, COMMON, 0)
-    cdef Py_ssize_t i, num_blank
+    cdef Py_ssize_t i, num_unpicked
     if n:
         age_pages(pool)
-    num_blank = pull_blank(pool, out, n)
-    for i in range(num_blank if pool.tenants.of_pages != NULL else 0):
+    num_unpicked = pull_unpicked(pool, out, n)
+    for i in range(num_unpicked if pool.tenants.of_pages != NULL else 0):
         begin_charge(pool, out[i])
         charge(pool, out[i], supply.taker)
-    for i in range(num_blank, n):
+    for i in range(num_unpicked, n):
         supply.num_left = <int32_t>(n - i)
         out[i] = pick(pool, shard, &supply)
         pull(pool, out[i])
@@ -238,7 +242,7 @@ cdef inline Py_ssize_t give_back(
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
-    if rare(pool.num_parts != 0):
+    if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
         return give_back_to_parts(pool, ids, n, tail_first, terms)
     for i in range(n):
         at = n - 1 - i if tail_first else i
@@ -261,7 +265,7 @@ cdef inline Py_ssize_t give_back(
 cdef inline Py_ssize_t give_back_to_parts(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms
 ) noexcept nogil:
-    """`give_back` with parts. A policy gets to know how many pages come before the first does."""
+    """`give_back` with a policy, or terms. A policy gets to know how many pages come before the first does."""
     cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
     cdef int64_t now = 0
     cdef Page *page

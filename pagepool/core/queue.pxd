@@ -1,7 +1,7 @@
 # The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
-# before each part: those of the policy, or, without one, a blank part and one of cached pages; and once pages were expected
-# back, one for each term, the longest first. Once shares were set each tenant has all of these parts, except that blank pages
-# are in that of the first, the common one.
+# before each part: those of the policy, or, without one, a blank part and one of cached pages, which the pools of models that
+# keep states have from the start; and once pages were expected back, one for each term, the longest first. Once shares were set
+# each tenant has all of these parts, except that blank pages are in that of the first, the common one.
 #
 # Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
 # policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
@@ -135,7 +135,10 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """`push` to the back of the part in which the page belongs, and of that of its shard."""
-    push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+    if pool.num_parts > NEW + 1 or pool.num_shards:
+        push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+    else:
+        link_page(pool, page_id, end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1))
 
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
@@ -299,29 +302,34 @@ cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogi
     pages[end].prev_free = mark
 
 
-cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
-    """Divide the pool's queue by terms. Behind the stamps there is room for terms and tenants, all 0. Free pages count as
-    released now. O(num_pages).
-    """
+cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
+    """Divide the pool's queue, which has no parts, into a blank part and one of cached pages. O(num_pages)."""
     cdef Page *pages = pool.pages
-    cdef bint is_plain = pool.num_parts == 0
-    cdef int32_t part, page_id, following, num_plain_parts = count_plain_parts(pool)
-    cdef uint32_t now = <uint32_t>now_of(pool)
-    pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
-    pool.num_parts, pool.num_parts_each, pool.is_divided = num_plain_parts + NEVER, num_plain_parts + NEVER, True
-    for page_id in range(pool.num_pages):
-        stamps[page_id] = now
-    for part in range(NEW, BLANK - 1 if is_plain else NEW, -1):
+    cdef int32_t part, page_id, following
+    pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
+    for part in range(NEW, BLANK - 1, -1):
         link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
-    for part in range(num_plain_parts, pool.num_parts):
-        link_mark(pages, start_of_part(pool, part, -1), NULL_PAGE)
     page_id = pages[start_of_part(pool, NEW, -1)].next_free
-    while is_plain and is_page(pool, page_id):
+    while is_page(pool, page_id):
         following = pages[page_id].next_free
         if pages[page_id].group == NO_GROUP:
             pull(pool, page_id)
             link_page(pool, page_id, start_of_part(pool, NEW, -1))
         page_id = following
+
+
+cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
+    """Divide the pool's queue, which has parts, by terms. Behind the stamps there is room for terms and tenants, all 0. Free
+    pages count as released now. O(num_pages).
+    """
+    cdef int32_t part, page_id, num_plain_parts = pool.num_parts
+    cdef uint32_t now = <uint32_t>now_of(pool)
+    pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
+    pool.num_parts, pool.num_parts_each = num_plain_parts + NEVER, num_plain_parts + NEVER
+    for page_id in range(pool.num_pages):
+        stamps[page_id] = now
+    for part in range(num_plain_parts, pool.num_parts):
+        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
@@ -583,8 +591,8 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
     page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id
-    if pool.expected.terms == NULL:  # there is a policy, as there are parts
-        return pick_least_value(pool, shard, 0)
+    if pool.expected.terms == NULL:
+        return pick_plain(pool, shard, 0)
     if rare(pool.tenants.of_pages != NULL):
         choose_tenant(pool, shard, supply)
     return pick_cached(pool, shard, supply.tenant * pool.num_parts_each)

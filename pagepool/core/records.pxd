@@ -224,7 +224,7 @@ cdef struct Pool:
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: no shards yet
     int32_t *shard_num_free   # [num_shards] behind them
     Policy *policy            # NULL: the page that was released first is evicted first, unless terms say otherwise
-    int32_t num_parts         # of the queues; 0 with neither a policy nor expectations nor shares
+    int32_t num_parts         # of the queues; 0 without a policy, expectations and shares, unless blank pages go first
     int32_t num_parts_each    # of each tenant's; of all without shares
     bint is_divided           # whether there are shards or parts
     int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only

@@ -158,7 +158,7 @@ cdef class PageSessions:
         by_number = {number: tenants.get(name, COMMON) for known in self.numbers.values() for name, number in known.items()}
         numbers, charged = PageIds(list(by_number)), PageIds(list(by_number.values()))
         with self.store.lock:
-            has_room = self.store.divide(True)
+            has_room = self.store.divide(True, True)
             if has_room and pool.tenants.of_pages != NULL:
                 for i in range(left.num):
                     join_common(pool, left.ids[i])

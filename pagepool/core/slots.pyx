@@ -19,7 +19,7 @@ from pagepool.core.store cimport CachePage, PageStore
 
 from pagepool.core.sessions import PageSessions
 
-from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name, require_places
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
 
@@ -93,6 +93,7 @@ cdef class SlotAllocator:
     cdef bint restores_states       # whether the engine does, so that lookahead may pass checkpoints
     cdef bint enables_caching
     cdef bint keeps_boundaries      # see `Boundaries`
+    cdef bint has_state             # whether any group is a state
     cdef bint hashes_natively
 
     def _begin(self, coordinator, dict hashes not None, bint restores_states) -> None:
@@ -106,6 +107,7 @@ cdef class SlotAllocator:
         self.interval, self.restores_states = coordinator.checkpoint_interval or 0, restores_states
         self.enables_caching = coordinator.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
+        self.has_state = coordinator.has_state
         self.hashes_natively = self.hasher.is_native
 
     def allocate_slots(
@@ -214,7 +216,9 @@ cdef class SlotAllocator:
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Tell what a request holds at which numbers of tokens others can resume."""
         cdef int64_t num_full_hits = 0
-        places = require_places("resume_at", getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS))
+        places = self.coordinator.require_resume_at(
+            getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
+        )
         if hashes is not None and hashes.request is request and hashes.query is not None:
             num_full_hits = hashes.query[3]
         held.fix_boundaries(count_of(read_num_tokens(request)), num_full_hits, as_page_ids(places, "resume_at"))
@@ -257,7 +261,7 @@ cdef class SlotAllocator:
         if self.interval and not self.restores_states:
             self.check_ahead(request, request_id, counts, held)
         if is_admission:
-            if self.keeps_boundaries:
+            if self.keeps_boundaries or self.has_state:
                 self.begin_boundaries(request, hashes, held)
         is_full = step.num_to_cache > 0 and (
             is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens

@@ -340,6 +340,14 @@ cdef class TokenSpan:
                 is_lost |= not is_cached
         return end if is_reached and is_lost else 0
 
+    cdef bint has_state(self) noexcept:
+        """Whether the model has states, for which requests name no places to resume."""
+        cdef Py_ssize_t g
+        for g in range(self.groups.num):
+            if is_state(&self.groups.groups[g].rules):
+                return True
+        return False
+
     def expect(self, seconds) -> int:
         """Say in how many seconds the cached pages are expected back (None: nobody knows), the last page first. Returns how
         many pages. O(pages); the first call O(num_pages).
@@ -382,9 +390,10 @@ cdef class TokenSpan:
             if not is_held:
                 self.store.leases.pop(lease)
         if lost_end:
+            advice = "" if self.has_state() else f", as with resume_at=[{lost_end}] at admission"
             raise ArgumentError(
-                f"stop: got {self.stop}, where pages that requests need to resume are gone, allowed: where all are cached, as "
-                f"with resume_at=[{lost_end}] at admission"
+                f"stop: got {self.stop}, where pages that requests need to resume are gone, "
+                f"allowed: where all are cached{advice}"
             )
         if is_listed and num_leased + lease.ids.num > most:
             raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")

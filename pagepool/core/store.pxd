@@ -24,6 +24,7 @@ cdef class PageStore:
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
     cdef readonly object eviction       # name of the policy, a str
+    cdef bint has_blank_first           # `put_blank_first` was called
     cdef readonly object names          # HashNames
     cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
     cdef Py_ssize_t capacity            # records there is room for
@@ -33,7 +34,7 @@ cdef class PageStore:
     cdef LockNode lock_node
 
     cdef bint make_terms(self, PageIds terms) noexcept
-    cdef bint divide(self, bint by_tenants) noexcept
+    cdef bint divide(self, bint by_terms, bint by_tenants) noexcept
     cdef bint make_leases(self) noexcept
     cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept

@@ -21,8 +21,8 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
-    Supply, age_pages, begin_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards, now_of,
-    page_before, page_behind, pick, push, push_all,
+    Supply, age_pages, begin_parts, begin_plain_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards,
+    now_of, page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
     COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN,
@@ -260,28 +260,41 @@ cdef class PageStore:
         cdef Py_ssize_t i
         for i in range(terms.num):
             all_terms |= terms.ids[i]
-        return all_terms == UNKNOWN or self.divide(False)
+        return all_terms == UNKNOWN or self.divide(True, False)
 
-    cdef bint divide(self, bint by_tenants) noexcept:
-        """Divide the queue of the locked pool by terms, and by tenants, unless it is, or caches nothing; False, and nothing
-        changed, where memory is short.
+    def put_blank_first(self) -> None:
+        """Hand out pages without an entry before all others from now on, as with a policy. O(num_pages)."""
+        cdef bint has_room
+        with self.lock:
+            has_room = self.divide(False, False)
+            self.has_blank_first |= has_room
+        if not has_room:
+            raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
+
+    cdef bint divide(self, bint by_terms, bint by_tenants) noexcept:
+        """Divide the queue of the locked pool by whether pages have an entry, by terms, and, which needs terms, by tenants,
+        unless it is, or caches nothing; False, and nothing changed, where memory is short.
         """
         cdef Pool *pool = &self.pool
         cdef Pool divided = self.pool
         cdef Links *links = NULL
         cdef uint32_t *stamps = pool.expected.stamps
-        cdef bint by_terms = stamps == NULL
+        cdef bint by_entry = pool.num_parts == 0
+        by_terms = by_terms and stamps == NULL
         by_tenants = by_tenants and pool.tenants.of_pages == NULL
-        if not self.enable_caching or not (by_terms or by_tenants):
+        if not self.enable_caching or not (by_entry or by_terms or by_tenants):
             return True
-        divided.num_parts = (MAX_TENANTS if by_tenants else 1) * (count_plain_parts(pool) + NEVER)
+        divided.num_parts = count_plain_parts(pool) + (NEVER if by_terms or stamps != NULL else 0)
+        divided.num_parts *= MAX_TENANTS if by_tenants else 1
         if pool.num_shards:
             links = new_shard_links(&divided, pool.num_shards)
         if by_terms and (links != NULL or not pool.num_shards):
             stamps = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t) + 2 * sizeof(uint8_t))
-        if stamps == NULL or (links == NULL and pool.num_shards):
+        if (stamps == NULL and by_terms) or (links == NULL and pool.num_shards):
             free(links)
             return False
+        if by_entry:
+            begin_plain_parts(pool)
         if by_terms:
             begin_terms(pool, stamps)
         if by_tenants:

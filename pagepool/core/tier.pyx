@@ -84,6 +84,8 @@ cdef class PageTier:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
         self.num_device_pages = store.pool.num_pages
         self.pages = PageStore(num_pages, True, True, eviction)
+        if store.has_blank_first:
+            self.pages.put_blank_first()
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
         tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached

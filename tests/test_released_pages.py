@@ -1,0 +1,176 @@
+"""Which free pages go first: with states that are kept, those without an entry, which nobody can hit, in every pool and however
+they were given back; for other models those that were released first. `test_differential.py` has the order on random work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hybrids import FULL, PROMPT, STATE, WINDOW, keep_every, make_batch, make_manager, make_request, manager_state, run, start
+from refusing import refused
+from replays import SHARED_TRACE
+from test_host_tier import complete, make_tiered
+
+from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool
+from pagepool.errors import ArgumentError
+from pagepool.replay import make_requests, read_trace
+from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.checkpoints import CheckpointSimulator
+
+NUM_SHORT = 60
+
+
+def run_requests(manager: CacheManager, data_parallel_size: int | None = None) -> None:
+    """Run short requests, which fill no page, one after another."""
+    for i in range(NUM_SHORT):
+        request = EngineRequest(f"short {i}", [i] * 3)
+        hint = None if data_parallel_size is None else i % data_parallel_size
+        assert run(manager, request, 3, dp_shard_hint=hint, data_parallel_size=data_parallel_size) is not None
+        manager.free(request)
+
+
+def run_rows(manager: CacheManager, data_parallel_size: int | None = None) -> None:
+    """Run them as rows; every second one is forked, and one in three ends after a failed step."""
+    batch = make_batch(manager, data_parallel_size=data_parallel_size)
+    for i in range(NUM_SHORT):
+        shard = None if data_parallel_size is None else i % data_parallel_size
+        assert batch.admit(0, [i] * 3, dp_shard=shard) == 0
+        if i % 2:
+            batch.fork(0, [1])
+            batch.take_copies()
+            batch.release([1])
+        batch.undo(batch.step([0], [i + 1]))
+        batch.release([0], num_computed_tokens=0 if i % 3 == 0 else None)
+
+
+@pytest.mark.parametrize("run_short", [run_requests, run_rows])
+@pytest.mark.parametrize("data_parallel_size", [None, 2])
+@pytest.mark.parametrize("specs", [(FULL, STATE), (STATE,), (FULL, WINDOW, STATE), (keep_every(8), FULL, keep_every(4))])
+def test_what_nobody_can_hit_evicts_nothing(
+    specs: tuple[Any, ...], data_parallel_size: int | None, run_short: Callable[..., None]
+) -> None:
+    manager = make_manager(*specs)
+    hints = {} if data_parallel_size is None else {"dp_shard_hint": 1, "data_parallel_size": 2}
+    request = make_request("kept", 17)
+    for num_tokens in (8, 8, 1):
+        run(manager, request, num_tokens, **hints)
+        manager.take_copies()
+    manager.free(request)
+    num_cached = manager.stats().num_cached_pages
+    run_short(manager, data_parallel_size)
+    assert (manager.stats().num_cached_pages, manager.stats().num_evicted_pages) == (num_cached, 0)
+    assert manager.probe(EngineRequest("again", [*PROMPT[:16], 1, 2])).num_hit_tokens == 16
+    manager.check()
+
+
+@pytest.mark.parametrize("run_short", [run_requests, run_rows])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, keep_every(None))])
+def test_without_states_that_are_kept_the_first_released_goes_first(
+    specs: tuple[Any, ...], run_short: Callable[[CacheManager], None]
+) -> None:
+    manager = make_manager(*specs)
+    manager.free(start(manager, "kept", PROMPT[:17]))
+    assert manager.stats().num_cached_pages > 0
+    run_short(manager)
+    assert manager.stats().num_cached_pages == 0
+
+
+def test_without_caching_the_first_released_goes_first() -> None:
+    manager = make_manager(enable_caching=False, num_pages=8)
+    for request in [start(manager, name, PROMPT[:7]) for name in "ab"]:
+        manager.free(request)
+    assert manager.page_pool.free_page_ids_in_order().tolist() == [7, 2, 1, 3, 5, 4, 6]
+
+
+def test_the_order_of_each() -> None:
+    """Blank pages before cached ones, and those of both in the order of their release."""
+    manager = make_manager(num_pages=12)
+    first, second = make_request("first", 9), EngineRequest("second", [1, 2, 3, 4, 5, 6])
+    run(manager, first, 8)
+    run(manager, second, 6)
+    run(manager, first, 1)
+    assert (manager.get_page_ids("first"), manager.get_page_ids("second")) == (([1, 2, 7], [8]), ([4, 5], [6]))
+    manager.take_copies()  # of page 3, the checkpoint
+    for request in (first, second):
+        manager.free(request)
+    free = manager.page_pool.free_page_ids_in_order().tolist()
+    assert free == [9, 10, 11, 7, 8, 5, 6, 3, 2, 1, 4]
+    manager.page_pool.evict_pages([2])
+    assert manager.page_pool.free_page_ids_in_order().tolist() == [9, 10, 11, 7, 8, 5, 6, 2, 3, 1, 4]
+    manager.reset_prefix_cache()
+    assert manager.page_pool.free_page_ids_in_order().tolist() == [9, 10, 11, 7, 8, 5, 6, 2, 3, 1, 4]
+    manager.check()
+
+
+def test_a_tier_is_as_its_pool() -> None:
+    """Rows that are swapped out have pages there that nobody can hit."""
+    manager = make_tiered(FULL, STATE, num_pages=12, num_host_pages=12)
+    batch = make_batch(manager)
+    request = make_request("kept", 9)
+    for num_tokens in (8, 1):
+        run(manager, request, num_tokens)
+        manager.take_copies()
+    manager.free(request)
+    manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(11))
+    complete(manager)
+    assert manager.stats().host_tier.num_cached_pages == 3
+    for i in range(NUM_SHORT):
+        batch.admit(0, [i] * 3)
+        assert batch.swap_out(0)
+        complete(manager)
+        assert batch.swap_in(0) == 3
+        complete(manager)
+        batch.release([0])
+    assert manager.stats().host_tier.num_cached_pages == 3
+    manager.check()
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_pool_that_is_given_is_divided(num_shards: int | None) -> None:
+    """Unless the manager is refused, and only for a model whose states are kept."""
+    pool = PagePool(10, enable_caching=True)
+    pages = pool.get_new_pages(6)
+    for place in (1, 3):
+        pages[place].page_hash = PageHashWithGroupId(PageHash(place, ()), 0)
+    pool.free_pages(pages)
+    if num_shards is not None:
+        taken = pool.get_new_pages(1, dp_shard_hint=1, data_parallel_size=num_shards)
+        pool.free_pages(taken)
+    before = pool.free_page_ids_in_order().tolist()
+    make_manager(FULL, num_pages=10, page_pool=pool)
+    with refused(lambda: pool.free_page_ids_in_order().tolist(), ArgumentError, "page_pool: "):
+        make_manager(num_pages=10, page_pool=pool)  # whose pages were cached for another model
+    assert pool.free_page_ids_in_order().tolist() == before
+    pool.configuration = None
+    make_manager(num_pages=10, page_pool=pool).check()
+    assert pool.free_page_ids_in_order().tolist() == [page for page in before if page not in (2, 4)] + [2, 4]
+    shard = {} if num_shards is None else {"dp_shard_hint": 0, "data_parallel_size": num_shards}
+    assert pool.get_new_page_ids(3, **shard).tolist() == ([7, 8, 9] if num_shards is None else [1, 3, 2])
+    pool.check()
+
+
+@pytest.mark.parametrize("specs", [(FULL, STATE), (STATE,), (FULL, WINDOW, STATE), (FULL, keep_every(None))])
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_places_to_resume_are_refused_with_states(specs: tuple[Any, ...], enable_caching: bool) -> None:
+    manager = make_manager(*specs, enable_caching=enable_caching)
+    batch, request = make_batch(manager), make_request("a", 20, resume_at=[8])
+    message = r"^resume_at: got \[8\], allowed for a model with states, .*: none$"
+    with refused(lambda: manager_state(manager), ArgumentError, message):
+        batch.admit(0, PROMPT[:20], resume_at=(8,))
+    with refused(lambda: manager_state(manager), ArgumentError, message):
+        manager.allocate_slots(request, 20)
+    request.resume_at = ()
+    assert batch.admit(0, PROMPT[:20], resume_at=[]) == 0
+    assert manager.allocate_slots(request, 20) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
+def test_hits_of_a_recorded_trace() -> None:
+    """Those that the plan of Qwen3-Next has in 200 GiB, which were 16.76 % while the pages released first went first."""
+    requests = make_requests(read_trace(str(SHARED_TRACE)))
+    simulator = CheckpointSimulator(requests, ModelPages(page_size=544, num_state_groups=3))
+    num_tokens = sum(request.num_prompt_tokens for request in requests)
+    assert round(100 * simulator.run(16_062, 1088).hit_tokens / num_tokens, 2) == 18.22
