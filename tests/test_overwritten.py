@@ -116,7 +116,7 @@ BatchMemory = make_struct(
     stamp=c_uint32,
 )
 RequestMemory = make_struct(
-    **of_type(c_int64, "num_room num_full num_skip num_cached_tokens"),
+    **of_type(c_int64, "num_room num_full num_skip num_cached_tokens num_idle"),
     **of_type(c_void_p, "store cache_groups groups"),
     held=POINTER(HeldMemory),
 )
