@@ -679,9 +679,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         It orders eviction and promises nothing. Pages without a prefix entry are evicted first, then those that nobody wants
         again, then those whose return is furthest off. Times are compared by powers of two, up to 2**18 seconds, and count from
         this call, or from the release of a held page. A page that comes later than that counts as expected in twice the time,
-        again and again; a page of which nothing is known counts as expected in twice its idle time, but is evicted before
-        others only if it is the one that the eviction policy picks. The next hit of a page, and the loss of its prefix entry,
-        end what was said of it. In a pool of which nobody says anything the order is that of the eviction policy.
+        again and again, up to the longest; a page of which nothing is known counts as expected in twice its idle time, but is
+        evicted before others only if it is the one that the eviction policy picks. The next hit of a page, and the loss of its
+        prefix entry, end what was said of it. In a pool of which nobody says anything the order is that of the eviction policy.
 
         For a request that waits, call it once, with the time that it is expected to wait. See also `free`. ArgumentError,
         without a change, for seconds below 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from itertools import product
 from typing import TYPE_CHECKING
 
 from oracle_tenants import Holder, Supply
@@ -43,11 +42,9 @@ class Expectations:
         self.now = START
         self.are_used = False
         self.terms: dict[int, int] = {}
-        self.overdue: set[int] = set()
         self.stamps: dict[int, int] = {}  # when a page was released, or got its term
         self.sessions: dict[Holder, dict[int, None]] = {}  # the pages of each that has any
         self.owner: dict[int, Holder] = {}  # session of a page, or SHARED
-        self.next_due = 0.0  # no term of an oldest page is over before
         self.counts: Counter[str] = Counter()
 
     def begin(self) -> None:
@@ -58,11 +55,21 @@ class Expectations:
     def note_queued(self, page: int) -> None:
         """A page is put into the queue."""
         self.stamps[page] = self.now
-        if page in self.terms:
-            self.next_due = min(self.next_due, self.now + (SECOND << self.terms[page]))
 
     def idle(self, page: int) -> int:
         return self.now - self.stamps[page]
+
+    def is_late(self, page: int) -> bool:
+        """Whether a page has been idle for all of its term."""
+        return self.terms[page] != NEVER and self.idle(page) >= SECOND << self.terms[page]
+
+    def current_term(self, page: int) -> int:
+        """Return the term of a free page: that from its idle time, if nothing was said of it; if it is late, the first that is
+        not over.
+        """
+        if page not in self.terms:
+            return term_from_idle(self.idle(page))
+        return term_of_seconds(self.idle(page) / SECOND) if self.is_late(page) else self.terms[page]
 
     def with_term(self, term: int, shard: range | None, tenant: str | None) -> PageIds:
         """List the free pages of a tenant (and of a shard) with a term, the oldest first."""
@@ -79,7 +86,6 @@ class Expectations:
         if was_free:
             self.pool.take_out(page)
         self.terms.pop(page, None)
-        self.overdue.discard(page)
         self.stamps[page] = self.now
         if term != UNKNOWN:
             self.terms[page] = term
@@ -87,8 +93,8 @@ class Expectations:
             self.pool._push(page)
 
     def _own_term(self, page: int, is_free: bool) -> int:
-        """Return the term of a page, or that from its idle time."""
-        return self.terms.get(page) or term_from_idle(self.idle(page) if is_free else 0)
+        """Return the term of a page."""
+        return self.current_term(page) if is_free else self.terms.get(page, 1)
 
     def own(self, page: int, holder: Holder) -> None:
         """A page without an owner comes to the session of a holder, if there is one."""
@@ -131,27 +137,9 @@ class Expectations:
 
     def end(self, page: int, is_used: bool) -> None:
         """A page is used, or loses its entry."""
-        term = self.terms.pop(page, UNKNOWN)
-        is_late = page in self.overdue or (term != UNKNOWN and self.idle(page) >= SECOND << term)
-        if term != UNKNOWN and (term != NEVER or page in self.overdue):
-            self.counts[("late" if is_late else "in time") if is_used else "unused"] += 1
-        self.overdue.discard(page)
-
-    def age(self) -> None:
-        """Let pages that were idle for all of their term have that of twice their idle time, as long as the oldest was."""
-        if self.now < self.next_due or not any(page in self.terms for page in self.pool.free_queue):
-            return
-        dues = []
-        for tenant, term in product(self.pool.tenants.numbers, range(1, NEVER)):
-            for page in self.with_term(term, None, tenant):
-                if self.idle(page) < SECOND << term:
-                    dues.append(self.stamps[page] + (SECOND << term))
-                    break
-                self.terms[page] = min(term + 2, NEVER)
-                self.overdue.add(page)
-                self.pool.free_queue.move_to_end(page)
-                self.counts["aged"] += 1
-        self.next_due = min(dues, default=math.inf)
+        if self.terms.get(page, NEVER) != NEVER:
+            self.counts[("late" if self.is_late(page) else "in time") if is_used else "unused"] += 1
+        self.terms.pop(page, None)
 
     def pick(self, shard: range | None, supply: Supply) -> int:
         """Choose a blank page, or one of the tenant that is to give one."""
@@ -163,15 +151,16 @@ class Expectations:
         return self.pick_of(shard, supply.tenant)
 
     def pick_of(self, shard: range | None, tenant: str | None) -> int:
-        """Choose a page of a tenant that nobody wants, or that of two whose return is further off."""
-        plain = self.with_term(UNKNOWN, shard, tenant)
-        expected = next((pages for term in range(NEVER, 0, -1) if (pages := self.with_term(term, shard, tenant))), [])
-        if (expected and self.terms[expected[0]] == NEVER) or not plain:
-            return expected[0]
-        page = plain[0] if self.pool.policy is None else self.pool.policy.pick(shard, tenant)
-        if expected:
-            mine, theirs = term_from_idle(self.idle(page)), self.terms[expected[0]]
-            self.counts["compared"] += 1
-            if (mine, self.idle(page)) < (theirs, self.idle(expected[0])):
-                return expected[0]
-        return page
+        """Choose a page of a tenant that nobody wants, or the one whose return is furthest off: of those of which something was
+        said, and that which the policy picks of the others.
+        """
+        by_term = [self.with_term(term, shard, tenant) for term in range(NEVER + 1)]
+        if by_term[NEVER]:
+            return by_term[NEVER][0]
+        pages = [page for term in range(LAST_TERM, UNKNOWN, -1) for page in by_term[term]]
+        self.counts["late pages seen"] += sum(map(self.is_late, pages))
+        if by_term[UNKNOWN]:
+            plain = by_term[UNKNOWN][0] if self.pool.policy is None else self.pool.policy.pick(shard, tenant)
+            self.counts["compared"] += bool(pages)
+            pages.insert(0, plain)
+        return max(pages, key=lambda page: (self.current_term(page), self.idle(page)))

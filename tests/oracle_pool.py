@@ -145,8 +145,6 @@ class OraclePool:
         pages = self.free_page_ids(shard)[:num_pages]
         if len(pages) < num_pages:
             raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
-        if num_pages:
-            self.expected.age()
         for i in range(num_pages):
             if self.policy is not None or self.expected.are_used:
                 supply.num_left = num_pages - i if holder is not None else 0

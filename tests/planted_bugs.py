@@ -337,7 +337,9 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # These change which page is evicted, and no content.
 ORDER_BUGS = read_bugs("""
 == pages do not age
-    if rare(pool.expected.free_terms != 0){+ and not BUG+} and now_of(pool) >= pool.expected.next_due:
+    if term == NEVER {+or BUG +}or idle < limit_of(term):
+== only the page of the longest term is compared
+        if term > longest {+and not (BUG and longest) +}or (term == longest and is_older(pool, page_id, furthest)):
 == a page that another session used stays the first one's, and is closed
         if owner == SHARED or owner == number {+or (BUG and owner != NO_SESSION) +}or pool.pages[ids[i]].group == NO_GROUP:
 == a blank page is behind those that are never wanted
@@ -356,7 +358,7 @@ end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_G
 == an expectation survives a hit
     if term == UNKNOWN{+ or BUG+}:
         return
-    if pool.expected.terms[page_id] != NEVER:
+    if term != NEVER:
 == a page that another tenant used stays the first one's
             if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
 == a page stays charged to the tenant from which it was taken

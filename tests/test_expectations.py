@@ -75,6 +75,23 @@ def test_a_page_of_which_nothing_is_known_is_wanted_in_twice_its_idle_time() -> 
         assert pages.list_evicted("ab") == order, idle
 
 
+def power_above(seconds: float) -> int:
+    return next((n for n in range(1, 18) if seconds < 2**n), 18)
+
+
+@pytest.mark.parametrize("idle", [5, 20, 1000, 50_000, 400_000])
+@pytest.mark.parametrize("seconds", [0, 3, 700])
+def test_what_became_late_while_nothing_was_evicted_goes_by_its_idle_time(seconds: float, idle: float, pages: Pages) -> None:
+    """Pages that were released since, and that nobody looked at until now, are compared with it by powers of two."""
+    pages.leave("a", seconds=seconds)
+    pages.wait(idle)
+    powers = {"a": max(power_above(seconds), power_above(idle))}
+    for name, later in zip("bcdef", (3, 48, 5000, idle / 2, idle), strict=True):
+        pages.leave(name, seconds=later)
+        powers[name] = power_above(later)
+    assert pages.list_evicted("abcdef") == "".join(sorted(powers, key=lambda name: -powers[name]))
+
+
 def test_what_does_not_come_ages(pages: Pages) -> None:
     pages.leave("a", seconds=1)
     pages.wait(100)
@@ -91,13 +108,18 @@ def test_what_is_late_counts_as_wanted_in_twice_its_idle_time(seconds: float, or
     assert pages.list_evicted("ab") == order
 
 
-@pytest.mark.parametrize("seconds", [2**16, 2**17])
-def test_in_the_end_nobody_waits_for_it(seconds: float, pages: Pages) -> None:
+@pytest.mark.parametrize("seconds", [3, 700, 2**17])
+def test_what_is_late_by_days_is_not_as_what_nobody_wants(seconds: float) -> None:
+    """It is evicted later, and saved in a host tier."""
+    pages = Pages(5, host_tier=HostTier(10))
     pages.leave("a", seconds=seconds)
-    pages.wait(2**18)
-    pages.leave("b", seconds=2**17)
-    pages.manager.page_pool.get_new_page_ids(1)
-    assert pages.manager.stats().expectations[:3] == (1, 0, 1)
+    pages.wait(2**20)
+    pages.leave("b", seconds=2**18)
+    pages.leave("c", seconds=math.inf)
+    assert pages.manager.stats().expectations[0] == 1
+    assert pages.list_evicted("abc") == "cab"
+    assert pages.manager.take_transfers().save_src.size == 2
+    assert pages.manager.stats().expectations[-1] == 2
 
 
 def test_the_next_use_ends_it(pages: Pages) -> None:

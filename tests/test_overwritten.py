@@ -92,7 +92,7 @@ PoolMemory = make_struct(
     stamps=POINTER(c_uint32),
     num_free_by_term=c_int32 * 20,
     free_terms=c_uint32,
-    times=c_int64 * 5,
+    times=c_int64 * 4,
     **of_type(c_void_p, "lease_counts first_lease"),
     leases=c_int64 * 3,
     **of_type(c_void_p, "owners owner_links sessions"),

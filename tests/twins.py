@@ -60,7 +60,7 @@ def share_hashes(oracle: OracleManager, manager: Any) -> None:
 
 
 def terms_of(store: Any) -> dict[int, int]:
-    """Return the term of each page of the package's pool that has any, with the flag of overdue ones."""
+    """Return the term of each page of the package's pool that has any."""
     return of_some(copy_records(store, "terms")["terms"])
 
 
@@ -72,7 +72,7 @@ def of_some(values: Any) -> dict[int, int]:
 
 def terms_of_twin(pool: OraclePool) -> dict[int, int]:
     """Return the same of the oracle's pool."""
-    return {page: term + 128 * (page in pool.expected.overdue) for page, term in sorted(pool.expected.terms.items())}
+    return dict(sorted(pool.expected.terms.items()))
 
 
 def owners_of(store: Any) -> dict[int, int]:

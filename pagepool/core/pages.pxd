@@ -7,11 +7,11 @@ from pagepool.core.index cimport drop, drop_all, find, home_of
 from pagepool.core.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
-    Supply, age_pages, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
+    Supply, begin_supply, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
     put_back, record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    COMMON, FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram,
+    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram,
     LeasedSpan, Page, Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
 )
 from pagepool.core.siphash cimport Digest
@@ -157,11 +157,8 @@ cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
-    cdef Supply supply = Supply(tenant_of(pool, session), 0, COMMON, 0)
-    cdef Py_ssize_t i, num_unpicked
-    if n:
-        age_pages(pool)
-    num_unpicked = pull_unpicked(pool, out, n)
+    cdef Supply supply = begin_supply(pool, tenant_of(pool, session))
+    cdef Py_ssize_t i, num_unpicked = pull_unpicked(pool, out, n)
     for i in range(num_unpicked if pool.tenants.of_pages != NULL else 0):
         begin_charge(pool, out[i])
         charge(pool, out[i], supply.taker)

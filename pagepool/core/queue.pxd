@@ -6,13 +6,15 @@
 # Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
 # policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
 #
-# A page is evicted that is blank, or that nobody expects back; else the one that is furthest off of two: the oldest of the
-# longest term that any page has, and the one that the policy picks, which has been idle for half of the time until it is used
-# again, as far as anybody knows. They are compared by terms, and of equal ones the one that was released earlier goes. With
-# shares that is so in each tenant; of the tenants above their share the one gives a page whose page was released earliest.
+# A page is evicted that is blank, or that nobody expects back; else the one whose return is furthest off: of the oldest page of
+# each term, and the page that the policy picks, which counts as expected in twice the time that it has been idle. They are
+# compared by terms, and of equal ones the one that was released earlier goes. With shares that is so in each tenant; of the
+# tenants above their share the one gives a page whose page was released earliest.
+#
+# Always: the pages of a term are in the order of their stamps, so that none is late before the oldest.
 
 from libc.math cimport INFINITY
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.adaptive cimport (
     BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, stamp_page, value_of,
@@ -20,8 +22,8 @@ from pagepool.core.adaptive cimport (
 from pagepool.core.owners cimport begin_charge, charge, end_charge, is_shared
 from pagepool.core.platform cimport coarse_time, highest_bit, rare
 from pagepool.core.records cimport (
-    COMMON, LAST_TERM, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_PART, NO_TENANT, NULL_PAGE, OVERDUE, SECOND, UNKNOWN, Links,
-    Page, Pool, count_plain_parts, is_free, link_after, shard_of, term_of, unlink,
+    COMMON, LAST_TERM, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_PART, NO_TENANT, NULL_PAGE, SECOND, UNKNOWN, Links, Page,
+    Pool, count_plain_parts, is_free, link_after, shard_of, term_of, unlink,
 )
 
 
@@ -33,6 +35,9 @@ cdef struct Supply:           # of a call that takes pages
     int32_t num_left          # pages that it is still to take
     int32_t tenant            # from which it takes pages that are not blank
     int32_t num_due           # further pages from that one
+    int64_t now               # when it began; 0 without terms
+    int32_t part              # of the page with a term that was picked last; NO_PART: there is none
+    uint32_t stamp            # of that page
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
@@ -194,8 +199,6 @@ cdef inline void mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept 
             stamp_page(pool.policy, page_id, part)
     if rare(pool.expected.terms != NULL):
         pool.expected.stamps[page_id] = <uint32_t>now
-        if term_of(pool, page_id) != UNKNOWN:
-            wait_for(pool, now + limit_of(term_of(pool, page_id)))
         if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
             end_charge(pool, page_id)
 
@@ -205,8 +208,8 @@ cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
     return pool.expected.fixed_time or coarse_time(SECOND)
 
 
-cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id) noexcept nogil:
-    return <uint32_t>now_of(pool) - pool.expected.stamps[page_id]
+cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+    return <uint32_t>now - pool.expected.stamps[page_id]
 
 
 cdef inline bint is_older(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
@@ -219,9 +222,18 @@ cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
     return <uint32_t>SECOND << term
 
 
-cdef inline void wait_for(Pool *pool, int64_t time) noexcept nogil:
-    """Expect the end of a term at a time."""
-    pool.expected.next_due = min(pool.expected.next_due, time)
+cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
+    """The term of a page of which nothing is known but how long it has been idle: it is expected in twice that time."""
+    return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
+
+
+cdef inline int32_t current_term(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+    """The term of a free page that has one: of a late page, which has been idle for all of it, the first that is not over."""
+    cdef int32_t term = term_of(pool, page_id)
+    cdef uint32_t idle = idle_time(pool, page_id, now)
+    if term == NEVER or idle < limit_of(term):
+        return term
+    return min(highest_bit(idle // SECOND) + 1, <int32_t>LAST_TERM)
 
 
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
@@ -501,27 +513,47 @@ cdef inline int32_t pick_plain(Pool *pool, int32_t shard, int32_t first) noexcep
     return pick_least_value(pool, shard, first)
 
 
-cdef inline int32_t pick_expected(const Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """The oldest page of the longest term that any has, or NULL_PAGE."""
+cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
+    """A call that takes pages for a tenant."""
+    return Supply(taker, 0, COMMON, 0, now_of(pool) if pool.expected.terms != NULL else 0, NO_PART, 0)
+
+
+cdef inline int32_t find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
+    """The page that nobody expects back, or whose return is furthest off, of those with a term; NULL_PAGE: there is none. The
+    oldest page of each term is late before the others are. O(terms).
+    """
     cdef uint32_t terms = pool.expected.free_terms
+    cdef int32_t term, page_id, longest = UNKNOWN, furthest = NULL_PAGE
+    while terms:
+        term = highest_bit(terms)
+        terms ^= <uint32_t>1 << term
+        page_id = oldest_in(pool, part_of_term(pool, first, term), shard)
+        if page_id == NULL_PAGE:
+            continue
+        if term == NEVER:
+            return page_id
+        term = current_term(pool, page_id, now)
+        if term > longest or (term == longest and is_older(pool, page_id, furthest)):
+            longest, furthest = term, page_id
+    return furthest
+
+
+cdef inline int32_t pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
+    """`find_furthest`, which is not compared again while pages follow that were released with the one before."""
     cdef int32_t page_id = NULL_PAGE
-    while terms and page_id == NULL_PAGE:
-        page_id = oldest_in(pool, part_of_term(pool, first, highest_bit(terms)), shard)
-        terms ^= <uint32_t>1 << highest_bit(terms)
+    if first <= supply.part < first + pool.num_parts_each:
+        page_id = oldest_in(pool, supply.part, shard)
+    if page_id == NULL_PAGE or pool.expected.stamps[page_id] != supply.stamp:
+        page_id = find_furthest(pool, shard, first, supply.now)
+        supply.part = part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
+        supply.stamp = pool.expected.stamps[page_id]
     return page_id
 
 
-cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
-    """The term of a page of which nothing is known but how long it has been idle: it is expected in twice that time."""
-    return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
-
-
-cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
     """Whether the return of a page without a term is further off than that of one with a term."""
-    cdef int32_t term = term_from_idle(idle_time(pool, page_id))
-    if term != term_of(pool, other):
-        return term > term_of(pool, other)
-    return not is_older(pool, other, page_id)
+    cdef int32_t term = term_from_idle(idle_time(pool, page_id, now)), other_term = current_term(pool, other, now)
+    return term > other_term or (term == other_term and not is_older(pool, other, page_id))
 
 
 cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
@@ -532,14 +564,14 @@ cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) 
     return oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
 
 
-cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
     """The page to be evicted next among those of the tenant with that first part."""
     cdef int32_t plain
-    cdef int32_t page_id = pick_expected(pool, shard, first)
+    cdef int32_t page_id = pick_expected(pool, shard, first, supply)
     if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
         return page_id
     plain = pick_plain(pool, shard, first)
-    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id)):
+    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id, supply.now)):
         return plain
     return page_id
 
@@ -565,7 +597,7 @@ cdef inline bint choose_among(Pool *pool, int32_t shard, Supply *supply, double 
     for tenant in range(MAX_TENANTS):
         excess = excess_of(pool, tenant, supply)
         if has_cached_in(pool, tenant, shard) and excess > least:
-            page_id = pick_cached(pool, shard, tenant * pool.num_parts_each)
+            page_id = pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
             if first == NULL_PAGE or goes_before(pool, page_id, first):
                 first, supply.tenant = page_id, tenant
                 supply.num_due = <int32_t>min(<double>MAX_DUE, max(0.0, excess - 1))
@@ -595,7 +627,7 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
         return pick_plain(pool, shard, 0)
     if rare(pool.tenants.of_pages != NULL):
         choose_tenant(pool, shard, supply)
-    return pick_cached(pool, shard, supply.tenant * pool.num_parts_each)
+    return pick_cached(pool, shard, supply.tenant * pool.num_parts_each, supply)
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
@@ -711,9 +743,11 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
 
 cdef inline int32_t own_term(const Pool *pool, int32_t page_id) noexcept nogil:
     """The term of a page, or that from its idle time."""
-    if term_of(pool, page_id) != UNKNOWN:
-        return term_of(pool, page_id)
-    return term_from_idle(idle_time(pool, page_id)) if is_free(pool, page_id) else 1
+    if not is_free(pool, page_id):
+        return term_of(pool, page_id) or 1
+    if term_of(pool, page_id) == UNKNOWN:
+        return term_from_idle(idle_time(pool, page_id, now_of(pool)))
+    return current_term(pool, page_id, now_of(pool))
 
 
 cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
@@ -722,8 +756,8 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
     cdef bint is_late
     if term == UNKNOWN:
         return
-    if pool.expected.terms[page_id] != NEVER:
-        is_late = pool.expected.terms[page_id] & OVERDUE or idle_time(pool, page_id) >= limit_of(term)
+    if term != NEVER:
+        is_late = idle_time(pool, page_id, now_of(pool)) >= limit_of(term)
         pool.expected.num_late += is_late
         pool.expected.num_in_time += not is_late
     pool.expected.terms[page_id] = UNKNOWN
@@ -732,35 +766,5 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term, if there is one, of a page outside the queue that has lost its entry."""
     if term_of(pool, page_id) != UNKNOWN:
-        pool.expected.num_unused += pool.expected.terms[page_id] != NEVER
+        pool.expected.num_unused += term_of(pool, page_id) != NEVER
         pool.expected.terms[page_id] = UNKNOWN
-
-
-cdef inline void age_pages(Pool *pool) noexcept nogil:
-    """Let pages that have been idle for their whole term have a longer one: before any is taken."""
-    if rare(pool.expected.free_terms != 0) and now_of(pool) >= pool.expected.next_due:
-        age_due(pool)
-
-
-cdef inline void age_due(Pool *pool) noexcept nogil:
-    """Give the oldest pages of each term, as long as they have been idle for it, the term of twice that time. O(1) each, and
-    O(tenants).
-    """
-    cdef int32_t tenant
-    pool.expected.next_due = INT64_MAX
-    for tenant in range(pool.num_parts // pool.num_parts_each):
-        age_tenant(pool, tenant * pool.num_parts_each)
-
-
-cdef inline void age_tenant(Pool *pool, int32_t first) noexcept nogil:
-    """`age_due` for the tenant with that first part."""
-    cdef int32_t term, page_id
-    for term in range(UNKNOWN + 1, NEVER):
-        page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
-        while page_id != NULL_PAGE and idle_time(pool, page_id) >= limit_of(term):
-            pull(pool, page_id)
-            pool.expected.terms[page_id] = <uint8_t>(OVERDUE | min(term + 2, <int32_t>NEVER))
-            place(pool, page_id)
-            page_id = oldest_in(pool, part_of_term(pool, first, term), -1)
-        if page_id != NULL_PAGE:
-            wait_for(pool, now_of(pool) + limit_of(term) - idle_time(pool, page_id))

@@ -31,8 +31,6 @@ cdef enum:
     UNKNOWN = 0               # term of a page of which nobody said when it is expected back
     LAST_TERM = 18            # term n: in less than 2**n seconds; this one and longer times
     NEVER = 19                # term of a page that nobody expects back
-    TERM = 31                 # bits of a term
-    OVERDUE = 1 << 7          # flag in a page's term: it was shorter once
     SECOND = 16               # units of the clock of stamps
     NO_SESSION = 0
     SHARED = -1               # owner of a page that two sessions have used
@@ -123,7 +121,6 @@ cdef struct Expectations:     # when pages are expected back
     uint8_t *terms            # [num_pages] behind that; UNKNOWN for most
     int32_t num_free[NEVER + 1]  # pages by term
     uint32_t free_terms       # bit n: free pages have term n
-    int64_t next_due          # no free page is idle for its whole term before
     int64_t fixed_time        # that a test has set; 0: the clock's
     int64_t num_in_time       # pages with a term that were used before it was over; these three without `NEVER`
     int64_t num_late          # that were used later
@@ -305,7 +302,7 @@ cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t term_of(const Pool *pool, int32_t page_id) noexcept nogil:
-    return pool.expected.terms[page_id] & TERM if pool.expected.terms != NULL else UNKNOWN
+    return pool.expected.terms[page_id] if pool.expected.terms != NULL else UNKNOWN
 
 
 cdef inline bint is_leased(const Pool *pool, int32_t page_id) noexcept nogil:

@@ -76,7 +76,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
         num_plain_parts=count_plain_parts(&pool), num_free_by_term=list(pool.expected.num_free),
-        free_terms=pool.expected.free_terms, next_due=pool.expected.next_due, now=now_of(&pool),
+        free_terms=pool.expected.free_terms, now=now_of(&pool),
         num_parts_each=pool.num_parts_each, num_charged=list(pool.tenants.num_charged),
         num_free_by_tenant=list(pool.tenants.num_free), num_live=pool.sessions.num_live, counters=counters_of(pool),
     )

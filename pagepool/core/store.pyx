@@ -21,8 +21,8 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.queue cimport (
-    Supply, age_pages, begin_parts, begin_plain_parts, begin_tenants, begin_terms, count_free_in, find_held_free, link_shards,
-    now_of, page_before, page_behind, pick, push, push_all,
+    Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
+    link_shards, now_of, page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
     COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN,
@@ -643,12 +643,11 @@ cdef class PageStore:
         cdef Py_ssize_t num = size_of(n, "n")
         cdef int32_t num_free
         cdef bint has_room
-        cdef Supply supply = Supply(COMMON, 0, COMMON, 0)
+        cdef Supply supply
         with self.lock:
             num_free = self.pool.num_free
             has_room = num > num_free or ids.try_reserve(num)  # here: a queue may grow meanwhile
-            if has_room and 0 < num <= num_free:
-                age_pages(&self.pool)
+            supply = begin_supply(&self.pool, COMMON)
             while has_room and num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1, &supply)
                 reuse(&self.pool, ids.ids[ids.num])

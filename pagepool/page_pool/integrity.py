@@ -13,7 +13,7 @@ __all__ = ["GROUP", "KEPT", "PART", "Records", "check_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
 BLANK, PART = 0, 3
-NEVER, TERM, OVERDUE = 19, 31, 128  # a term is 0, or up to the first, in the bits of the second, and a flag
+NEVER = 19  # the last term
 SECOND, MAX_IDLE = 16, 1 << 31  # on the clock of stamps
 SHARED = -1
 COMMON, MAX_TENANTS, NO_TENANT = 0, 64, 255
@@ -117,32 +117,32 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def check_terms(self) -> None:
-        """Only cached pages have terms. No free page was released later than now, or has a first term that is over
-        before the pool looks for it."""
-        terms = self.terms & TERM
-        is_wrong = (terms > NEVER) | (self.terms & (255 - TERM - OVERDUE) != 0)
-        is_wrong |= (self.group == NO_GROUP) & (self.terms != 0)
-        text = " has term {}, allowed: 0 unless it is cached, else up to {}, and the flag of overdue ones"
+        """Only cached pages have terms. No free page was released later than now, or, with the same term, later than a page
+        behind it."""
+        is_wrong = (self.terms > NEVER) | (self.group == NO_GROUP) & (self.terms != 0)
+        text = " has term {}, allowed: 0 unless it is cached, else up to {}"
         self.refuse(is_wrong, range(self.num_pages), text, self.terms, NEVER)
         stamps = self.stamps.take(self.free_ids)
         idle = (np.uint32(self.now % (1 << 32)) - stamps).astype(np.int64)
         self.refuse(idle > MAX_IDLE, self.free_ids, " is free since {}, it is {}", stamps, self.now)
-        expected = terms.take(self.free_ids)
+        expected = self.terms.take(self.free_ids)
         num_free = np.bincount(expected, minlength=NEVER + 1)
         self.require_count([0, *num_free[1:].tolist()], self.num_free_by_term, "free pages have terms")
         in_use = sum(1 << term for term in range(1, NEVER + 1) if num_free[term])
         self.require_count(in_use, self.free_terms, "is the set of terms of free pages")
-        dues = self.now + (SECOND << expected.astype(np.int64)) - idle
-        is_wrong = (self.terms.take(self.free_ids) - 1 < NEVER - 1) & (dues < self.next_due)
-        text = " has term {} until {}, the pool looks for it at {}"
-        self.refuse(is_wrong, self.free_ids, text, expected, dues, self.next_due)
+        is_next = (self.queue[1:] < self.num_pages) & (self.queue[:-1] < self.num_pages)
+        before, ids = self.queue[:-1][is_next], self.queue[1:][is_next]
+        is_wrong = (self.stamps.take(ids) - self.stamps.take(before)).view(np.int32) < 0
+        is_wrong &= (self.terms.take(ids) != 0) & (self.terms.take(ids) == self.terms.take(before))
+        text = " is free since {}, and stands behind page {} of the same term, which is free since {}"
+        self.refuse(is_wrong, ids, text, self.stamps.take(ids), before, self.stamps.take(before))
 
     def find_parts(self) -> Array:
         """Return the part to which each free page belongs, by its term, or by its mark, or by whether it is cached."""
         is_cached = self.group.take(self.free_ids) != NO_GROUP
         parts: Array = ((self.marks.take(self.free_ids) & PART) if len(self.marks) else is_cached).astype(np.int64)
         if len(self.terms):
-            terms = self.terms.take(self.free_ids).astype(np.int64) & TERM
+            terms = self.terms.take(self.free_ids).astype(np.int64)
             parts = np.where(terms > 0, self.num_plain_parts + NEVER - terms, parts)
         if len(self.tenants):
             parts += np.where(parts == BLANK, 0, self.tenants.take(self.free_ids).astype(np.int64) * self.num_parts_each)

@@ -71,8 +71,9 @@ class QueryCounts:
 class ExpectationCounts(NamedTuple):
     """What was said of pages, see `CacheManager.expect`, and what came of it.
 
-    State: free pages that are not wanted again, that are expected within a minute, and later. Counters of pages that were
-    expected at some time, since the pool was made: used by then, used later, and evicted or dropped unused.
+    State: free pages that are not wanted again, and others by what was said last: that they are wanted within a minute, or
+    later. Counters of pages that were expected at some time, since the pool was made: used by then, used later, and evicted or
+    dropped unused.
     """
 
     num_never_pages: int
