@@ -37,7 +37,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("work was begun")
 
-    monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
+    monkeypatch.setattr("pagepool.replay.traces.options.load_records", fail)
 
 
 @pytest.mark.usefixtures("_no_work")

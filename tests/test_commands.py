@@ -28,8 +28,8 @@ from pagepool.replay.plans.report import describe, headline
 def trace(tmp_path: Path) -> Path:
     """Chats with several turns: 12 requests of 38 to 75 pages."""
     path = tmp_path / "trace <b>&$x$.jsonl"
-    lines = [line_of(timestamp=i, hash_ids=[i % 4, 10 + i % 4]) for i in range(8)]
-    lines += [line_of(timestamp=8, input_length=1200, hash_ids=[i, 10 + i, 20 + i]) for i in range(4)]
+    lines = [line_of(timestamp=20_000 * i, hash_ids=[i % 4, 10 + i % 4]) for i in range(8)]
+    lines += [line_of(timestamp=160_000, input_length=1200, hash_ids=[i, 10 + i, 20 + i]) for i in range(4)]
     path.write_text("".join(lines))
     return path
 
@@ -267,10 +267,10 @@ class TestBadTraces:
         def fail(*_: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
+        monkeypatch.setattr("pagepool.replay.traces.options.load_records", fail)
         result = invoke("plan", trace)
         assert result.exit_code == 1
-        assert result.output.startswith(f"Error: out of memory: {trace} (968 B) is too large for the memory: ")
+        assert result.output.startswith(f"Error: out of memory: {trace} (1019 B) is too large for the memory: ")
         assert "--limit takes the first N requests; " in result.output
         assert result.output.endswith(" MiB are in use\n")
 

@@ -17,7 +17,7 @@ from sources import run_python
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path / "trace.jsonl", make_records(1))
+    return write_trace(tmp_path / "trace.jsonl", make_records(1, seconds=120))
 
 
 def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:

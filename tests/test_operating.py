@@ -59,7 +59,7 @@ def recording() -> Path:
 def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the documents name; small traces stand for the real ones."""
     monkeypatch.chdir(tmp_path)
-    trace = write_trace(Path("trace.jsonl"), make_records(1))
+    trace = write_trace(Path("trace.jsonl"), make_records(1, seconds=300))
     Path("agents.jsonl").write_text("".join(line_of(timestamp=time, session_id="agent") for time in range(3)))
     Path("cut.jsonl").write_text("".join(trace.read_text().splitlines(keepends=True)[:4]) + '{"timestamp": 1, ')
     Path("empty.jsonl").touch()

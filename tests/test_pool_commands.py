@@ -329,7 +329,7 @@ class TestReplay:
 class TestFleet:
     def test_the_policy_reaches_each_replica(self, trace: Path) -> None:
         pytest.importorskip("msgspec")
-        options = ["--replicas", 2, "--num-pages", 300, "--router", "round-robin", "--max-num-seqs", 1]
+        options = ["--replicas", 2, "--num-pages", 300, "--router", "round-robin", "--max-num-seqs", 1, "--time-unit", "ms"]
         lru, adaptive = (
             figures_of("fleet", trace, *options, "--eviction", name)["round-robin"] for name in ("lru", "adaptive")
         )

@@ -158,20 +158,23 @@ class TestTrace:
             (b'{"timestamp": "\xff"}', "not valid JSON"),
             (b"[" * 100_000, "not valid JSON"),
             (b"[1]", "a JSON object is expected, not list"),
-            (b"{}", "lacks timestamp, input_length, output_length, hash_ids"),
-            ({"timestamp": "0"}, "timestamp must be a number, got '0'"),
+            (b"{}", "lacks input_length"),
+            (b'{"input_length": 600}', "lacks timestamp"),
+            ({"timestamp": "0"}, "timestamp must be a number or a date, got '0'"),
             ({"timestamp": True}, "timestamp must be a number"),
             ({"input_length": 0}, "input_length must be at least 1, got 0"),
             ({"output_length": -1}, "output_length must be at least 0, got -1"),
             ({"output_length": 1 << 31}, r"output_length must be below 2\*\*31"),
             ({"hash_ids": 3}, "hash_ids must be a list of integers"),
-            ({"hash_ids": [1, "2"]}, "hash_ids must be a list of integers"),
+            ({"hash_ids": [1, 2.0]}, "hash_ids must be a list of integers or texts"),
             ({"hash_ids": [1, True]}, "hash_ids must be a list of integers"),
             ({"hash_ids": [1]}, "input_length 600 needs 2 hash_ids, got 1"),
             ({"input_length": 512}, "input_length 512 needs 1 hash_ids, got 2"),
-            ({"input_length": 1.0}, "input_length must be an integer"),
-            ({"output_length": None}, "output_length must be an integer"),
-            ({"session_id": 7}, "session_id: got int, allowed: a string"),
+            ({"input_length": 600.5}, "input_length must be an integer"),
+            ({"input_length": "600"}, "input_length must be an integer"),
+            ({"output_length": "3"}, "output_length must be an integer"),
+            ({"prompt_tokens": 601}, "has input_length 600 and prompt_tokens 601"),
+            ({"session_id": 7.5}, "session_id: got float, allowed: a string"),
             ({"session_id": "a", "pause": "1"}, "pause must be a number, got '1'"),
             ({"session_id": "a", "pause": False}, "pause must be a number"),
             ({"session_id": "a", "pause": -1}, "pause must be at least 0, got -1"),
@@ -215,8 +218,8 @@ class TestTrace:
 
     def test_the_message_has_file_and_line(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
-        path.write_text(f"{line_of(more=[1])}\n{line_of()}")
-        with pytest.raises(TraceError, match=r"bad\.jsonl:2: not valid JSON"):
+        path.write_text(f"{line_of(more=[1])}\n{{\n{line_of()}")
+        with pytest.raises(TraceError, match=r"bad\.jsonl:3: not valid JSON"):
             read_trace(str(path))
         assert len(read_trace(str(path), limit=1)) == 1
 

@@ -26,7 +26,16 @@ from pagepool.replay.shared.options import (
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
 from pagepool.replay.simulation.runs import describe_pool, require_one_that_fits
-from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
+from pagepool.replay.traces.options import (
+    TRACE,
+    block_size_option,
+    limit_option,
+    load_trace,
+    report_notes,
+    require_times,
+    seed_option,
+    time_unit_option,
+)
 from pagepool.replay.traces.reader import name_trace, source_name
 
 if TYPE_CHECKING:
@@ -100,6 +109,7 @@ def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, pa
 @eviction_option
 @page_size_option
 @block_size_option
+@time_unit_option
 @max_batched_tokens_option
 @max_num_seqs_option
 @click.option("--decode-seconds", type=SECONDS, default=0.025, help="Minimum duration of a step.")
@@ -120,7 +130,8 @@ def fleet(
     num_pages: int,
     eviction: str,
     page_size: int,
-    block_size: int,
+    block_size: int | None,
+    time_unit: str | None,
     max_batched_tokens: int,
     max_num_seqs: int,
     decode_seconds: float,
@@ -161,7 +172,9 @@ def fleet(
     summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, model, eviction)}"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with Progress() as progress:
-            records, requests = load_trace(trace, limit, block_size, seed, progress)
+            loaded, requests = load_trace(trace, limit, block_size, time_unit, seed, progress)
+            require_times(trace, loaded)
+            records = loaded.records
             require_one_that_fits(requests, num_pages, model)
             if ray in (None, "local"):
                 requests_bytes = count_request_bytes(len(records), sum(len(record.block_ids) for record in records))
@@ -185,4 +198,7 @@ def fleet(
             json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
     if json_path != "-":
         with printing():
-            print_fleet(figures, f"{source_name(trace)}: {summary}")
+            arrivals = f"Requests arrive within {loaded.seconds:,.0f} s."
+            print_fleet(figures, f"{source_name(trace)}: {summary}", [*loaded.notes, arrivals])
+    else:
+        report_notes(loaded)

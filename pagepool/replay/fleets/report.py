@@ -1,5 +1,7 @@
 """Texts and the table of a fleet's figures by router."""
 
+from collections.abc import Iterable
+
 from pagepool.replay.fleets.fleet import FleetFigures
 from pagepool.replay.shared.tables import print_columns
 
@@ -8,9 +10,9 @@ __all__ = ["HIT_RATE", "describe_fleet", "headline_fleet", "print_fleet"]
 HIT_RATE = "hit rate: share of prompt tokens"
 
 
-def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
-    """Print a table with a column for each router, and a note on its rows."""
-    print_columns({name: _rows(each) for name, each in figures.items()}, title, NOTE)
+def print_fleet(figures: dict[str, FleetFigures], title: str, notes: Iterable[str]) -> None:
+    """Print a table with a column for each router, and notes on the trace and on its rows."""
+    print_columns({name: _rows(each) for name, each in figures.items()}, title, " ".join([*notes, NOTE]))
 
 
 NOTE = (

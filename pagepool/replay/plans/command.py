@@ -60,7 +60,14 @@ from pagepool.replay.simulation.runs import (
     run,
 )
 from pagepool.replay.simulation.scheduler import Scheduler
-from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
+from pagepool.replay.traces.options import (
+    TRACE,
+    block_size_option,
+    limit_option,
+    load_trace,
+    seed_option,
+    time_unit_option,
+)
 from pagepool.replay.traces.reader import name_trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.specs import cdiv
@@ -340,6 +347,7 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     show_default="from about 256 to about 4096 if the model has states",
 )
 @block_size_option
+@time_unit_option
 @click.option(
     "--replays",
     type=Size("pools", minimum=0),
@@ -380,7 +388,8 @@ def plan(
     state_dtype: str | None,
     page_size: int | None,
     intervals: Sizes | None,
-    block_size: int,
+    block_size: int | None,
+    time_unit: str | None,
     replays: int | None,
     eviction: str | None,
     host_pages: int | None,
@@ -435,14 +444,14 @@ def plan(
         require_plots()
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
         with Progress() as progress:
-            records, requests = load_trace(trace, limit, block_size, seed, progress)
+            loaded, requests = load_trace(trace, limit, block_size, time_unit, seed, progress)
             if asked is not None and len(asked.numbers) > 1:
                 require_one_that_fits(requests, asked.numbers[-1], model)
-            with progress.follow("one after another", "request", len(records)) as update:
-                planner = Planner(records, model.hit_size, update)
+            with progress.follow("one after another", "request", len(requests)) as update:
+                planner = Planner(loaded.records, model.hit_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
-                made = replace(made, host=host, speed=speed)
+                made = replace(made, host=host, speed=speed, notes=tuple(loaded.notes))
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:

@@ -168,7 +168,7 @@ class Plan:
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
     that the user asked for, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is
-    that of its transfers and of prefill.
+    that of its transfers and of prefill. `notes` say what is not known of the trace.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size, and all other hits but those of
     `replays` are of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` is
@@ -193,6 +193,7 @@ class Plan:
     host: HostMemory | None = None
     host_runs: tuple[HostRun, ...] = ()
     speed: HostSpeed | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def knee(self) -> Knee | None:

@@ -95,7 +95,11 @@ def headline(plan: Plan, name: str) -> str:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Return the main results as sentences, the knee first."""
+    """Return the main results as sentences, the knee first, and what is not known of the trace."""
+    return [*_describe_results(plan), *plan.notes]
+
+
+def _describe_results(plan: Plan) -> list[str]:
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
     most = f"{plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     smallest = _with_bytes(plan, plan.min_num_pages)

@@ -48,10 +48,10 @@ class PrefixTree:
         """Sizes are in tokens."""
         self._block_size = block_size
         self._page_size = page_size
-        self._children: dict[tuple[int, int], int] = {}
+        self._children: dict[tuple[int, int | str], int] = {}
         self._users: list[tuple[tuple[int, int], ...]] = [()]
 
-    def use(self, user: int, block_ids: Sequence[int], num_pages: int) -> list[tuple[int, int]]:
+    def use(self, user: int, block_ids: Sequence[int | str], num_pages: int) -> list[tuple[int, int]]:
         """Record that a request uses its first `num_pages` pages. Returns their previous users, as pairs (end of use, request)
         from the first page on. O(blocks).
         """

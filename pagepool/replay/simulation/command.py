@@ -49,8 +49,17 @@ from pagepool.replay.simulation.runs import (
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.simulation.sessions import Told
 from pagepool.replay.traces.generator import WORKLOADS, generate_workload
-from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option, workload_option
-from pagepool.replay.traces.reader import source_name
+from pagepool.replay.traces.options import (
+    TRACE,
+    block_size_option,
+    load_trace,
+    report_notes,
+    require_times,
+    seed_option,
+    time_unit_option,
+    workload_option,
+)
+from pagepool.replay.traces.reader import Trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = ["replay"]
@@ -72,14 +81,20 @@ class Run(NamedTuple):
 
 
 def load_requests(
-    trace: str | None, workload: str, limit: int | None, block_size: int, seed: int, progress: Progress
-) -> list[SimulatedRequest]:
-    """Load the trace, or generate the workload."""
+    trace: str | None,
+    workload: str,
+    limit: int | None,
+    block_size: int | None,
+    time_unit: str | None,
+    seed: int,
+    progress: Progress,
+) -> tuple[Trace, list[SimulatedRequest]]:
+    """Load the trace, or generate the workload, of which there are no records."""
     if trace is None:
         num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
         require_memory(f"{count_of(num_requests, 'request')} of synthetic {workload}", count_request_bytes(num_requests))
-        return generate_workload(workload, num_requests, seed)
-    return load_trace(trace, limit, block_size, seed, progress)[1]
+        return Trace([], [], True), generate_workload(workload, num_requests, seed)
+    return load_trace(trace, limit, block_size, time_unit, seed, progress)
 
 
 def choose_runs(
@@ -131,6 +146,7 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @state_dtype_option
 @model_page_size_option
 @block_size_option
+@time_unit_option
 @click.option(
     "--checkpoint-interval",
     "interval",
@@ -165,7 +181,8 @@ def replay(
     kv_dtype: str | None,
     state_dtype: str | None,
     page_size: int | None,
-    block_size: int,
+    block_size: int | None,
+    time_unit: str | None,
     interval: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
@@ -186,6 +203,7 @@ def replay(
 
     TRACE has one JSON object per line: timestamp, input_length, output_length, hash_ids (one for each 512 input
     tokens; equal ids mean equal prefixes), as in the Mooncake release, or as written by pagepool.replay.Recorder.
+    A CSV of lengths is read too, such as those of Azure and BurstGPT.
     A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 requests of a
     synthetic workload, by default turns of chats that share system prompts.
 
@@ -230,9 +248,10 @@ def replay(
         raise click.UsageError("--compare-sessions and --no-caching exclude each other")
     pool = describe_pool(num_pages, model, eviction, host)
     with open_result(json_path) as output, Progress() as progress:
-        requests = load_requests(trace, workload, limit, block_size, seed, progress)
+        loaded, requests = load_requests(trace, workload, limit, block_size, time_unit, seed, progress)
         if compare_sessions:
             require_sessions(requests)
+            require_times(trace or "", loaded)
         pools_bytes = sum(count_bytes(num_pages, each.eviction, host) for each in runs.values())
         require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
@@ -256,6 +275,9 @@ def replay(
         source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
             title = f"{source}, {pool}{f', checkpoints every {interval:,} tokens' if interval else ''}"
-            print_report(figures, title, model.describe_windows(), is_hit_rate_first=compare_eviction or compare_sessions)
+            descriptions = [*loaded.notes, *model.describe_windows()]
+            print_report(figures, title, descriptions, is_hit_rate_first=compare_eviction or compare_sessions)
+    else:
+        report_notes(loaded)
     if compare:
         require_equal(figures)

@@ -11,18 +11,33 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import InputFile
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.traces.generator import WORKLOADS
-from pagepool.replay.traces.reader import BLOCK_SIZE, TraceRecord, make_requests, read_trace, source_name
+from pagepool.replay.traces.reader import BLOCK_SIZE, TIME_UNITS, Trace, load_records, make_requests, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["TRACE", "block_size_option", "limit_option", "load_trace", "seed_option", "workload_option"]
+__all__ = [
+    "TRACE",
+    "block_size_option",
+    "limit_option",
+    "load_trace",
+    "report_notes",
+    "require_times",
+    "seed_option",
+    "time_unit_option",
+    "workload_option",
+]
 
 TRACE = InputFile(allow_dash=True)
 
 block_size_option = click.option(
     "--block-size",
     type=Size("tokens"),
-    default=BLOCK_SIZE,
     help="Tokens per hash id, unless the trace has its own.",
+    show_default=f"{BLOCK_SIZE}, or the only size that lengths and ids fit",
+)
+time_unit_option = click.option(
+    "--time-unit",
+    type=click.Choice([*TIME_UNITS]),
+    help="Unit of the times of the trace, unless they are dates.  [default: ms]",
 )
 limit_option = click.option("--limit", type=Size("requests"), help="Use only the first requests of the trace.")
 seed_option = click.option(
@@ -37,14 +52,14 @@ workload_option = click.option(
 
 
 def load_trace(
-    trace: str, limit: int | None, block_size: int, seed: int, progress: Progress
-) -> tuple[list[TraceRecord], list[SimulatedRequest]]:
+    trace: str, limit: int | None, block_size: int | None, time_unit: str | None, seed: int, progress: Progress
+) -> tuple[Trace, list[SimulatedRequest]]:
     """Read a trace, and make a request from each record. Raises Refusal if the trace is invalid or unreadable."""
     source = source_name(trace)
     try:
         with progress.follow("reading the trace", "line") as update:
-            records = read_trace(trace, limit, block_size, update)
-        return records, make_requests(records, source, seed)
+            loaded = load_records(trace, limit, block_size, update, time_unit)
+        return loaded, make_requests(loaded.records, source, seed)
     except PagePoolError as error:
         raise Refusal(str(error)) from error
     except OSError as error:
@@ -54,3 +69,17 @@ def load_trace(
         size = f" ({format_bytes(Path(trace).stat().st_size)})" if Path(trace).is_file() else ""
         hint = "too large for the memory: --limit takes the first N requests"
         raise MemoryError(f"{source}{size} is {hint}; {reason}") from error
+
+
+def require_times(trace: str, loaded: Trace) -> None:
+    """Raise Refusal if the times of the trace, which the command needs, are not known or may be in another unit."""
+    try:
+        loaded.require_times()
+    except PagePoolError as error:
+        raise Refusal(f"{source_name(trace)}: {error}") from error
+
+
+def report_notes(loaded: Trace) -> None:
+    """Print what is not known of the trace to standard error, where the report does not say it."""
+    for note in loaded.notes:
+        click.echo(note, err=True)

@@ -1,8 +1,8 @@
-"""Traces: lines of JSON with the lengths of requests and their shared prefixes, but not their text.
+"""Traces: lines of JSON with the lengths of requests and their shared prefixes, but not their text; or a CSV of lengths alone.
 
 A line has `timestamp` (ms, ascending), `input_length` and `output_length` (tokens) and `hash_ids`: one id for each block of 512
-input tokens, including a partial last block. Equal ids mean equal prefixes. This is the format of the Mooncake FAST'25 release.
-More fields are optional, and all others are ignored:
+input tokens, including a partial last block. Equal ids behind equal ids mean equal prefixes. This is the format of the Mooncake
+FAST'25 release. More fields are optional, and all others are ignored:
 
 `block_size` is the number of tokens per id if not 512; it is the same in all lines.
 
@@ -10,35 +10,50 @@ More fields are optional, and all others are ignored:
 empty, the last of `hash_ids` stands for a full block too, completed by tokens of the answer, and a prompt that continues an
 answer has the same ids. Tokens without an id equal no others.
 
-`session_id` is a string, the same for all turns of a chat or steps of an agent. `pause`, only beside it, is the time in ms
-from the end of the session's request before this one to the arrival of this one.
+`session_id` is the same for all turns of a chat or steps of an agent. `pause`, only beside it, is the time in ms from the end
+of the session's request before this one to the arrival of this one. `delay` in place of `timestamp` is that time too, where the
+end is not known: the request before is taken to have ended at once.
+
+Lines as other tools write them are read too (`fields.py` has their names), with a note where something is not known: without
+`hash_ids` prompts share nothing, without `output_length` there is no answer, without any `timestamp` no time.
 """
 
 import errno
 import gzip
-import json
 import math
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 
 from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
+from pagepool.replay.traces.fields import (
+    Fields,
+    as_milliseconds,
+    checked_milliseconds,
+    find_reader,
+    read_ids,
+    read_length,
+    read_object,
+    read_session,
+)
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn, count_slots
 from pagepool.specs import cdiv
 
 __all__ = [
     "BLOCK_SIZE",
+    "TIME_UNITS",
+    "Trace",
     "TraceError",
     "TraceRecord",
+    "load_records",
     "make_requests",
     "name_trace",
     "parse_record",
@@ -48,9 +63,12 @@ __all__ = [
 
 BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-MAX_MILLISECONDS = 2**53  # beyond it floats skip integers
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory whole
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+TIME_UNITS = {"ms": 1, "s": 1000}  # in ms
+NUM_IDS_FOR_A_GUESS = 5  # ids of full blocks alone, or one too many, would fit another size with fewer
+# A trace may be in seconds if it has many requests and is brief, or has many a second: a day would pass in 86 s.
+MANY_REQUESTS, BRIEF_SECONDS, MAX_RATE = 10, 100, 10
 
 
 class TraceError(PagePoolError, ValueError):
@@ -63,10 +81,10 @@ class TraceError(PagePoolError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, if known,
-    ids of the full blocks of the answer, the session, and the ms since the end of the session's request before this one. Raises
-    ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the pause too and at least 0, the lengths
-    are ints below 2**31 and the session is a string, which a pause needs.
+    """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, or none if
+    prefixes are not known, and, if known, ids of the full blocks of the answer, the session, and the ms since the end of the
+    session's request before this one. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53,
+    the pause too and at least 0, the lengths are ints below 2**31 and the session is a string, which a pause needs.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -76,15 +94,15 @@ class TraceRecord:
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...]
-    output_hash_ids: tuple[int, ...] | None = None
+    hash_ids: tuple[int | str, ...]
+    output_hash_ids: tuple[int | str, ...] | None = None
     block_size: int = BLOCK_SIZE
     session_id: str | None = None
     pause: float | None = None
 
     def __post_init__(self) -> None:
         """Check the fields, and convert numbers to Python's, since differences of NumPy's wrap around."""
-        object.__setattr__(self, "timestamp", _checked_milliseconds("timestamp", self.timestamp))
+        object.__setattr__(self, "timestamp", checked_milliseconds("timestamp", self.timestamp))
         object.__setattr__(self, "session_id", require_name("session_id", self.session_id))
         if self.pause is not None:
             object.__setattr__(self, "pause", self._checked_pause())
@@ -92,7 +110,7 @@ class TraceRecord:
             object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
 
     def _checked_pause(self) -> float:
-        pause = _checked_milliseconds("pause", self.pause)
+        pause = checked_milliseconds("pause", self.pause)
         if pause < 0:
             raise ArgumentError(f"pause must be at least 0, got {shown(pause)}")
         if self.session_id is None:
@@ -100,7 +118,7 @@ class TraceRecord:
         return pause
 
     @property
-    def block_ids(self) -> tuple[int, ...]:
+    def block_ids(self) -> tuple[int | str, ...]:
         """Ids of all blocks, in order."""
         return self.hash_ids + (self.output_hash_ids or ())
 
@@ -108,35 +126,13 @@ class TraceRecord:
     def num_known_tokens(self) -> int:
         """Number of leading tokens with an id."""
         if self.output_hash_ids is None:
-            return self.input_length
+            return self.input_length if self.hash_ids else 0
         return min(len(self.block_ids) * self.block_size, self.input_length + self.output_length)
 
     @property
     def num_slots(self) -> int:
         """Tokens that need a slot in a page."""
         return count_slots(self.input_length, self.output_length)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _load_object(text: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(text.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ArgumentError(f"a JSON object is expected, not {type(fields).__name__}")
-    return fields
-
-
-def _checked_milliseconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise ArgumentError(f"{name} must be a number, got {shown(value)}")
-    if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
-        raise ArgumentError(f"{name} must be below 2**53 ms, got {shown(value)}")
-    return cast(float, value.item()) if isinstance(value, np.generic) else value
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
@@ -146,40 +142,161 @@ def _checked_length(name: str, value: object, minimum: int) -> int:
     return length
 
 
-def _read_ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
-    ids = fields[name]
-    if not isinstance(ids, list) or any(type(hash_id) is not int for hash_id in ids):
-        raise ArgumentError(f"{name} must be a list of integers")
-    return tuple(ids)
-
-
 def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
     """Parse one line; `block_size` applies unless the line has its own. The output may be empty, the prompt may not.
     O(length of the line).
 
-    Raises `ArgumentError` or `ArgumentTypeError` if the line is not a JSON object, lacks a field, or has a field of a wrong
-    type or length.
+    Raises `ArgumentError` or `ArgumentTypeError` if the line is not a JSON object, lacks `timestamp` or `input_length`, or has
+    a field of a wrong type or length.
 
     >>> record = parse_record(b'{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [4, 7]}')
     >>> record.input_length, record.hash_ids
     (600, (4, 7))
     """
-    fields = {"block_size": block_size} | _load_object(text)
-    missing = [name for name in FIELDS if name not in fields]
-    if missing:
-        raise ArgumentError(f"lacks {', '.join(missing)}")
-    record = TraceRecord(
-        fields["timestamp"],
-        fields["input_length"],
-        fields["output_length"],
-        _read_ids(fields, "hash_ids"),
-        _read_ids(fields, "output_hash_ids") if "output_hash_ids" in fields else None,
-        fields["block_size"],
-        fields.get("session_id"),
-        fields.get("pause"),
-    )
-    _check_num_ids(record)
-    return record
+    reading = Reading(block_size, None)
+    reading.add(read_object(text))
+    if not reading.has_times:
+        raise ArgumentError("lacks timestamp")
+    return reading.records[0]
+
+
+class Trace(NamedTuple):
+    """The requests of a trace, what is not known of them, as sentences, and whether their times are known to be in ms; None if
+    there are no times.
+    """
+
+    records: list[TraceRecord]
+    notes: list[str]
+    has_unit: bool | None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return (self.records[-1].timestamp - self.records[0].timestamp) / 1000 if self.records else 0.0
+
+    def require_times(self) -> None:
+        """Raise ArgumentError if the trace has no times, or if they may be in seconds."""
+        if self.has_unit is None:
+            raise ArgumentError("the trace has no timestamps, so nothing says when requests arrive")
+        num, seconds = len(self.records), self.seconds
+        may_be_brief = num >= MANY_REQUESTS and (0 < seconds < BRIEF_SECONDS or num > MAX_RATE * seconds > 0)
+        if may_be_brief and not self.has_unit:
+            raise ArgumentError(
+                f"{count_of(num, 'request')} would arrive in {seconds:,.1f} s if the timestamps are in ms: say by --time-unit "
+                "whether they are in s or ms"
+            )
+
+
+class Reading:
+    """Makes records of the fields of lines, and keeps what all lines have in common."""
+
+    def __init__(self, block_size: int | None, time_unit: str | None) -> None:
+        """With `block_size` None it is that of the lines, or the one that their lengths and ids fit; `time_unit` None is ms."""
+        self.records: list[TraceRecord] = []
+        self.has_times = False
+        self._block_size = block_size
+        self._time_unit = time_unit
+        self._has_unit = time_unit is not None
+        self._has_own_size = False
+        self._last_time: float | None = None
+        self._shown_time: object = None
+        self._ends: dict[str, float] = {}  # by session the time of its last request
+        self._num_delays = self._num_without_ids = self._num_without_output = 0
+        self._sizes = range(1, MAX_TOKEN_IDS)  # that all lengths and ids so far fit
+        self._most_ids = 0
+        self._misfit: tuple[int, ArgumentError] | None = None  # the first line that does not fit 512
+
+    def add(self, fields: Fields, line: int = 1) -> None:
+        """Add a line's record. Raises ArgumentError or ArgumentTypeError if it is none, or cannot follow the last one."""
+        if "input_length" not in fields:
+            raise ArgumentError("lacks input_length")
+        unit = self._time_unit or ("s" if fields.get("is_in_seconds") else "ms")
+        factor = TIME_UNITS[unit]
+        session_id = read_session(fields.get("session_id"))
+        pause_name = "pause" if "pause" in fields or session_id is None else "delay"
+        pause = fields.get(pause_name)
+        record = TraceRecord(
+            self._find_time(fields, session_id, factor),
+            cast(int, read_length(fields["input_length"])),
+            cast(int, read_length(fields.get("output_length", 0))),
+            read_ids(fields, "hash_ids") if "hash_ids" in fields else (),
+            read_ids(fields, "output_hash_ids") if "output_hash_ids" in fields else None,
+            fields.get("block_size", self._block_size or BLOCK_SIZE),
+            cast(str | None, session_id),
+            None if pause is None else checked_milliseconds(pause_name, pause) * factor,
+        )
+        self._check_blocks(record, line, has_own_size="block_size" in fields)
+        self._num_without_ids += not record.hash_ids
+        self._num_without_output += "output_length" not in fields
+        self._has_unit |= isinstance(fields.get("timestamp"), str) or unit == "s" or record.output_hash_ids is not None
+        if record.session_id is not None:
+            self._ends[record.session_id] = record.timestamp
+        self.records.append(record)
+
+    def _find_time(self, fields: Fields, session_id: object, factor: int) -> float:
+        """Return the arrival: that of the line, or behind the session's request before it; 0 in a trace without times."""
+        if "timestamp" in fields:
+            time = as_milliseconds("timestamp", fields["timestamp"], factor)
+            if self.records and not self.has_times:
+                raise ArgumentError("has a timestamp, but the lines before have none")
+            if self._last_time is not None and time < self._last_time:
+                raise ArgumentError(
+                    f"timestamp {fields['timestamp']} is below {self._shown_time}, that of the line before: sort the trace"
+                )
+            self._last_time, self._shown_time = time, fields["timestamp"]
+            self.has_times = True
+            return time
+        if "delay" in fields and isinstance(session_id, str) and session_id in self._ends:
+            self._num_delays += 1
+            return self._ends[session_id] + checked_milliseconds("delay", fields["delay"]) * factor
+        if self.has_times:
+            raise ArgumentError("lacks timestamp, or a delay behind a line of the same session_id")
+        return 0.0
+
+    def _check_blocks(self, record: TraceRecord, line: int, *, has_own_size: bool) -> None:
+        """Raise ArgumentError for another block size than before, or another number of ids than blocks of a size that is given;
+        of a size that is not, note which ones fit.
+        """
+        self._has_own_size |= has_own_size or record.output_hash_ids is not None
+        if self.records and record.block_size != self.records[-1].block_size:
+            before = self.records[-1].block_size
+            raise ArgumentError(f"block_size is {record.block_size}, but {before} in the lines before")
+        if not record.hash_ids and record.output_hash_ids is None:
+            return
+        if self._has_own_size or self._block_size is not None:
+            _check_num_ids(record)
+            return
+        num_ids = len(record.hash_ids)
+        self._most_ids = max(self._most_ids, num_ids)
+        first = cdiv(record.input_length, num_ids)
+        stop = MAX_TOKEN_IDS if num_ids == 1 else cdiv(record.input_length, num_ids - 1)
+        self._sizes = range(max(self._sizes.start, first), min(self._sizes.stop, stop))
+        try:
+            _check_num_ids(record)
+        except ArgumentError as error:
+            self._misfit = self._misfit or (line, error)
+
+    def finish(self, source: str) -> Trace:
+        """Return the trace. Raises TraceError if ids and lengths do not fit one size of blocks alone."""
+        notes = []
+        if self._misfit is not None:
+            fitting = [1 << bits for bits in range(31) if 1 << bits in self._sizes]
+            if len(fitting) != 1 or self._most_ids < NUM_IDS_FOR_A_GUESS or self._has_own_size:
+                raise TraceError(source, self._misfit[0], str(self._misfit[1]))
+            self.records = [replace(record, block_size=fitting[0]) for record in self.records]
+            notes.append(
+                f"Hash ids stand for {count_of(fitting[0], 'token')} each, since lengths and numbers of ids fit no other."
+            )
+        num_records = len(self.records)
+        if num_records and self._num_without_ids == num_records:
+            notes.append("Prefixes are not known, since the trace has no hash_ids: no prompt hits what another one computed.")
+        elif self._num_without_ids:
+            notes.append(f"{count_of(self._num_without_ids, 'request')} without hash_ids: their prefixes are not known.")
+        if self._num_without_output:
+            notes.append(f"{count_of(self._num_without_output, 'request')} without output_length: no answer is computed.")
+        if self._num_delays:
+            self.records.sort(key=lambda record: record.timestamp)
+        return Trace(self.records, notes, (self._has_unit if self.has_times else None))
 
 
 def _check_num_ids(record: TraceRecord) -> None:
@@ -188,7 +305,7 @@ def _check_num_ids(record: TraceRecord) -> None:
     if len(record.hash_ids) != num_ids:
         raise ArgumentError(
             f"input_length {record.input_length} needs {num_ids} hash_ids, got {len(record.hash_ids)}: "
-            f"one for each {count_of(record.block_size, 'token')}, unless block_size says otherwise"
+            f"one for each {count_of(record.block_size, 'token')}, unless block_size or --block-size says otherwise"
         )
     num_final_tokens = record.input_length + record.output_length
     num_full_blocks = num_final_tokens // record.block_size
@@ -209,7 +326,7 @@ def name_trace(source: str) -> str:
     ('chat', '<stdin>')
     """
     name = os.path.basename(source)
-    for ending in (".gz", ".jsonl", ".json"):
+    for ending in (".gz", ".jsonl", ".json", ".csv"):
         name = name.removesuffix(ending) or name
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
 
@@ -231,37 +348,59 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes]:
         yield text
 
 
-def _append_record(records: list[TraceRecord], record: TraceRecord) -> None:
-    """Raise ArgumentError if the record does not follow the previous one."""
-    if records and record.timestamp < records[-1].timestamp:
-        raise ArgumentError(
-            f"timestamp {record.timestamp} is below {records[-1].timestamp}, that of the line before: sort the trace"
-        )
-    if records and record.block_size != records[-1].block_size:
-        raise ArgumentError(f"block_size is {record.block_size}, but {records[-1].block_size} in the lines before")
-    records.append(record)
-
-
 def read_trace(
-    path: str, limit: int | None = None, block_size: int = BLOCK_SIZE, on_record: Callable[[int], object] = int
+    path: str,
+    limit: int | None = None,
+    block_size: int | None = None,
+    on_record: Callable[[int], object] = int,
+    time_unit: str | None = None,
 ) -> list[TraceRecord]:
-    """Read a trace, or its first `limit` lines; `block_size` as in `parse_record`. A path that ends in `.gz` is decompressed,
-    `-` is standard input. `on_record` gets the number of lines read after each line.
+    """Read a trace, or its first `limit` requests. `block_size` applies unless the lines have their own; by default it is 512,
+    or the power of two that alone fits the lengths and ids of all lines. `time_unit`, `"ms"` or `"s"`, is that of times that
+    are no dates. A path that ends in `.gz` is decompressed, `-` is standard input. `on_record` gets the number of requests read
+    so far.
 
     Raises `TraceError` for an invalid line, a line out of order, or an empty trace, and `OSError` if the file cannot be read.
     Lines after `limit` are not read. O(lines + ids), in time and memory.
     """
-    records: list[TraceRecord] = []
+    return load_records(path, limit, block_size, on_record, time_unit).records
+
+
+def load_records(
+    path: str,
+    limit: int | None = None,
+    block_size: int | None = None,
+    on_record: Callable[[int], object] = int,
+    time_unit: str | None = None,
+) -> Trace:
+    """Read a trace as `read_trace` does, with what is not known of it."""
+    if time_unit is not None and time_unit not in TIME_UNITS:
+        raise ArgumentError(f"time_unit: got {shown(time_unit)}, allowed: {', '.join(TIME_UNITS)}")
+    reading, number, read_fields = Reading(block_size, time_unit), 0, None
     try:
         with _open_file(path) as file:
-            for text in islice(_read_lines(file), limit):
-                _append_record(records, parse_record(text, block_size))
-                on_record(len(records))
+            lines = _read_lines(file)
+            while limit is None or len(reading.records) < limit:
+                number += 1
+                text = next(lines, None)
+                if text is None:
+                    break
+                if number == 1:
+                    text = text.removeprefix(BYTE_ORDER_MARK)
+                if not text.strip():
+                    continue
+                if read_fields is None:
+                    read_row = find_reader(text)
+                    read_fields = read_row or read_object
+                    if read_row is not None:
+                        continue
+                reading.add(read_fields(text), number)
+                on_record(len(reading.records))
     except (PagePoolError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(source_name(path), len(records) + 1, str(error)) from error
-    if not records and limit != 0:
+        raise TraceError(source_name(path), number, str(error)) from error
+    if not reading.records and limit != 0:
         raise TraceError(source_name(path), 1, "the trace is empty")
-    return records
+    return reading.finish(source_name(path))
 
 
 def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Sequence[int]) -> Int32Array:
@@ -306,7 +445,7 @@ def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: i
     >>> first.request_id, first.all_token_ids[-2:].tolist(), again.all_token_ids[-2:].tolist()
     ('trace:1', [511, 512], [511, 512])
     """
-    numbers: dict[int, int] = {}
+    numbers: dict[int | str, int] = {}
     requests = []
     for line, (record, turn) in enumerate(zip(records, _make_turns(records), strict=True), start=1):
         block_numbers = [numbers.setdefault(hash_id, len(numbers)) for hash_id in record.block_ids]

@@ -1,0 +1,173 @@
+"""The fields of a line of a trace by their usual names, from JSON or CSV of the tools that record or publish traces."""
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn, TypeAlias, cast
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, shown
+
+__all__ = [
+    "Fields",
+    "LineReader",
+    "as_milliseconds",
+    "checked_milliseconds",
+    "find_reader",
+    "read_ids",
+    "read_length",
+    "read_object",
+    "read_session",
+]
+
+Fields: TypeAlias = dict[str, Any]
+LineReader: TypeAlias = Callable[[bytes], Fields]
+
+MAX_MILLISECONDS = 2**53  # beyond it floats skip integers
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+COLUMN = re.compile(r"(?:[A-Za-z_][\w .()/-]*)?")
+
+NAMES = {
+    "timestamp": ("timestamp", "created_time", "arrived_at", "arrival_time"),
+    "input_length": (
+        "input_length",
+        "input_tokens",
+        "prompt_tokens",
+        "num_prefill_tokens",
+        "contexttokens",  # Azure
+        "request_tokens",  # BurstGPT
+    ),
+    "output_length": (
+        "output_length",
+        "output_tokens",
+        "completion_tokens",
+        "num_decode_tokens",
+        "generatedtokens",
+        "response_tokens",
+    ),
+    "session_id": ("session_id", "conversation_id"),
+    **{name: (name,) for name in ("hash_ids", "output_hash_ids", "block_size", "pause", "delay")},
+}
+"""The names of a field: of several in a line, the first counts."""
+
+IN_SECONDS = frozenset({"arrived_at", "request_tokens"})
+"""Names of formats whose times are in seconds: Vidur, BurstGPT."""
+
+
+def read_object(text: bytes) -> Fields:
+    """Read a line of JSON. Raises ArgumentError if it is no object, or if two names of a length contradict."""
+    try:
+        fields = json.loads(text.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ArgumentError(f"a JSON object is expected, not {type(fields).__name__}")
+    return _use_usual_names(fields)
+
+
+def find_reader(header: bytes) -> LineReader | None:
+    """Return the reader of the rows below the header of a CSV, None if the line is none. Raises ArgumentError for a header
+    without a length.
+    """
+    if header.lstrip()[:1] in (b"{", b"["):
+        return None
+    try:
+        text = header.decode().strip()
+        delimiter = max(",;\t", key=text.count)
+        [columns] = csv.reader([text], delimiter=delimiter)
+    except (ValueError, csv.Error):
+        return None
+    columns = [column.strip() for column in columns]
+    if len(columns) < 2 or not all(COLUMN.fullmatch(column) for column in columns):
+        return None
+    if {*map(_as_name, columns)}.isdisjoint(NAMES["input_length"]):
+        raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)}")
+
+    def read_row(text: bytes) -> Fields:
+        try:
+            [row] = csv.reader([text.decode().rstrip("\r\n")], delimiter=delimiter, strict=True)
+        except (ValueError, csv.Error) as error:
+            raise ArgumentError(f"not valid CSV: {error}") from error
+        if len(row) != len(columns):
+            raise ArgumentError(f"has {len(row)} columns, but the header {len(columns)}")
+        return _use_usual_names({name: _load_cell(cell) for name, cell in zip(columns, row, strict=True)})
+
+    return read_row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _load_cell(cell: str) -> Any:
+    """Return the number or list in a cell, None for an empty one, or its text."""
+    try:
+        return json.loads(cell, parse_constant=_refuse_constant) if cell.strip() else None
+    except (ValueError, RecursionError):
+        return cell.strip()
+
+
+def _as_name(name: str) -> str:
+    """Return a name as in `NAMES`.
+
+    >>> _as_name("Request tokens"), _as_name("ContextTokens")
+    ('request_tokens', 'contexttokens')
+    """
+    return name.strip().lower().replace(" ", "_")
+
+
+def _use_usual_names(fields: Fields) -> Fields:
+    """Return the fields that a record is made of, and `is_in_seconds`. None counts as missing, as pandas writes it."""
+    by_name = {_as_name(name): value for name, value in fields.items()}
+    usual: Fields = {}
+    for name, others in NAMES.items():
+        found = [other for other in others if by_name.get(other) is not None]
+        for other in found:
+            if name.endswith("_length") and by_name[other] != by_name[found[0]]:
+                raise ArgumentError(f"has {found[0]} {shown(by_name[found[0]])} and {other} {shown(by_name[other])}")
+        if found:
+            usual[name] = by_name[found[0]]
+    if not IN_SECONDS.isdisjoint(by_name):
+        usual["is_in_seconds"] = True
+    return usual
+
+
+def as_milliseconds(name: str, value: object, factor: int) -> float:
+    """Return a time in ms: a number times the ms of its unit, or a date. Raises ArgumentError for what is neither."""
+    if isinstance(value, str):
+        try:
+            date = datetime.fromisoformat(value.strip())
+        except ValueError as error:
+            raise ArgumentError(f"{name} must be a number or a date, got {shown(value)}") from error
+        return ((date if date.tzinfo else date.replace(tzinfo=UTC)) - EPOCH) / timedelta(milliseconds=1)
+    return checked_milliseconds(name, value) * factor
+
+
+def checked_milliseconds(name: str, value: object) -> float:
+    """Return a number of ms. Raises ArgumentError for what is none, or for 2**53 and more."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ArgumentError(f"{name} must be a number, got {shown(value)}")
+    if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
+        raise ArgumentError(f"{name} must be below 2**53 ms, got {shown(value)}")
+    return cast(float, value.item()) if isinstance(value, np.generic) else value
+
+
+def read_length(value: object) -> object:
+    """Return a whole number that is written as a float as an int, and anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_session(value: object) -> object:
+    """Return the number of a session as text, and anything else as it is."""
+    return str(value) if type(value) is int else value
+
+
+def read_ids(fields: Fields, name: str) -> tuple[int | str, ...]:
+    """Return the ids of blocks. Raises ArgumentError for what is no list of integers or texts."""
+    ids = fields[name]
+    if not isinstance(ids, list) or any(type(hash_id) not in (int, str) for hash_id in ids):
+        raise ArgumentError(f"{name} must be a list of integers or texts")
+    return tuple(ids)
