@@ -128,7 +128,12 @@ FALCON = {
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "attn_pdrop": 0.1, "n_ctx": 1024}
 SANTACODER = {"model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40, "multi_query": True}
-SANTACODER |= {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+SANTACODER |= {
+    "attention_softmax_in_fp32": True,
+    "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True,
+    "pad_key_length": True,
+}
 CHATGLM = {
     "model_type": "chatglm",
     "add_bias_linear": False,
@@ -240,7 +245,13 @@ FALCON_H1 = MAMBA2 | {
     "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
 }
 MINIMAX_M2 = {"attn_type_list": [1] * 62, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "use_qk_norm": True}
-COHERE2 = {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "cache_implementation": "hybrid"}
+COHERE2 = {
+    "use_embedding_sharing": True,
+    "use_parallel_block": True,
+    "layer_switch": 4,
+    "order_of_interleaved_layers": "local_attn_first",
+    "cache_implementation": "hybrid",
+}
 EXAONE4 = {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "head_dim": 128, "model_type": "exaone4"}
 SMOLLM3 = {
     "no_rope_layers": [1, 1, 1, 0] * 9,
@@ -525,7 +536,7 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "DeciLM": (base(4, 32, None, 4096, num_key_value_heads_per_layer=[4, 2, 4, 1]), (keeps(1, 11, 128), 0, 0)),
     "Jamba": (base(32, 32, 8, 4096, model_type="jamba", **JAMBA), (keeps(4, 8, 128), 0, 28)),
     "Bamba": (
-        base(32, 32, 8, 4096, attn_layer_indices=[9, 18, 27], attn_rotary_emb=64, **MAMBA2) | {"attn_rotary_emb": None},
+        base(32, 32, 8, 4096, attn_layer_indices=[9, 18, 27], attn_rotary_emb=64, **MAMBA2),
         (keeps(3, 8, 128), 0, 29),
     ),
     "Zamba 2": (base(6, 32, 32, 2560, model_type="zamba2", **ZAMBA2), (keeps(2, 32, 160), 0, 6)),
@@ -563,7 +574,10 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     ),
     "GPT-NeoX": (base(44, 64, None, 6144, rotary_pct=0.25, use_parallel_residual=True), (keeps(44, 64, 96), 0, 0)),
     "OPT": (base(24, 32, None, 2048, layerdrop=0.0, do_layer_norm_before=True, ffn_dim=8192), (keeps(24, 32, 64), 0, 0)),
-    "BLOOM": ({"model_type": "bloom", "n_embed": 4096, "num_attention_heads": 32, "n_layer": 30}, (keeps(30, 32, 128), 0, 0)),
+    "BLOOM": (
+        {"model_type": "bloom", "n_embed": 4096, "num_attention_heads": 32, "n_layer": 30, "skip_bias_add_qkv": True},
+        (keeps(30, 32, 128), 0, 0),
+    ),
     "MPT": (MPT | {"attn_config": MPT_ATTENTION | {"attn_type": "multihead_attention"}}, (keeps(32, 32, 128), 0, 0)),
     "MPT, one KV head": (
         MPT | {"attn_config": MPT_ATTENTION | {"attn_type": "multiquery_attention"}},
@@ -700,7 +714,7 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
         (keeps(36, 8, 128), 0, 0),
     ),
     "Grok 1": (
-        base(64, 48, 8, 6144, attn_output_multiplier=0.088, max_attn_value=30.0) | {"max_attn_value": None},
+        base(64, 48, 8, 6144, attn_output_multiplier=0.088, max_attn_value=30.0),
         (keeps(64, 8, 128), 0, 0),
     ),
     "Arctic": (

@@ -326,6 +326,15 @@ class TestCsv:
         refuse(2, f"trace.csv{message}" if "expected" not in message else "trace.csv:1: not valid JSON", "plan", path)
 
 
+def test_requests_are_named_by_the_lines_of_the_file(tmp_path: Path) -> None:
+    rows = [FULL | {"session_id": "a"}, "\n", without("timestamp", session_id="a", delay=9), FULL | {"timestamp": 5}]
+    path = write(tmp_path, *rows)
+    assert load_records(str(path)).lines == [1, 4, 3]
+    path = write(tmp_path, AZURE.replace("\n", "\n\n"), name="azure.csv")
+    output = invoke("replay", path, "--num-pages", 210).output
+    assert f"skipped {path}:3: " in output
+
+
 def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     path = write(tmp_path, FULL, without("hash_ids"), FULL | {"hash_ids": None}, without("output_length"))
     notes = load_records(str(path)).notes

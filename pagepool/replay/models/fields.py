@@ -39,16 +39,16 @@ UNDERSTOOD = _names(
 
 STATE_FIELDS = _names(
     """
-    attn_layer_indices attn_layer_offset attn_layer_period chunk_size conv_dim conv_kernel conv_L_cache
+    attn_layer_indices attn_layer_offset attn_layer_period block_size chunk_size conv_L_cache conv_dim conv_kernel
     full_attn_alpha_factor full_attn_beta_factor full_attn_idxs hybrid_layer_ids hybrid_override_pattern
     linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim linear_head_dim
     linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_act
     mamba_chunk_size mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_init_floor mamba_dt_max mamba_dt_min
     mamba_dt_rank mamba_expand mamba_head_dim mamba_headdim mamba_hidden_act mamba_inner_layernorms mamba_n_groups
-    mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_rms_norm mamba_ssm_cache_dtype
-    mamba_ssm_dtype mamba_use_mlp n_groups n_mamba_heads num_heads num_mem_blocks ssm_multipliers ssm_state_size state_size
-    use_mamba_kernels use_mambapy use_mem_eff_path use_mem_rope use_shared_attention_adapter use_shared_attention_lora
-    use_shared_mlp_adapter use_shared_mlp_lora
+    mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_rms_norm mamba_ssm_cache_dtype mamba_ssm_dtype
+    mamba_use_mlp n_groups n_mamba_heads num_heads num_mem_blocks ssm_multipliers ssm_state_size state_size use_mamba_kernels
+    use_mambapy use_mem_eff_path use_mem_rope use_shared_attention_adapter use_shared_attention_lora use_shared_mlp_adapter
+    use_shared_mlp_lora
     """
 )
 """Read by `layers` and `states`, or without influence there, in a model with states or whose layers are listed."""
@@ -60,19 +60,20 @@ WITHOUT_INFLUENCE = _names(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal activation_sparsity_pattern
     apply_query_key_layer_scaling architectures attention_hidden_size attn_impl attn_implementation attn_logit_cap
-    attn_mask_type attn_output_gate attn_temperature_tuning attn_uses_sequence_id block_auto_adjust_ff_dim block_dim
-    block_ff_dim block_mlp_init_scale block_multiple_of block_out_init_scale block_use_swiglu block_use_xavier_init
+    attn_mask_type attn_output_gate attn_rotary_emb attn_temperature_tuning attn_uses_sequence_id block_auto_adjust_ff_dim
+    block_dim block_ff_dim block_mlp_init_scale block_multiple_of block_out_init_scale block_use_swiglu block_use_xavier_init
     cache_implementation chunk_size_feed_forward clip_qkv conv_dim_out conv_use_xavier_init decoder_sparse_step
-    do_layer_norm_before dual_chunk_attention_config embd_layer ffn_multipliers first_k_dense_replace group_limited_greedy
-    hidden_size_per_layer_input interleave_moe_layer_step intermediate_size is_moe_layer layer_norm_elementwise_affine
-    layer_norm_type layerdrop lm_head mla_use_nope multi_gate n_group norm_head normalize_qk_projections num_beam_groups
-    num_dense_layers num_expert_group num_expert_groups num_limited_groups num_ln_in_parallel_attn num_logits_to_keep
-    num_nextn_predict_layers output_attentions output_hidden_states parallel_attn parallel_attn_mlp_res parallel_block
-    post_attention_layernorm qkv_multipliers query_pre_attn_scalar reorder_and_upcast_attn rm_head rope_interleave
+    do_layer_norm_before drop_vision_last_layer dual_chunk_attention_config embd_layer enable_moe_block ffn_multipliers
+    first_k_dense_replace group_limited_greedy hidden_size_per_layer_input interleave_moe_layer_step intermediate_size
+    is_moe_layer layer_norm_elementwise_affine layer_norm_type layerdrop lm_head max_attn_value mla_use_nope multi_gate
+    n_group norm_head normalize_qk_projections num_beam_groups num_dense_layers num_expert_group num_expert_groups
+    num_limited_groups num_ln_in_parallel_attn num_logits_to_keep num_mtp_layers num_nextn_predict_layers output_attentions
+    output_hidden_states pad_key_length parallel_attn parallel_attn_mlp_res parallel_block post_attention_layernorm
+    pre_allocate_kv_cache qkv_multipliers query_num query_pre_attn_scalar reorder_and_upcast_attn rm_head rope_interleave
     scale_attn_by_inverse_layer_idx scale_attn_weights share_input_output_layers shared_expert_intermediate_size
     shared_intermediate_size shared_moe_mode tie_encoder_decoder topk_group use_bidirectional_attention use_cache
-    use_cache_kernel use_double_wide_mlp use_flash_attention use_flash_attn use_grouped_topk use_logn_attn use_mixed_mlp_moe
-    use_parallel_residual vocab_size_per_layer_input
+    use_cache_kernel use_double_wide_mlp use_embedding_sharing use_flash_attention use_flash_attn use_grouped_mm
+    use_grouped_topk use_logn_attn use_mixed_mlp_moe use_parallel_block use_parallel_residual vocab_size_per_layer_input
     """
 )
 """Fields of attention, experts, norms and drafters that change no byte of what is kept."""
@@ -80,7 +81,7 @@ WITHOUT_INFLUENCE = _names(
 WITHOUT_INFLUENCE_ENDS = re.compile(
     "^(?:moe|mlp|ffn|rope|rotary|router|expert|vision|image|audio|video|speech|vit|visual|talker|talker_config|code2wav"
     "|token2wav|tts|projector|mm|img|embd|mtp|time_step|qk_norm|qk_layernorm|use_qk|layernorm|quantization|generation|mup"
-    "|altup|laurel|perceiver)(?:_|$)"
+    "|altup|laurel|perceiver|vq)(?:_|$)"
     "|_(?:eps|epsilon|norm|norms|layernorm|layernorms|dropout|pdrop|bias|token_id|token_ids|token_index|act|experts|expert"
     "|loss_coef|init|std|multiplier|multipliers|theta|softcapping|softcap|in_fp32|scale|scaling|alpha|lr|prob)$"
 )
@@ -103,7 +104,7 @@ def _check(config: Config, known: frozenset[str], num_layers: object, path: str 
     for name, value in config.items():
         if not is_set(value) or name in known or _is_without_influence(name):
             continue
-        if SUSPICIOUS.search(name) or _is_by_layer(value, num_layers):
+        if SUSPICIOUS.search(name.replace("qkv", "")) or _is_by_layer(value, num_layers):
             raise ArgumentError(f"has {path}{name}, which is not understood: {REMEDY}")
         if isinstance(value, dict):
             _check(value, known, num_layers, f"{path}{name}.")

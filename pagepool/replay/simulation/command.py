@@ -93,7 +93,7 @@ def load_requests(
     if trace is None:
         num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
         require_memory(f"{count_of(num_requests, 'request')} of synthetic {workload}", count_request_bytes(num_requests))
-        return Trace([], [], True), generate_workload(workload, num_requests, seed)
+        return Trace([], [], True, []), generate_workload(workload, num_requests, seed)
     return load_trace(trace, limit, block_size, time_unit, seed, progress)
 
 

@@ -59,7 +59,7 @@ def load_trace(
     try:
         with progress.follow("reading the trace", "line") as update:
             loaded = load_records(trace, limit, block_size, update, time_unit)
-        return loaded, make_requests(loaded.records, source, seed)
+        return loaded, make_requests(loaded.records, source, seed, loaded.lines)
     except PagePoolError as error:
         raise Refusal(str(error)) from error
     except OSError as error:

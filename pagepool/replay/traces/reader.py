@@ -161,13 +161,14 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
 
 
 class Trace(NamedTuple):
-    """The requests of a trace, what is not known of them, as sentences, and whether their times are known to be in ms; None if
-    there are no times.
+    """The requests of a trace, what is not known of them, as sentences, whether their times are known to be in ms (None if
+    there are no times), and their lines.
     """
 
     records: list[TraceRecord]
     notes: list[str]
     has_unit: bool | None
+    lines: list[int]
 
     @property
     def seconds(self) -> float:
@@ -194,15 +195,16 @@ class Reading:
         """With `block_size` None it is that of the lines, or the one that their lengths and ids fit; `time_unit` None is ms."""
         self.records: list[TraceRecord] = []
         self.has_times = False
+        self._lines: list[int] = []
         self._block_size = block_size
         self._time_unit = time_unit
         self._has_unit = time_unit is not None
         self._has_own_size = False
         self._last_time: float | None = None
         self._shown_time: object = None
-        self._ends: dict[str, float] = {}  # by session the time of its last request
+        self._ends: dict[str, float] = {}  # time of the last request by session
         self._num_delays = self._num_without_ids = self._num_without_output = 0
-        self._sizes = range(1, MAX_TOKEN_IDS)  # that all lengths and ids so far fit
+        self._sizes = range(1, MAX_TOKEN_IDS)  # possible sizes of a block
         self._most_ids = 0
         self._misfit: tuple[int, ArgumentError] | None = None  # the first line that does not fit 512
 
@@ -232,6 +234,7 @@ class Reading:
         if record.session_id is not None:
             self._ends[record.session_id] = record.timestamp
         self.records.append(record)
+        self._lines.append(line)
 
     def _find_time(self, fields: Fields, session_id: object, factor: int) -> float:
         """Return the arrival: that of the line, or behind the session's request before it; 0 in a trace without times."""
@@ -295,8 +298,10 @@ class Reading:
         if self._num_without_output:
             notes.append(f"{count_of(self._num_without_output, 'request')} without output_length: no answer is computed.")
         if self._num_delays:
-            self.records.sort(key=lambda record: record.timestamp)
-        return Trace(self.records, notes, (self._has_unit if self.has_times else None))
+            order = sorted(range(num_records), key=lambda place: self.records[place].timestamp)
+            self.records = [self.records[place] for place in order]
+            self._lines = [self._lines[place] for place in order]
+        return Trace(self.records, notes, (self._has_unit if self.has_times else None), self._lines)
 
 
 def _check_num_ids(record: TraceRecord) -> None:
@@ -433,12 +438,14 @@ def _make_turns(records: Sequence[TraceRecord]) -> list[Turn | None]:
     return turns[::-1]
 
 
-def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: int = 0) -> list[SimulatedRequest]:
-    """Make a request from each record, in order, named by source and line number.
+def make_requests(
+    records: Sequence[TraceRecord], source: str = "trace", seed: int = 0, lines: Sequence[int] | None = None
+) -> list[SimulatedRequest]:
+    """Make a request from each record, in order, named by source and line number: from 1, unless `lines` has those of the file.
 
-    Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend on `seed` (at least 0), line
-    and position alone. Raises `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the tokens are
-    created when a request is about to run.
+    Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend on `seed` (at least 0), place
+    in the trace and position alone. Raises `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the
+    tokens are created when a request is about to run.
 
     >>> record = TraceRecord(timestamp=0, input_length=513, output_length=1, hash_ids=(90, 17))
     >>> [first, again] = make_requests([record, record])
@@ -447,11 +454,12 @@ def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: i
     """
     numbers: dict[int | str, int] = {}
     requests = []
-    for line, (record, turn) in enumerate(zip(records, _make_turns(records), strict=True), start=1):
+    numbered = zip(records, _make_turns(records), lines or range(1, 1 + len(records)), strict=True)
+    for place, (record, turn, line) in enumerate(numbered, start=1):
         block_numbers = [numbers.setdefault(hash_id, len(numbers)) for hash_id in record.block_ids]
         if len(numbers) * record.block_size > MAX_TOKEN_IDS:
             raise TraceError(source, line, f"more than {MAX_TOKEN_IDS // record.block_size} distinct hash ids")
-        make_token_ids = partial(_make_token_ids, record, block_numbers, (seed, line))
+        make_token_ids = partial(_make_token_ids, record, block_numbers, (seed, place))
         name = f"{source}:{line}"
         requests.append(SimulatedRequest(name, record.input_length, record.output_length, make_token_ids, turn))
     return requests
