@@ -113,8 +113,9 @@ def dtype_bits(dtype: object) -> int:
     """
     if type(dtype).__module__ == "torch" or isinstance(dtype, str):
         dtype = str(dtype).removeprefix("torch.")
-        if dtype in _BITS_OF_NAMES:
-            return _BITS_OF_NAMES[dtype]
+        bits = _BITS_OF_NAMES.get(dtype.lower())
+        if bits is not None:
+            return bits
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
     if isinstance(name, str) and name in _BITS_OF_DTYPES:
         return _BITS_OF_DTYPES[name]

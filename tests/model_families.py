@@ -834,6 +834,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a list by layer": (base(32, 32, 8, 4096, widths=[1] * 32), "widths"),
     "too few types": (base(32, 32, 8, 4096, layer_types=[FULL] * 31), "layer_types"),
     "too many types": (base(32, 32, 8, 4096, layer_types=[FULL] * 33), "layer_types"),
+    "too few layers without rotation": (base(36, 16, 4, 2048, no_rope_layers=[1, 1, 1, 0] * 8), "no_rope_layers"),
+    "types that contradict": (
+        base(4, 32, 8, 4096, layer_types=[FULL] * 4, layers_block_type=["mamba"] * 4),
+        "layer_types and layers_block_type",
+    ),
+    "chunks of an unknown model": (base(32, 32, 8, 4096, attention_chunk_size=8192), "attention_chunk_size"),
     "too few KV heads": (base(32, 32, None, 4096, num_key_value_heads=[8] * 31), "num_key_value_heads"),
     "KV heads of 0": (base(4, 32, None, 4096, num_key_value_heads=[8, 0, 8, 8]), "num_key_value_heads"),
     "too few letters": (base(8, 32, 8, 4096, **NEMOTRON_H), "hybrid_override_pattern"),

@@ -72,6 +72,7 @@ class TestDtypes:
             (SimpleNamespace(name="bfloat16"), 16),
             (type("bfloat16", (), {}), 16),
             ("bf16", 16),
+            ("BF16", 16),
             ("half", 16),
             ("fp16", 16),
             ("f16", 16),  # NumPy has a float of 16 bytes by this name

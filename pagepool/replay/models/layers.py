@@ -20,6 +20,7 @@ ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", *
 STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 TYPES_WITHOUT = frozenset({"mlp", "moe", "cross_attention"})
 TYPE_LISTS = ("layer_types", "layers_block_type")
+LISTS = (*TYPE_LISTS, "attn_type_list", "no_rope_layers", "num_key_value_heads")  # by layer, whether they are read or not
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 STATE_MODELS = frozenset({"mamba", "mamba2", "falcon_mamba"})  # all layers have a state
 STATE_NAMES = ("mamba_", "ssm_", "linear_", "conv_L", "n_mamba", "hybrid_override")
@@ -31,6 +32,9 @@ NO_ROPE_INTERVAL = 4  # of Llama 4
 
 def list_types(config: Config) -> list[str]:
     """List the types of the layers. Raises ArgumentError or ArgumentTypeError for what is not understood, of all fields."""
+    for name in LISTS:
+        if isinstance(config.get(name), list) and config[name]:
+            read_layer_list(config, name)
     types = _read_first(config, READERS)
     if types is None:
         marks = [name for name in config if name.startswith(STATE_NAMES) and is_set(config[name])]
@@ -101,7 +105,10 @@ def _read_compressed(config: Config) -> list[str] | None:
 
 
 def _read_types(config: Config) -> list[str] | None:
-    return next((read_layer_list(config, name) for name in TYPE_LISTS if config.get(name)), None)
+    lists = [read_layer_list(config, name) for name in TYPE_LISTS if config.get(name)]
+    if len(lists) > 1 and lists[0] != lists[1]:
+        raise ArgumentError(f"has {' and '.join(TYPE_LISTS)}, which contradict")
+    return lists[0] if lists else None
 
 
 def _read_pattern(config: Config) -> list[str] | None:
@@ -172,6 +179,10 @@ def _read_chunks(config: Config) -> list[str] | None:
     if config.get("no_rope_layers"):
         kinds = {"0": "full_attention", "1": CHUNKED}
         return [kinds.get(str(kind), str(kind)) for kind in read_layer_list(config, "no_rope_layers")]
+    if not str(config.get("model_type")).startswith("llama4"):
+        raise ArgumentError(
+            f"has attention_chunk_size, but no layer_types: which layers have chunks is not understood: {REMEDY}"
+        )
     interval = read_int({"no_rope_layer_interval": NO_ROPE_INTERVAL} | config, "no_rope_layer_interval")
     return _repeat(config, CHUNKED, interval)
 
