@@ -15,13 +15,23 @@ import pytest
 from sources import INSTALLED
 
 import pagepool
-from pagepool.compat.easydel import ENGINE, PLACES, SIGNATURES, VARIABLE, VERSION
+from pagepool.compat.easydel import ENGINE, PLACES, SCHEDULER, SIGNATURES, VARIABLE, VERSION
+from pagepool.compat.easydel.recurrent import FROM_RUNNER
 
 HOME = f"{ENGINE}.core.manager"
 """The module that defines the engine's own manager."""
 
 SHOW = f"import sys; from {ENGINE}.scheduler import scheduler; print(scheduler.CacheManager.__module__)"
 """Prints the module that defines the engine's manager: `HOME`, or pagepool's."""
+
+
+SCHEDULER_SOURCE = f"""
+class Scheduler:
+    @classmethod
+    def from_runner{FROM_RUNNER.replace("(", "(cls, ")}:
+        return cls, runner, max_num_batched_tokens, enable_prefix_caching, async_scheduling, long_prefill_token_threshold
+"""
+"""The engine's scheduler: what it would be made with."""
 
 
 def run_python(folder: Path, *arguments: str, value: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +69,8 @@ def module_source(place: str) -> str:
     imported = [f"from {ENGINE}.{places[0]} import {name}\n" for name, places in PLACES.items() if place in places[1:]]
     modules = sorted({other for places in PLACES.values() for other in places if other})
     submodules = [f"import {ENGINE}.{module}\n" for module in modules] if place == "" else []
-    return "".join([*defined, *imported, *submodules])
+    scheduler = [SCHEDULER_SOURCE] if place == SCHEDULER else []
+    return "".join([*defined, *imported, *submodules, *scheduler])
 
 
 def class_source(name: str) -> str:

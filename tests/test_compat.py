@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_easydel import HOME, SHOW, pop_modules, run_python, without_easydel, write_engine
 
 import pagepool
 from pagepool.compat import easydel
-from pagepool.compat.easydel import ENGINE, PLACES, REPLACEMENTS, SIGNATURES
+from pagepool.compat.easydel import ENGINE, PLACES, RECURRENT_VARIABLE, REPLACEMENTS, SCHEDULER, SIGNATURES
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
 
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(easydel.VARIABLE, raising=False)
+    monkeypatch.delenv(RECURRENT_VARIABLE, raising=False)
     write_engine(tmp_path)
     yield tmp_path
     easydel.uninstall()
@@ -278,6 +280,140 @@ def test_modules_that_are_reloaded_together(folder: Path) -> None:
         for _ in range(5):
             list(threads.map(importlib.reload, modules))
             assert easydel.is_installed()
+
+
+# Recurrent layers.
+
+
+def make_runner(config: Any, views: list[Any] | None = None) -> Any:
+    """Return a runner of a model, with the caches of its layers, or with none while they are released."""
+    cache = None if views is None else SimpleNamespace(views=views)
+    return SimpleNamespace(model=SimpleNamespace(config=config), executor_manager=SimpleNamespace(kv_pages=cache))
+
+
+def of_types(*layer_types: Any) -> Any:
+    return SimpleNamespace(layer_types=layer_types)
+
+
+def view(name: str, base: type = object, **fields: Any) -> Any:
+    cls = type(name, (base,), {"__init__": lambda self: vars(self).update(fields)})
+    return cls()
+
+
+STATE = view("RecurrentCacheView", conv_state=None, recurrent_state=None)
+PAGES = view("RaggedPagesCacheView", kv_pages=1)
+RECURRENT = {
+    "linear": (of_types("linear_attention", "full_attention"), None, 1),
+    "delta rule": (of_types("kda_linear_attention", "full_attention"), None, 1),
+    "hybrid": (of_types("hybrid", "hybrid"), None, 2),
+    "parallel": (of_types("full_attention", "parallel_hybrid"), None, 1),
+    "without attention": (of_types("mamba", "mamba"), None, 2),
+    "a member of an enum": (of_types(SimpleNamespace(value="LINEAR_ATTENTION")), None, 1),
+    "of the text": (SimpleNamespace(text_config=of_types("linear_attention"), vision_config=SimpleNamespace()), None, 1),
+    "of the thinker's text": (SimpleNamespace(thinker_config=SimpleNamespace(text_config=of_types("hybrid"))), None, 1),
+    "of the decoder": (SimpleNamespace(decoder=of_types("full_attention", "linear_attention")), None, 1),
+    "a state": (None, [STATE, PAGES, STATE], 2),
+    "a state of a subclass": (None, [PAGES, view("LinearCacheView", type(STATE))], 1),
+    "a state of the delta rule": (None, [PAGES, None, view("KDACacheView")], 1),
+    "a state beside pages": (None, [view("ParallelHybridCacheView", transformer=PAGES, recurrent=STATE)], 1),
+    "a state in a view for all": (None, [view("HybridCacheView", key=None, recurrent_state=1)], 1),
+    "types and states": (of_types("linear_attention", "full_attention"), [STATE, PAGES], 1),
+}
+"""Configs, the views of the layers, and the number of those that are recurrent."""
+
+_LOOP = SimpleNamespace(num_hidden_layers=2)
+_LOOP.text_config = _LOOP
+ATTENTION = {
+    "types": (of_types("full_attention", "sliding_attention", "chunked_attention"), [PAGES, PAGES, PAGES]),
+    "no types": (SimpleNamespace(layer_types=None), [PAGES, None]),
+    "no config": (None, None),
+    "a config in itself": (_LOOP, [PAGES]),
+    "attention in views of hybrids": (
+        SimpleNamespace(cache_implementation="hybrid"),
+        [
+            view("HybridCacheView", key=1, recurrent_state=None),
+            view("ParallelHybridCacheView", transformer=PAGES, recurrent=None),
+        ],
+    ),
+}
+
+
+def make_scheduler(runner: Any, *args: Any, **options: Any) -> Any:
+    """Return the arguments with which the engine makes its scheduler."""
+    cls, *made = engine_module(SCHEDULER).Scheduler.from_runner(runner, *args, **options)
+    assert cls is engine_module(SCHEDULER).Scheduler
+    return made
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_prefix_caching_of_recurrent_layers_is_off(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """A warning says so, unless it was off anyway."""
+    config, views, num_layers = RECURRENT[name]
+    runner = make_runner(config, views)
+    assert make_scheduler(runner) == [runner, None, True, True, None]
+    easydel.install()
+    assert make_scheduler(runner, 64) == [runner, 64, False, True, None]
+    layers = "1 recurrent layer keeps" if num_layers == 1 else f"{num_layers} recurrent layers keep"
+    assert caplog.messages == [f"prefix caching is off: {layers} no state that a hit could start from"]
+    assert make_scheduler(runner, None, False, async_scheduling=False) == [runner, None, False, False, None]
+    assert len(caplog.messages) == 1
+    easydel.uninstall()
+    assert make_scheduler(runner, enable_prefix_caching=True) == [runner, None, True, True, None]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_prefix_caching_of_attention_stays(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    runner = make_runner(*ATTENTION[name])
+    easydel.install()
+    assert make_scheduler(runner, 64, True, False, 8) == [runner, 64, True, False, 8]
+    assert make_scheduler(runner, enable_prefix_caching=False)[2] is False
+    assert make_scheduler(SimpleNamespace())[2]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), (" Yes\n", True), ("0", False), ("off", False), ("", False)])
+def test_hits_that_are_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, is_on: bool
+) -> None:
+    monkeypatch.setenv(RECURRENT_VARIABLE, value)
+    easydel.install()
+    assert make_scheduler(make_runner(*RECURRENT["linear"][:2]))[2] == is_on
+    assert bool(caplog.messages) != is_on
+
+
+def test_any_other_value_for_hits_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECURRENT_VARIABLE, "maybe")
+    easydel.install()
+    with pytest.raises(
+        CompatError, match=r"PAGEPOOL_EASYDEL_RECURRENT_HITS: got 'maybe', allowed: 1, true, yes, on; 0, false, "
+    ):
+        make_scheduler(make_runner(None, [PAGES]))
+
+
+def test_a_scheduler_that_differs_is_refused(folder: Path) -> None:
+    """Its own, after a reload too, is what comes back."""
+    easydel.install()
+    edit(folder, SCHEDULER, "long_prefill_token_threshold=None)", "long_prefill_token_threshold=None, at=0)")
+    with pytest.raises(CompatError, match=r"scheduler\.Scheduler\.from_runner: got .*at=0.*, expected \(runner, "):
+        importlib.reload(engine_module(SCHEDULER))
+    check_refused(r"scheduler\.Scheduler\.from_runner: got .*at=0.*, expected \(runner, ")
+    assert make_scheduler(make_runner(*RECURRENT["linear"][:2]))[2]
+    engine_module(SCHEDULER).Scheduler = int
+    check_refused(rf"scheduler\.Scheduler: got <class 'int'>, expected the class that {ENGINE}\.scheduler\.scheduler defines")
+
+
+def test_a_scheduler_that_is_reloaded_is_guarded(folder: Path) -> None:
+    runner = make_runner(*RECURRENT["linear"][:2])
+    old = engine_module(SCHEDULER).Scheduler
+    easydel.install()
+    for _ in range(2):
+        importlib.reload(engine_module(SCHEDULER))
+        assert engine_module(SCHEDULER).Scheduler is not old
+        assert make_scheduler(runner)[2] is False
+        assert old.from_runner(runner)[3] is False
+    easydel.uninstall()
+    assert make_scheduler(runner)[2]
+    assert old.from_runner(runner)[3]
 
 
 # By the environment.

@@ -196,6 +196,39 @@ class TestEngines:
         assert not inspect_engines(problems)["vllm"]["is_supported"]
         assert [problem.remedy for problem in problems] == ["pip install 'vllm==0.33.*', or unset PAGEPOOL_VLLM"]
 
+    @pytest.mark.parametrize(
+        ("value", "what", "text"),
+        [
+            ("0", [], "; prefix caching is off for models with recurrent layers"),
+            (
+                "1",
+                ["PAGEPOOL_EASYDEL_RECURRENT_HITS is on: prefix hits of models with recurrent layers start from a zero state"],
+                "",
+            ),
+            (
+                "x",
+                ["PAGEPOOL_EASYDEL_RECURRENT_HITS: got 'x', allowed: 1, true, yes, on; 0, false, no, off or nothing"],
+                "; prefix caching is off for models with recurrent layers",
+            ),
+        ],
+    )
+    def test_hits_of_recurrent_layers(
+        self,
+        value: str,
+        what: list[str],
+        text: str,
+        monkeypatch: pytest.MonkeyPatch,
+        installed: Versions,
+        problems: list[Problem],
+    ) -> None:
+        installed(easydel="0.3.0")
+        monkeypatch.setenv("PAGEPOOL_EASYDEL", "1")
+        monkeypatch.setenv("PAGEPOOL_EASYDEL_RECURRENT_HITS", value)
+        monkeypatch.setattr(environment, "_run_python", lambda code: ("", None))
+        line = command._describe_engine(inspect_engines(problems)["easydel"])
+        assert line.endswith(f"PAGEPOOL_EASYDEL is on; pagepool takes its allocator's place{text}")
+        assert [problem.what for problem in problems] == what
+
     def test_one_that_keeps_a_part(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
         """In a version that was not tested, or one that somebody patched."""
         installed(vllm="0.34.0")

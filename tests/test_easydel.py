@@ -68,9 +68,11 @@ def test_the_scheduler_decides_the_same(name: str, seed: int) -> None:
         assert any(step.preempted for step in expected)
 
 
-def run_engine(folder: Path, launcher: tuple[str, ...], *pools: str) -> list[dict[str, Any]]:
-    """Return what `tiny_engine` generates in these pools, in a separate process."""
-    program = Path(__file__).with_name("tiny_engine.py")
+def run_engine(
+    folder: Path, launcher: tuple[str, ...], *pools: str, program_name: str = "tiny_engine.py"
+) -> list[dict[str, Any]]:
+    """Return what a program with an engine prints, in a separate process: what `tiny_engine` generates in these pools."""
+    program = Path(__file__).with_name(program_name)
     path = [] if INSTALLED else [str(Path(__file__).parents[1])]
     env = os.environ | {
         "ENABLE_DISTRIBUTED_INIT": "0",
@@ -97,6 +99,19 @@ def test_the_engine_generates_the_same(tmp_path: Path) -> None:
     assert small["num_preemptions"]
     assert small["num_evictions"]
     assert own[1]["num_preemptions"]
+
+
+def test_a_hybrid_answers_the_same_twice(tmp_path: Path) -> None:
+    """A hit would start from a zero state. That changes the second answer where it is asked for, and without pagepool."""
+    launcher = ("-m", "pagepool.compat.easydel")
+    guarded, asked = run_engine(tmp_path, launcher, "0", "1", program_name="hybrid_engine.py")
+    [own] = run_engine(tmp_path, (), "0", program_name="hybrid_engine.py")
+    warning = "prefix caching is off: 1 recurrent layer keeps no state that a hit could start from"
+    assert (guarded["module"], own["module"]) == ("pagepool.compat.easydel", "easydel.inference.esurge.core.manager")
+    assert (guarded["warnings"], asked["warnings"], own["warnings"]) == ([warning], [], [])
+    assert guarded["tokens"][0] == guarded["tokens"][1] == asked["tokens"][0] == own["tokens"][0]
+    assert asked["num_hit_tokens"] == [0, 96]
+    assert asked["tokens"][1] == own["tokens"][1] != own["tokens"][0]
 
 
 WHITE_BOX = "test_allocate_slots_rolls_back_saved_prefix_pages_on_shard_allocation_error"

@@ -123,4 +123,6 @@ def _describe_engine(engine: dict[str, Any]) -> str:
     switch = f"{engine['variable']} is {'on' if engine['is_on'] else 'off'}"
     takes = f"; pagepool {'takes' if engine['is_on'] else 'could take'} its allocator's place"
     result = {None: "", True: takes, False: "; refuses pagepool"}[engine["is_replaced"]]
-    return _row(engine["name"], f"{engine['version']}, {support}; {switch}{result}")
+    models = engine["without_prefix_caching"]
+    exception = f"; prefix caching is off for {models}" if models and engine["is_on"] else ""
+    return _row(engine["name"], f"{engine['version']}, {support}; {switch}{result}{exception}")

@@ -17,6 +17,7 @@ import numpy as np
 from pagepool._core import build_flags
 from pagepool._version import __version__
 from pagepool.compat import easydel, vllm
+from pagepool.compat.easydel import recurrent
 from pagepool.compat.switch import ON, read_switch
 from pagepool.device import LEAST_JAX, WHY_LEAST_JAX
 from pagepool.errors import CompatError
@@ -196,6 +197,7 @@ def _inspect_engine(
         plugins = os.environ.get("VLLM_PLUGINS")
         if plugins is not None and "pagepool" not in plugins.split(","):
             problems.append(Problem(f"VLLM_PLUGINS={plugins} leaves pagepool out", "add pagepool to VLLM_PLUGINS"))
+    keeps_hits = name == "easydel" and _inspect_recurrent_hits(problems, is_on)
     is_replaced = None
     if can_fit and (is_on or tries_all):
         options = f"strict={value == vllm.STRICT}" if name == "vllm" else ""
@@ -214,7 +216,22 @@ def _inspect_engine(
         "variable": variable,
         "is_on": is_on,
         "is_replaced": is_replaced,
+        "without_prefix_caching": "models with recurrent layers" if name == "easydel" and not keeps_hits else None,
     }
+
+
+def _inspect_recurrent_hits(problems: list[Problem], is_on: bool) -> bool:
+    """Whether EasyDeL's prefix caching stays on for models with recurrent layers. That is a problem where pagepool is on."""
+    remedy = f"unset {easydel.RECURRENT_VARIABLE}"
+    try:
+        keeps_hits = recurrent.keeps_hits()
+    except CompatError as error:
+        problems.append(Problem(str(error), remedy))
+        return False
+    if keeps_hits and is_on:
+        what = f"{easydel.RECURRENT_VARIABLE} is on: prefix hits of models with recurrent layers start from a zero state"
+        problems.append(Problem(what, remedy))
+    return keeps_hits
 
 
 def _run_python(code: str) -> tuple[str, str | None]:

@@ -9,7 +9,8 @@ if it imports pagepool, set ``PAGEPOOL_EASYDEL=1`` in the environment.
 
 `CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` replace the engine's classes of the same names
 in all modules of EasyDeL, including those imported or reloaded later. References held by code outside EasyDeL are not changed.
-The engine keeps its own requests and cache specs; pagepool accepts them.
+The engine keeps its own requests and cache specs; pagepool accepts them. For models with recurrent layers, whose hits would be
+wrong, `Scheduler.from_runner` turns prefix caching off.
 
 The other names of the engine's allocator can be imported from here: managers by kind of attention, coordinators, the
 groups of a model's config, page budgets, and arithmetic of pages and shards. pagepool itself has the rest, such as
@@ -46,6 +47,7 @@ from pagepool.compat.easydel.names import (
     dp_shard_for_page_id,
     estimate_runtime_page_budget,
 )
+from pagepool.compat.easydel.recurrent import RECURRENT_VARIABLE, guard, is_guarded, remove_guards
 from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch, read_word
@@ -60,6 +62,7 @@ __all__ = [
     "OFF",
     "ON",
     "PLACES",
+    "RECURRENT_VARIABLE",
     "REPLACEMENTS",
     "SIGNATURES",
     "VARIABLE",
@@ -137,6 +140,9 @@ PLACES = {
     "MultiGroupPageTable": ("page_table", "runners.sequence_buffer"),
 }
 """The modules below `ENGINE` that have each class; the first one defines it."""
+
+SCHEDULER = "scheduler.scheduler"
+"""The module below `ENGINE` that defines the engine's ``Scheduler``."""
 
 SIGNATURES = {
     "CacheManager": {
@@ -223,6 +229,7 @@ def install() -> None:
         check_unused(tuple(classes.values()), "EasyDeL")
         _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
         try:
+            guard(_find_scheduler())
             swap("easydel", _replaced)
             if _reload_hook not in sys.meta_path:
                 sys.meta_path.insert(0, _reload_hook)
@@ -241,13 +248,17 @@ def uninstall() -> None:
     with _lock:
         if _reload_hook in sys.meta_path:
             sys.meta_path.remove(_reload_hook)
+        remove_guards()
         swap("easydel", {ours: theirs for theirs, ours in _replaced.items()})
         _replaced.clear()
 
 
 def is_installed() -> bool:
-    """Whether engines built now allocate with pagepool: all places in the engine's modules have its classes."""
-    return all(_class_at(place, name) is REPLACEMENTS[name] for name, places in PLACES.items() for place in places)
+    """Whether engines built now allocate with pagepool: all places in the engine's modules have its classes, and the scheduler
+    is guarded.
+    """
+    are_ours = all(_class_at(place, name) is REPLACEMENTS[name] for name, places in PLACES.items() for place in places)
+    return are_ours and is_guarded(_class_at(SCHEDULER, "Scheduler"))
 
 
 @contextmanager
@@ -298,6 +309,8 @@ def _install_again(module: str) -> None:
             _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
             for cls in old:
                 del _replaced[cls]
+            if module == _name_of(SCHEDULER):
+                guard(_find_scheduler())
             swap("easydel", _replaced)
             _check_places(module)
         except BaseException:
@@ -370,20 +383,27 @@ def _find_classes() -> dict[str, type]:
         for place in places:
             value = _require_class(place, name, _class_at(place, name))
             if classes.setdefault(name, value) is not value:
-                raise _not_the_class(place, name, value)
+                raise _not_the_class(place, name, value, places[0])
     return classes
+
+
+def _find_scheduler() -> type:
+    """Return the engine's scheduler class. CompatError unless it is where it is defined."""
+    value = _class_at(SCHEDULER, "Scheduler")
+    if not isinstance(value, type) or value.__module__ != _name_of(SCHEDULER):
+        raise _not_the_class(SCHEDULER, "Scheduler", value, SCHEDULER)
+    return value
 
 
 def _require_class(place: str, name: str, value: Any) -> type:
     """Return `value`; CompatError unless it is the class that the engine defines."""
     if not isinstance(value, type) or value.__module__ != _name_of(PLACES[name][0]):
-        raise _not_the_class(place, name, value)
+        raise _not_the_class(place, name, value, PLACES[name][0])
     return value
 
 
-def _not_the_class(place: str, name: str, value: object) -> CompatError:
-    home = _name_of(PLACES[name][0])
-    return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {home} defines")
+def _not_the_class(place: str, name: str, value: object, home: str) -> CompatError:
+    return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {_name_of(home)} defines")
 
 
 # Checking.
