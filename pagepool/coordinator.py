@@ -92,10 +92,10 @@ class CacheCoordinator:
         is_cached = self.enable_caching and all(described["index_group_id"] is not None for described in self._described)
         if windows == "all" or not is_cached or not any(map(window_of, specs)) or step > MAX_BOUNDARY:
             return None
-        slack = max(SLACK, (1 + self.use_eagle) * step) if slack is None else slack
+        slack = max(SLACK, step) if slack is None else slack
         interval = find_interval(specs) if interval is None else interval
-        slack, interval = (min(-(-num // step) * step, MAX_BOUNDARY // step * step) for num in (slack, interval))
-        return step, slack, interval
+        slack = min(-(-slack // step) * step, MAX_BOUNDARY // step * step)
+        return step, slack, min(interval, MAX_BOUNDARY)
 
     def _describe_group(self, group_id: int, kind: str, spec: Any) -> dict[str, Any]:
         """Return, by name, the settings that decide which pages of a group a prefix hits."""

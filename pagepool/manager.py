@@ -131,9 +131,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     seed, algorithm or other groups. `max_leased_share` of the pages, 0 to 1, may be leased for a time (see `lease`).
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt, of a long answer,
-    where full attention hit further, where a request's `resume_at` says, and at each multiple of `window_interval` tokens; up
-    to `window_slack` tokens before these ends as well. None is a default by the model, 0 none: see docs/hybrids.md. With
-    ``windows="all"`` all of them stay.
+    where full attention hit further, where a request's `resume_at` says, and at each multiple of `window_interval` tokens in a
+    prompt; up to `window_slack` tokens before these ends as well. Each is rounded down to whole pages of all groups. None is a
+    default by the model, 0 none: see docs/hybrids.md. With ``windows="all"`` all of them stay.
 
     `restores_states` is for engines that write the state behind the counted tokens back to the working page before the request
     is scheduled again: lookahead may pass checkpoints then, see docs/hybrids.md.

@@ -132,7 +132,7 @@ class Books:
         length = self._floor(job.num_tokens - 1)
         histories = job.list_histories(length)
         if self.setting.use_eagle:
-            for kind in [kind for kind in self.kinds if kind.kind != "mamba"]:
+            for kind in self._list_attention():
                 length = self._floor(self._find_eagle_length(kind, histories, length, shard))
         while length and not all(self._hits(kind, histories, length, shard) for kind in self.kinds):
             length -= self.hit_step
@@ -166,9 +166,18 @@ class Books:
 
     def list_needed(self, job: Job, stop: int) -> list[Content]:
         """Return the contents of pages that a request needs which resumes at the last place up to `stop`, states aside."""
-        length = self._floor(min(stop, job.num_tokens)) - self.setting.use_eagle * self.hit_step
-        kinds = [kind for kind in self.kinds if kind.kind != "mamba"] if length > 0 else []
+        length = self._find_resumption(min(stop, job.num_tokens))
+        kinds = self._list_attention() if length > 0 else []
         return [content for kind in kinds for content in self._list_read(kind, job.list_histories(length), length)]
+
+    def _list_attention(self) -> list[Group]:
+        return [kind for kind in self.kinds if kind.kind != "mamba"]
+
+    def _find_resumption(self, num_tokens: int) -> int:
+        """Return where a request resumes that has so many first tokens of another, all of whose pages are cached."""
+        for kind in self._list_attention() if self.setting.use_eagle else ():
+            num_tokens = self._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
+        return self._floor(num_tokens)
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
         """Return the contents of all pages of a hit."""
@@ -190,7 +199,7 @@ class Books:
         """Make hits the first pages of a request; they must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
         job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
-        job.boundaries = [self._floor(num_tokens) for num_tokens in (job.num_tokens, *job.resume_at)]
+        job.boundaries = self._list_boundaries(job)
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba":
                 job.pages.append([])
@@ -214,6 +223,19 @@ class Books:
         if self.tier is not None:
             states = [content for content in self.list_hits(job, num_hit_tokens) if self.groups[content[0]].kind == "mamba"]
             job.load_number = self.tier.find_load_number(chain(*hits, (self.index.find(state, shard) for state in states)))
+
+    def _list_boundaries(self, job: Job) -> list[range]:
+        """Return where others may resume a request that is admitted, at least; with states they do so at checkpoints."""
+        if self.setting.windows is None or any(group.interval for group in self.groups):
+            return []
+        slack, interval = self.setting.windows
+        uncertain = self.setting.use_eagle * self.hit_step  # with hardly more tokens the first kind drops a whole step
+        uncertain *= self._list_attention()[0].page_size < self.hit_step
+        slack = -(-slack // self.hit_step) * self.hit_step + uncertain
+        ends = [self._find_resumption(num_tokens) for num_tokens in (job.num_tokens, *job.resume_at)]
+        parts = range(interval, job.num_tokens + 1, interval) if interval else ()
+        places = [range(max(0, end - slack), end + 1) for end in ends]
+        return [*places, *(range(max(0, end - uncertain), end + 1) for end in map(self._find_resumption, parts))]
 
     def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | None) -> None:
         """Give a request new pages, which must be free."""
@@ -322,12 +344,12 @@ class Books:
         group, page_id = self.groups[group_id], job.pages[group_id][page]
         if self.setting.windows is None or not group.span or page_id not in self.index.entries:
             return
-        slack, interval = (-(-num_tokens // self.hit_step) * self.hit_step for num_tokens in self.setting.windows)
-        places = [(max(0, end - slack), end) for end in job.boundaries if end]
-        places += [(end, end) for end in range(interval, 2 * self.setting.max_model_len, interval or 1) if interval]
-        eagle = self.setting.use_eagle
-        if any(self._find_first(group, first) <= page < end // group.page_size + eagle for first, end in places):
-            self.kept.add(page_id)
+        eagle, kinds = self.setting.use_eagle, self._list_attention()
+        num_behind = eagle * (len(kinds) - 1 - kinds.index(group)) * self.hit_step  # what kinds drop that are looked up later
+        for ends in job.boundaries:
+            stop = (ends[-1] + num_behind) // group.page_size + eagle
+            if ends[-1] and self._find_first(group, ends[0]) <= page < stop:
+                self.kept.add(page_id)
 
     def _find_first(self, group: Group, length: int) -> int:
         """Return the first page to which the token at `length` attends. Without eagle a window counts at least one page."""

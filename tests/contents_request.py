@@ -43,7 +43,7 @@ class Job:
     loading: Any = None  # tokens that a transfer brings
     awaited_copies: int = 0  # the last list of copies with one into its pages
     last_taken: int = 0  # lists of copies that were taken when it got its last page
-    boundaries: Sequence[int] = ()  # numbers of tokens at which others may resume, since its admission
+    boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission
     load_number: int = 0  # the last list of transfers that loads what it has hit
     swapped: Any = None  # what it holds in the host tier
 

@@ -78,6 +78,8 @@ class StateBooks(Books):
                 )
                 require(not self.waits(job), "a checkpoint of a state that may be wrong", job)
                 self._enter_state(job, group_id, num_computed_tokens)
+                if self.setting.windows is not None:
+                    job.boundaries = [*job.boundaries[-6:], range(num_computed_tokens, num_computed_tokens + 1)]
                 self.let_go(pages.pop())
                 self.take(job, [new if i == group_id else [] for i in range(len(self.groups))], shard)
                 self.note_copies(job)

@@ -387,12 +387,16 @@ class OracleManager:
             held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
-        """Free the pages that no coming token attends to, last one first; none while loads may fail, so that it can go back."""
+        """Free the pages that no coming token attends to, and with which nobody resumes where the request may end, last one
+        first; none while loads may fail, so that it can go back.
+        """
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if waits_for_loads(self.page_pool, held):
                 continue
-            first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
-            self._skip_to(request, kind, held, min(first_useful, len(held.pages)))
+            first = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
+            if self.windows is not None and OracleWindows.has_window(kind):
+                first = self.windows.first_held_page(kind, request.num_computed_tokens, held.num_cached_pages)
+            self._skip_to(request, kind, held, min(first, len(held.pages)))
 
     def _skip_to(self, request: Any, kind: Kind, held: HeldPages, stop: int) -> None:
         """Free the pages before place `stop`, last one first, of which a policy gets to know in one call."""

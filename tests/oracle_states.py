@@ -104,6 +104,8 @@ class OracleStates:
         for group_id, held in self._states_of(request):
             if self._is_due(request, held):
                 self.divide(shard)
+                if self.manager.windows is not None:
+                    self.manager.windows.note_checkpoint(request)
             is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
             is_room = is_room and not waits_for_loads(self.pool, held)
             if self._is_due(request, held) and is_room and self._enter(request, group_id, held):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from oracle_pool import NULL_PAGE
 
 if TYPE_CHECKING:
     from oracle import OracleManager
+
+NUM_BOUNDARIES = 7  # boundaries of a request
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,10 @@ class OracleWindows:
     """The boundaries of a manager's requests."""
 
     def __init__(self, manager: OracleManager, slack: int, interval: int) -> None:
-        step = manager.hit_step
         self.manager = manager
-        self.slack, self.interval = -(-slack // step) * step, -(-interval // step) * step
+        self.slack, self.interval = -(-slack // manager.hit_step) * manager.hit_step, interval
+        self.kinds = [kind for kind in manager.classes if not isinstance(kind, Mamba)]  # as a look-up goes through them
+        self.page_step = math.lcm(*(kind.page_size for kind in self.kinds))
         self.boundaries: dict[str, Boundaries] = {}
         self.last_junction = 0  # of the last look-up that reached the tier
         self.junctions: dict[str, tuple[Any, int]] = {}  # by request id, with the request that was looked up
@@ -35,25 +39,67 @@ class OracleWindows:
     def has_window(kind: Kind) -> bool:
         return isinstance(kind, Sliding | Chunked)
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether hits end at checkpoints of states, so that these are boundaries."""
+        return self.manager.states.interval is not None
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether ends, and places inside, are boundaries. Eagle's look-up goes through windows near the end in any case."""
+        return self.manager.use_eagle or not self.has_checkpoints
+
+    @property
+    def num_uncertain(self) -> int:
+        """Tokens by which a hit may be shorter with eagle, if a request has hardly more than it shares with another."""
+        return self.manager.hit_step * (self.manager.use_eagle and self.kinds[0].page_size < self.manager.hit_step)
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens that eagle drops at least of those that are shared."""
+        num_later = len(self.kinds) - 1
+        return self.manager.use_eagle * (self.kinds[0].page_size + num_later * self.manager.hit_step)
+
+    def find_resumption(self, num_tokens: int) -> int:
+        """Return at how many tokens a request resumes that shares `num_tokens` with another, if all pages are cached."""
+        for kind in self.kinds if self.manager.use_eagle else ():
+            num_tokens = self.manager._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
+        return self.manager._floor(num_tokens)
+
     def find_junction(self, hits: dict[Kind, list[bool]], length: int, most: int) -> None:
-        """Note the tokens that all groups of full attention hit, if that is more than the hit of `length` tokens."""
+        """Note the tokens that would hit if windows hit as far as full attention, if that is more than the hit of `length`."""
         full = [kind for kind in hits if type(kind) is Full]
         for kind in full:
             most = self.manager._floor(kind.longest(hits[kind], most, self.manager.use_eagle))
+        most -= (len(self.kinds) - len(full)) * self.manager.hit_step * self.manager.use_eagle
         self.last_junction = most if full and most > length else 0
 
     def begin(self, request: Any) -> None:
         """Fix the boundaries of a request that is admitted."""
         looked_up, junction = self.junctions.get(request.request_id, (None, 0))
-        ends = [junction if looked_up is request else 0, *getattr(request, "resume_at", ())]
-        floored = {self.manager._floor(num_tokens) for num_tokens in (request.num_tokens, *ends)}
-        self.boundaries[request.request_id] = Boundaries(tuple(floored - {0}), request.num_tokens)
+        shared = [request.num_tokens, *getattr(request, "resume_at", ())]
+        ends = {junction if looked_up is request else 0, *map(self.find_resumption, shared)} - {0}
+        self.boundaries[request.request_id] = Boundaries(tuple(ends) if self.has_ends else (), request.num_tokens)
+
+    def note_checkpoint(self, request: Any) -> None:
+        """Let the last few checkpoints of a request be its boundaries."""
+        boundaries = self.boundaries[request.request_id]
+        ends = sorted({*boundaries.tokens, request.num_computed_tokens})[-NUM_BOUNDARIES:]
+        self.boundaries[request.request_id] = replace(boundaries, tokens=tuple(ends))
 
     def find_end(self, request: Any, stop: int | None) -> int:
         """Return the number of tokens at which a request is to resume behind a span; 0: anywhere."""
-        if stop is None:
-            return 0
-        return max(0, self.manager._floor(min(stop, request.num_tokens)) - self.manager.hit_step * self.manager.use_eagle)
+        return 0 if stop is None else self.find_resumption(min(stop, request.num_tokens))
+
+    def first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
+        """Return the first page that a request keeps: its next tokens attend to it, or a request that goes on where it may end
+        now. Behind checkpoints, that is where all groups have whole pages.
+        """
+        first = kind.first_useful_page(num_computed_tokens, num_cached_pages)
+        end = num_computed_tokens // self.page_step * self.page_step
+        if self.manager.use_eagle:
+            end = max(0, self.manager._floor(num_computed_tokens) - len(self.kinds) * self.manager.hit_step)
+        return min(first, kind.first_hit_page(end, self.manager.use_eagle))
 
     def keep_hits(self, hits: tuple[list[int], ...]) -> None:
         """Let the pages of windows that were hit stay when they leave the window again."""
@@ -65,14 +111,21 @@ class OracleWindows:
         self.boundaries[target.request_id] = replace(self.boundaries[request.request_id])
 
     def is_at_boundary(self, kind: Kind, boundaries: Boundaries, place: int) -> bool:
-        """Whether a request that resumes at a boundary, or up to the slack before, needs a page. With eagle it needs one more,
-        which it drops.
+        """Whether a request that resumes at a boundary, or up to the slack before, needs a page."""
+        slack = self.num_uncertain + self.slack * (not self.has_checkpoints)
+        windows = [(max(0, end - slack), end) for end in boundaries.tokens]
+        if self.interval and not self.has_checkpoints:
+            parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
+            windows += [(max(0, end - self.num_uncertain), end) for end in map(self.find_resumption, parts) if end]
+        return any(place in self._pages_at(kind, first, end) for first, end in windows)
+
+    def _pages_at(self, kind: Kind, first: int, end: int) -> range:
+        """Return the pages of a group that a request needs which resumes from `first` to `end`. With eagle each kind looks up
+        one more, which it drops, behind what the kinds behind it drop.
         """
-        eagle = self.manager.use_eagle
-        most = 4 * self.manager.max_model_len
-        windows = [(max(0, end - self.slack), end) for end in boundaries.tokens]
-        windows += [(end, end) for end in range(self.interval, most, self.interval)] if self.interval else []
-        return any(kind.first_hit_page(first, eagle) <= place < end // kind.page_size + eagle for first, end in windows)
+        eagle, num_behind = self.manager.use_eagle, len(self.kinds) - 1 - self.kinds.index(kind)
+        stop = (end + eagle * num_behind * self.manager.hit_step) // kind.page_size + eagle
+        return range(kind.first_hit_page(first, eagle), stop)
 
     def leave(self, request: Any, kind: Kind, place: int, page: int) -> None:
         """Free a page that a window has left."""
@@ -89,17 +142,33 @@ class OracleWindows:
         groups = list(zip(self.manager.kinds, self.manager.held.get(request.request_id, ()), strict=False))
         if not groups:
             return
-        boundaries, step = self.boundaries[request.request_id], self.manager.hit_step
-        ends = [held.num_cached_pages * kind.page_size for kind, held in groups if not isinstance(kind, Mamba)]
-        end = self.manager._floor(min([*ends, *([] if num_computed_tokens is None else [num_computed_tokens])]))
-        is_in_prompt = end < self.manager._floor(boundaries.num_prompt)
-        end -= step * self.manager.use_eagle
-        if end > 0 and self._are_whole(groups, boundaries, end) and (is_in_prompt or self._is_cheap(boundaries, end)):
-            boundaries = replace(boundaries, tokens=(*boundaries.tokens, end))
+        boundaries = self.boundaries[request.request_id]
+        num_entered = self._count_entered(groups, num_computed_tokens)
+        end = self.find_resumption(num_entered)
+        is_in_prompt = end < self.find_resumption(boundaries.num_prompt)
+        ends = set(boundaries.tokens)
+        if self.has_checkpoints and num_entered % self.manager.hit_step == 0 and self._are_checkpoints_due(groups, num_entered):
+            ends = {*sorted({*ends, num_entered})[-NUM_BOUNDARIES:]}
+        is_worth = is_in_prompt or self._is_cheap(boundaries, end)
+        if self.has_ends and end > 0 and is_worth and self._are_whole(groups, boundaries, end):
+            ends = {*sorted({*ends, end})[-NUM_BOUNDARIES:]}
+        boundaries = replace(boundaries, tokens=tuple(ends))
         for kind, held in groups:
             for place, page in enumerate(held.pages):
                 if self.has_window(kind) and self.is_at_boundary(kind, boundaries, place):
                     self.manager.page_pool.keep(page)
+
+    def _count_entered(self, groups: list[Any], num_computed_tokens: int | None) -> int:
+        """Count the computed tokens whose full pages were entered in all groups."""
+        ends = [(held.num_cached_pages * kind.page_size, kind) for kind, held in groups if not isinstance(kind, Mamba)]
+        most = max(end for end, _ in ends)
+        num_tokens = most if num_computed_tokens is None else min(most, num_computed_tokens)
+        return min([num_tokens, *(end for end, kind in ends if end // kind.page_size < num_tokens // kind.page_size)])
+
+    def _are_checkpoints_due(self, groups: list[Any], num_computed_tokens: int) -> bool:
+        """Whether a state has come to a multiple of the interval that was not looked at."""
+        states = [held for kind, held in groups if isinstance(kind, Mamba) and held.pages]
+        return any(num_computed_tokens // self.manager.hit_step > held.num_cached_pages for held in states)
 
     def _are_whole(self, groups: list[Any], boundaries: Boundaries, end: int) -> bool:
         """Whether the windows before an end are held, but for pages that stayed as they left."""
@@ -116,10 +185,11 @@ class OracleWindows:
         """
         kinds = [kind for kind in self.manager.kinds if not isinstance(kind, Mamba)]
         one = [kind for kind in kinds if type(kind) is Full][-1:] or kinds[:1]
-        [num_saved] = [end // kind.page_size - boundaries.num_prompt // kind.page_size for kind in one]
+        prompt = max(0, boundaries.num_prompt - self.num_dropped)  # as at `end`
+        [num_saved] = [end // kind.page_size - prompt // kind.page_size for kind in one]
         windowed = [kind for kind in kinds if self.has_window(kind)]
         windows = [range(kind.first_hit_page(end, self.manager.use_eagle), end // kind.page_size) for kind in windowed]
-        prompts = [boundaries.num_prompt // kind.page_size for kind in windowed]
-        num_new = sum(max(0, pages.stop - max(pages.start, prompt)) for pages, prompt in zip(windows, prompts, strict=True))
-        [num_prompt] = [boundaries.num_prompt // kind.page_size for kind in one]
+        starts = [prompt // kind.page_size for kind in windowed]
+        num_new = sum(max(0, pages.stop - max(pages.start, start)) for pages, start in zip(windows, starts, strict=True))
+        [num_prompt] = [prompt // kind.page_size for kind in one]
         return num_saved > 0 and (num_new <= num_saved or num_prompt <= sum(map(len, windows)))

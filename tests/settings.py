@@ -180,12 +180,19 @@ STATE_SETTINGS = [
 ]
 
 
-WINDOWS = (4, 0), (0, 0), (0, 16), (8, 24), (64, 0)
+WINDOWS = (4, 0), (0, 0), (0, 10), (8, 24), (64, 0)
+MORE_ENDS = [
+    Setting("full 8, windows of 2 and 4, eagle", (FULL_8, Group("sliding", 2, 6), WINDOW_9), LARGE, use_eagle=True),
+    Setting("three windows, eagle", (WINDOW_3, WINDOW_9, Group("sliding", 4, 14)), LARGE, use_eagle=True),
+    Setting("full 4, window of 8, window of 2", (FULL_4, WIDE_8, Group("sliding", 2, 5)), LARGE),
+    Setting("full 12, window of 4, chunk of 2", (Group("full", 12), WINDOW_9, Group("chunked", 2, 10)), LARGE),
+    Setting("full 4, window of 2, state every 8, eagle", (FULL_4, Group("sliding", 2, 7), kept(8)), LARGE, use_eagle=True),
+]
 ENDS_SETTINGS = [
     replace(setting, name=f"{setting.name}, ends {WINDOWS[i % len(WINDOWS)]}", windows=WINDOWS[i % len(WINDOWS)])
     for i, setting in enumerate(
         setting
-        for setting in [*SETTINGS, *STATE_SETTINGS]
+        for setting in [*SETTINGS, *STATE_SETTINGS, *MORE_ENDS]
         if setting.enable_caching and any(group.span for group in setting.groups)
     )
 ]

@@ -98,7 +98,7 @@ class TestPlanner:
         planner = Planner(records, model.hit_size)
         plan = planner.make_plan([60, 200], model=model)
         assert plan.most_hit_tokens == 36
-        assert plan.min_num_pages == 1 + 20 + 2 * (2 + 1)
+        assert plan.min_num_pages == 1 + 20 + 2 * (2 + 2)  # 5 tokens behind a multiple the window before it is held
         assert [pool.lru_hit_tokens for pool in plan.pools] == [
             pool.lru_hit_tokens for pool in planner.make_plan([20, 67]).pools
         ]

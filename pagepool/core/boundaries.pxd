@@ -1,12 +1,14 @@
 # At which numbers of tokens a later request can resume, and which pages of windows and chunks it needs there.
 #
 # A row or request has its `Boundaries` from its admission on. Always: they are multiples of `multiple`, so that a hit can end
-# there, and ascend.
+# there, and ascend. Where states are kept, hits end at checkpoints, so these are the boundaries. With eagle the other ones are
+# boundaries as well: a look-up passes the windows near the end before it reaches a checkpoint.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memmove
 
 from pagepool.core.records cimport Range
-from pagepool.core.rules cimport MAX_TOKENS, Rules, first_hit_page, full_pages
+from pagepool.core.rules cimport Group, first_hit_page
 
 cdef enum:
     NUM_BOUNDARIES = 7        # end of the prompt, junction, four that the engine names, and the end at release
@@ -17,38 +19,62 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t num_prompt        # that were known at admission
     int32_t multiple          # hits have a multiple of these; 0: pages of windows and chunks stay cached, whatever their place
     int32_t slack             # before a boundary, at which a request can resume as well
-    int32_t interval          # each multiple of it is a boundary, too, without slack; 0: none is
+    int32_t interval          # requests that part in the prompt at a multiple of it resume there, without slack; 0: none do
+    int32_t num_dropped       # shared tokens that are computed again at least, with eagle
+    int32_t num_uncertain     # shared tokens that are computed again beyond these if a request has hardly any others
     bint use_eagle
+    bint has_checkpoints      # the last checkpoints of states are boundaries
+    bint has_ends             # ends of prompts and answers, and places in prompts, are boundaries
 
 
-cdef inline void add_boundary(Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
-    """Add the last multiple up to `num_tokens`, if there is one, it is new, and there is room."""
-    cdef int32_t i, j = boundaries.num, last = <int32_t>(num_tokens - num_tokens % boundaries.multiple)
-    while j and boundaries.tokens[j - 1] > last:
-        j -= 1
-    if last <= 0 or boundaries.num == NUM_BOUNDARIES or (j and boundaries.tokens[j - 1] == last):
+cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
+    """Return where a request resumes that shares `num_tokens` tokens with another, if all pages are cached; 0: nowhere."""
+    num_tokens = max(<int64_t>0, num_tokens - boundaries.num_dropped)
+    return <int32_t>(num_tokens - num_tokens % boundaries.multiple)
+
+
+cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogil:
+    """Add a multiple, unless it is 0, or there already. It takes the room of the least one, if there is no other."""
+    cdef int32_t i = boundaries.num
+    while i and boundaries.tokens[i - 1] > end:
+        i -= 1
+    if end <= 0 or (i and boundaries.tokens[i - 1] == end) or (i == 0 and boundaries.num == NUM_BOUNDARIES):
         return
-    for i in range(boundaries.num, j, -1):
-        boundaries.tokens[i] = boundaries.tokens[i - 1]
-    boundaries.tokens[j] = last
-    boundaries.num += 1
+    if boundaries.num == NUM_BOUNDARIES:
+        i -= 1
+        memmove(boundaries.tokens, boundaries.tokens + 1, i * sizeof(int32_t))
+    else:
+        memmove(boundaries.tokens + i + 1, boundaries.tokens + i, (boundaries.num - i) * sizeof(int32_t))
+        boundaries.num += 1
+    boundaries.tokens[i] = end
 
 
-cdef inline Range find_needed(const Boundaries *boundaries, const Rules *rules, int32_t place) noexcept nogil:
+cdef inline Range pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
+    """Return the pages of a window or chunk that a request needs which resumes at `end`, or up to `slack` tokens before."""
+    return Range(
+        first_hit_page(&group.rules, max(0, end - slack), boundaries.use_eagle),
+        <int32_t>((end + <int64_t>group.num_read_behind) // group.rules.page_size),
+    )
+
+
+cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, int32_t place) noexcept nogil:
     """Find the next pages of a window or chunk, from `place` on, that a request needs which resumes at a boundary; none before
-    them is needed. With eagle it needs the page behind the boundary, too, which it drops. O(1).
+    them is needed. O(1).
     """
-    cdef int32_t i, end, start, first = max(0, place - boundaries.use_eagle) * rules.page_size
-    cdef Range needed = Range(INT32_MAX, INT32_MAX)
+    cdef int32_t i, end, first = <int32_t>max(<int64_t>0, <int64_t>place * group.rules.page_size - group.num_read_behind)
+    cdef int64_t num_shared
+    cdef Range pages, needed = Range(INT32_MAX, INT32_MAX)
     for i in range(boundaries.num):
         end = boundaries.tokens[i]
         if end > first:
-            start = first_hit_page(rules, max(0, end - boundaries.slack), boundaries.use_eagle)
-            needed = Range(max(place, start), full_pages(rules, end) + boundaries.use_eagle)
+            needed = pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain)
             break
-    if boundaries.interval and first <= MAX_TOKENS - boundaries.interval:
-        end = (first // boundaries.interval + 1) * boundaries.interval
-        start = max(place, first_hit_page(rules, end, boundaries.use_eagle))
-        if start < needed.start:
-            needed = Range(start, full_pages(rules, end) + boundaries.use_eagle)
+    if boundaries.interval:
+        num_shared = (first // boundaries.multiple + <int64_t>1) * boundaries.multiple + boundaries.num_dropped
+        num_shared = (num_shared + boundaries.interval - 1) // boundaries.interval * boundaries.interval
+        if num_shared <= boundaries.num_prompt:
+            pages = pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
+            if pages.start < needed.start:
+                needed = pages
+    needed.start = max(needed.start, place)
     return needed

@@ -7,8 +7,11 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list, group_of, size_of
+from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, Group, Rules, count_peak_pages, hits_leading_pages
+from pagepool.core.rules cimport (
+    MAX_TOKENS, Group, Rules, count_peak_pages, count_run_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints,
+)
 
 from math import lcm
 
@@ -63,7 +66,7 @@ cdef class CacheGroups:
                 rules.rules,
                 NO_GROUP if group_id is None else group_of(group_id),
                 <int32_t>size_of(stride, "stride", 1, MAX_TOKENS),
-                NULL,
+                NULL, 0, 0, 0, 0, 0,
             )
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
@@ -75,6 +78,8 @@ cdef class CacheGroups:
             self.boundaries.use_eagle = use_eagle
         list_kinds(self, True)
         list_kinds(self, False)
+        if boundaries is not None:
+            plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
 
     def __dealloc__(self):
         free(self.groups)
@@ -109,3 +114,41 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
         group.next_alike = first
         kinds.items[kind] = group
         kinds.num = max(kinds.num, kind + 1)
+
+
+cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
+    """Compute which pages of windows and chunks a request needs that resumes behind others' tokens: `find_longest` shortens a
+    hit kind by kind, and with eagle each but states drops a page, and what is left of a multiple. The first drops a whole
+    multiple if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`.
+    """
+    cdef Kinds *kinds = &groups.kinds
+    cdef Boundaries *boundaries = &groups.boundaries
+    cdef const Group *item
+    cdef Group *group
+    cdef Py_ssize_t g, kind
+    cdef int64_t num_behind = 0, num_dropped = 0
+    for kind in range(kinds.num - 1, -1, -1):
+        item = kinds.items[kind]
+        boundaries.has_checkpoints |= keeps_checkpoints(item)
+        if is_state(&item.rules) or not kinds.use_eagle:
+            continue
+        kinds.num_later_drops += not hits_leading_pages(item)
+        num_dropped = min(num_behind + item.rules.page_size, <int64_t>MAX_TOKENS)
+        while item != NULL:
+            (<Group *>item).num_read_behind = <int32_t>num_dropped
+            item = item.next_alike
+        num_behind = min(num_behind + boundaries.multiple, <int64_t>MAX_TOKENS)
+    boundaries.num_dropped = <int32_t>num_dropped
+    boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0
+    boundaries.has_ends = kinds.use_eagle or not boundaries.has_checkpoints
+    if boundaries.has_ends:
+        end_step = boundaries.multiple
+    if boundaries.has_checkpoints:
+        boundaries.slack = boundaries.interval = 0
+    for g in range(groups.num):
+        group = &groups.groups[g]
+        if has_window(&group.rules):
+            group.end_step = end_step
+            group.num_dropped = <int32_t>num_behind
+            group.num_step_pages = end_step // group.rules.page_size
+            group.num_run_pages = count_run_pages(&group.rules, kinds.use_eagle)

@@ -146,7 +146,7 @@ cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_
         if is_state(&group.rules) and (counts[held.ids[i]] > 1 or pool.pages[held.ids[i]].group != NO_GROUP):
             return f"page {held.ids[i]}, to which a state is written, has another holder or a prefix entry"
     i = held.next_needed
-    if holding.boundaries != NULL and find_needed(holding.boundaries, &group.rules, held.num_skipped).start < i:
+    if holding.boundaries != NULL and find_needed(holding.boundaries, group, held.num_skipped).start < i:
         return f"a request that resumes needs a page before place {i}, allowed: none behind the {held.num_skipped} skipped ones"
     return None
 

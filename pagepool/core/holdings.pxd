@@ -12,7 +12,7 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
-from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed
+from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
@@ -30,8 +30,8 @@ from pagepool.core.records cimport (
     is_free, reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, Rules, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
-    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
+    MAX_TOKENS, Group, Rules, first_hit_page, first_held_page, first_useful_page, full_entries, full_pages, has_window,
+    hits_leading_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
 
@@ -91,7 +91,7 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
         if has_window(&group.rules) or keeps_checkpoints(group):
-            num_skip = next_skip(&group.rules, held.num_skipped)
+            num_skip = next_skip(group, held.num_skipped)
             if keeps_checkpoints(group):
                 num_skip = (held.num_cached + <int64_t>1) * group.rules.entry_size
             limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
@@ -116,14 +116,15 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     return count
 
 
-# Pages that no further token attends to are skipped: given back, with the null page in their place. A page with which a request
-# can resume at a boundary is marked `KEPT`; one that is not, and has no other holder, is worthless, and discarded. Those of the
-# others are marked, or not, when these leave it.
+# Pages that no further token attends to are skipped: given back, with the null page in their place. Where windows stay cached
+# at boundaries, a holder first keeps the pages with which another one can resume if this one ends now. A page with which a
+# request can resume at a boundary is marked `KEPT`; one that is not, and has no other holder, is worthless, and discarded.
+# Those of the others are marked, or not, when these leave it.
 
 
 cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Return the end of the pages that no token from `num_computed` on attends to."""
-    return min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
+    """Return the end of the pages that are not needed after `num_computed` computed tokens."""
+    return min(first_held_page(group, num_computed, held.num_cached), held.num_pages)
 
 
 cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -199,17 +200,17 @@ cdef inline bint leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, in
 
 
 cdef inline int32_t keep_needed(
-    Pool *pool, const Boundaries *boundaries, const Rules *rules, const Held *held, int32_t stop
+    Pool *pool, const Boundaries *boundaries, const Group *group, const Held *held, int32_t stop
 ) noexcept nogil:
     """Mark the pages before place `stop` that a boundary needs. Returns a place before which it needs no other one."""
-    cdef Range needed = find_needed(boundaries, rules, held.num_skipped)
+    cdef Range needed = find_needed(boundaries, group, held.num_skipped)
     cdef int32_t place
     while needed.start < stop:
         for place in range(needed.start, min(needed.stop, stop)):
             keep_page(pool, held.ids[place])
         if needed.stop >= stop:
             return stop
-        needed = find_needed(boundaries, rules, needed.stop)
+        needed = find_needed(boundaries, group, needed.stop)
     return needed.start
 
 
@@ -222,7 +223,7 @@ cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32
     if holding.boundaries != NULL:
         part = find_known_part(pool, holding)
         if stop > held.next_needed:
-            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g].rules, held, stop)
+            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop)
     for j in range(stop - 1, held.num_skipped - 1, -1):
         if part != BLANK:
             pass_part(pool.policy, held.ids[j], part)
@@ -237,8 +238,8 @@ cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32
 
 
 cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t num_computed) noexcept nogil:
-    """Give back the pages of a group that no token from `num_computed` on attends to; none while hits are loaded, since they
-    are needed again if that fails.
+    """Give back the pages of a group that are not needed after `num_computed` computed tokens; none while hits are loaded,
+    since they are needed again if that fails.
     """
     cdef int32_t stop = find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
     if stop > holding.held[g].num_skipped and not waits_for_loads(pool, &holding.held[g]):
@@ -261,16 +262,25 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
 
 
 cdef inline int64_t find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Return the last place where a hit can end within the computed tokens: their pages were entered in all groups."""
+    """Return the computed tokens up to which the full pages of all groups were entered."""
+    cdef const Group *group
     cdef Py_ssize_t g
+    cdef int64_t end, most = 0
     for g in range(holding.num_groups):
-        if not is_state(&holding.groups[g].rules):
-            num_computed = min(num_computed, <int64_t>holding.held[g].num_cached * holding.groups[g].rules.page_size)
-    return num_computed - num_computed % holding.boundaries.multiple
+        group = &holding.groups[g]
+        if not is_state(&group.rules):
+            most = max(most, <int64_t>holding.held[g].num_cached * group.rules.page_size)
+    num_computed = min(num_computed, most)
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        end = <int64_t>holding.held[g].num_cached * group.rules.page_size
+        if not is_state(&group.rules) and end + group.rules.page_size <= num_computed:
+            num_computed = end
+    return num_computed
 
 
-cdef inline bint is_end_worth(const Holding *holding, int32_t end, bint is_in_prompt) noexcept nogil:
-    """Whether the windows before the computed end are to stay cached: they are whole, and it `is_in_prompt`, or they have no
+cdef inline bint is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
+    """Whether the windows before the computed end are to stay cached: they are whole, and it is in the prompt, or they have no
     more pages, besides the prompt's, than the answer has in one group, or no fewer than the prompt has there: a short chat is
     worth its end.
     """
@@ -279,21 +289,22 @@ cdef inline bint is_end_worth(const Holding *holding, int32_t end, bint is_in_pr
     cdef const Group *longest = &holding.groups[find_longest_group(holding)]
     cdef Py_ssize_t g
     cdef int32_t place, first, start, num_pages = 0, num_new_pages = 0
+    cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # as at `end`
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         if not has_window(&group.rules):
             continue
-        first, start = first_hit_page(&group.rules, end, boundaries.use_eagle), full_pages(&group.rules, boundaries.num_prompt)
+        first, start = first_hit_page(&group.rules, end, boundaries.use_eagle), full_pages(&group.rules, num_prompt)
         for place in range(first, full_pages(&group.rules, end)):
             if holding.held[g].ids[place] != NULL_PAGE:
                 break
-            if find_needed(boundaries, &group.rules, place).start > place:
+            if find_needed(boundaries, group, place).start > place:
                 return False
         num_pages += full_pages(&group.rules, end) - first
         num_new_pages += max(0, full_pages(&group.rules, end) - max(first, start))
-    if is_in_prompt:
+    if end < find_resumption(boundaries, boundaries.num_prompt):
         return True
-    start = full_pages(&longest.rules, boundaries.num_prompt)
+    start = full_pages(&longest.rules, num_prompt)
     if start >= full_pages(&longest.rules, end):
         return False
     return num_new_pages <= full_pages(&longest.rules, end) - start or start <= num_pages
@@ -317,15 +328,16 @@ cdef inline void keep_windows(Pool *pool, const Holding *holding, int64_t num_co
     """Mark the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
-    cdef int32_t end = <int32_t>find_entered_end(holding, num_computed)
-    cdef bint is_in_prompt
-    is_in_prompt = end < boundaries.num_prompt - boundaries.num_prompt % boundaries.multiple
-    end -= boundaries.multiple * boundaries.use_eagle  # a hit drops that
-    if end > 0 and is_end_worth(holding, end, is_in_prompt):
+    cdef int64_t num_entered = find_entered_end(holding, num_computed)
+    cdef int32_t end = find_resumption(&boundaries, num_entered)
+    if boundaries.has_checkpoints and num_entered % boundaries.multiple == 0:
+        if are_checkpoints_due(holding, <int32_t>num_entered):
+            add_boundary(&boundaries, <int32_t>num_entered)
+    if boundaries.has_ends and end > 0 and is_end_worth(holding, end):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):
         if has_window(&holding.groups[g].rules):
-            keep_needed(pool, &boundaries, &holding.groups[g].rules, &holding.held[g], holding.held[g].num_pages)
+            keep_needed(pool, &boundaries, &holding.groups[g], &holding.held[g], holding.held[g].num_pages)
 
 
 # Pages that tokens need are taken all or nothing.
@@ -717,6 +729,14 @@ cdef inline bint enter_state(
     return True
 
 
+cdef inline void note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Let windows stay at a checkpoint, as far as they leave from now on."""
+    cdef Py_ssize_t g
+    add_boundary(holding.boundaries, num_computed)
+    for g in range(holding.num_groups):
+        holding.held[g].next_needed = 0
+
+
 cdef inline bint keep_state(
     Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, int32_t shard,
     Py_ssize_t num_reserved,
@@ -732,6 +752,8 @@ cdef inline bint keep_state(
     if not is_checkpoint_due(group, held, num_computed):
         return False
     page_id = held.ids[0]
+    if is_kept and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
+        note_checkpoint(holding, num_computed)
     is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
     is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
     if is_kept:

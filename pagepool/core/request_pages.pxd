@@ -50,7 +50,7 @@ cdef class RequestPages:
     cdef Boundaries boundaries      # of `holding`, unless that has none
     cdef public str session_id      # of `holding`, for events
 
-    cdef void fix_boundaries(self, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at) noexcept
+    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef bint has_states_due(self, int64_t num_computed) noexcept
@@ -69,5 +69,5 @@ cdef bint list_last_first(
 ) noexcept
 cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept
 cdef void begin_boundaries(
-    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
 ) noexcept

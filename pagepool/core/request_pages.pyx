@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, size_of
-from pagepool.core.boundaries cimport Boundaries, add_boundary
+from pagepool.core.boundaries cimport Boundaries, add_boundary, find_resumption
 from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
@@ -133,18 +133,21 @@ cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, Pag
 
 
 cdef void begin_boundaries(
-    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
 ) noexcept:
-    """Fix the boundaries of a request that knows `num_tokens` tokens: their end; the junction, where groups of full attention
-    hit further than those with windows (0: they do not); and what the engine names in `resume_at`, unless it is None.
+    """Fix the boundaries of a request that knows `num_tokens` tokens: their end; the junction, where it would resume if windows
+    had stayed as full attention did (0: it does); and what the engine names in `resume_at`, unless it is None.
     """
     cdef Py_ssize_t i
     boundaries[0] = groups.boundaries
     boundaries.num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
-    add_boundary(boundaries, boundaries.num_prompt)
-    add_boundary(boundaries, num_full_hits)
+    if not boundaries.has_ends:
+        return
+    add_boundary(boundaries, find_resumption(boundaries, boundaries.num_prompt))
+    junction = min(junction, <int64_t>MAX_TOKENS)
+    add_boundary(boundaries, <int32_t>(junction - junction % boundaries.multiple))
     for i in range(0 if resume_at is None else resume_at.num):
-        add_boundary(boundaries, resume_at.ids[i])
+        add_boundary(boundaries, find_resumption(boundaries, resume_at.ids[i]))
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
@@ -221,18 +224,16 @@ cdef class RequestPages:
             count = count_places(&self.holding)
         return count
 
-    def begin(self, num_tokens, num_full_hits) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Groups of full attention hit
-        `num_full_hits`, if that is more than all groups do; else it is 0.
+    def begin(self, num_tokens, junction) -> None:
+        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. It would resume at `junction`
+        tokens if windows had stayed as full attention did; 0: it does.
         """
-        self.fix_boundaries(
-            size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(num_full_hits, "num_full_hits", 0, INT64_MAX), None
-        )
+        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(junction, "junction", 0, INT64_MAX), None)
 
-    cdef void fix_boundaries(self, int64_t num_tokens, int64_t num_full_hits, PageIds resume_at) noexcept:
+    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept:
         """`begin_boundaries`, if there are any."""
         if self.holding.boundaries != NULL:
-            begin_boundaries(self.groups, &self.boundaries, num_tokens, num_full_hits, resume_at)
+            begin_boundaries(self.groups, &self.boundaries, num_tokens, junction, resume_at)
 
     cdef void plan(self) noexcept:
         """Compute up to which tokens nothing is due."""

@@ -68,7 +68,7 @@ cdef class RowRequest:
     cdef int32_t shard              # while the row is claimed, as are the next
     cdef int32_t context
     cdef int32_t session
-    cdef int64_t num_full_hits      # tokens, see `begin_boundaries`
+    cdef int64_t junction      # tokens, see `begin_boundaries`
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
@@ -243,7 +243,7 @@ cdef class RowRequest:
             refusal.hits = ()
             return True
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
-        self.num_full_hits = count_junction_tokens(&query, num_hashes)
+        self.junction = count_junction_tokens(&query, num_hashes)
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 
@@ -272,7 +272,7 @@ cdef class RowRequest:
         holding.session = self.session
         if batch.boundaries != NULL:
             begin_boundaries(
-                self.rows.groups, &batch.boundaries[self.row], self.tokens.num_known, self.num_full_hits, self.resume_at
+                self.rows.groups, &batch.boundaries[self.row], self.tokens.num_known, self.junction, self.resume_at
             )
         attach(batch.pool, &holding, demand)
         show_row(batch, self.row)

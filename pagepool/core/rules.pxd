@@ -19,6 +19,11 @@ cdef struct Group:            # a cache group
     int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
     int32_t stride            # hashes of a page
     const Group *next_alike   # another group that hits alike, in `CacheGroups`
+    int32_t num_read_behind   # tokens behind a hit whose pages its look-up reads and drops, with eagle
+    int32_t end_step          # tokens between ends at which another request can resume; 0: no pages are held for these
+    int32_t num_dropped       # tokens between such an end and the computed ones at least, with eagle
+    int32_t num_step_pages    # pages of `end_step` tokens
+    int32_t num_run_pages     # pages of a window that a hit needs
 
 
 cdef inline bint is_state(const Rules *rules) noexcept nogil:
@@ -66,13 +71,36 @@ cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, 
     return 0
 
 
-cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept nogil:
+cdef inline int32_t first_held_page(const Group *group, int32_t num_computed, int32_t num_cached) noexcept nogil:
+    """Return the first page that a holder of `num_computed` computed tokens keeps: its next tokens attend to it, or a request
+    that goes on where this one may end. That end is a multiple of all page sizes, so its window may begin earlier.
+    """
+    cdef const Rules *rules = &group.rules
+    cdef int32_t num = max(0, num_computed - group.num_dropped)
+    if not group.end_step:
+        return first_useful_page(rules, num_computed, num_cached)
+    if rules.window:
+        num = <int32_t>(<uint32_t>num // <uint32_t>group.end_step) * group.num_step_pages
+        return max(0, num - group.num_run_pages)
+    return first_useful_page(rules, num - num % group.end_step, num_cached)
+
+
+cdef inline int32_t next_skip(const Group *group, int32_t num_skipped) noexcept nogil:
     """Return the least number of computed tokens at which one more page may be skipped; MAX_TOKENS: never."""
+    cdef const Rules *rules = &group.rules
     cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
+    if rules.window and group.end_step:
+        stop = num_skipped + <int64_t>1 + group.num_run_pages
+        if group.num_step_pages > 1:
+            stop = (stop + group.num_step_pages - 1) // group.num_step_pages
+        return <int32_t>min(stop * group.end_step + group.num_dropped, <int64_t>MAX_TOKENS)
     if rules.window:
         return <int32_t>min(stop + rules.window - 1, <int64_t>MAX_TOKENS)
     if rules.chunk:
-        return <int32_t>min((stop + rules.chunk - 1) // rules.chunk * rules.chunk, <int64_t>MAX_TOKENS)
+        stop = (stop + rules.chunk - 1) // rules.chunk * rules.chunk
+        if group.end_step:
+            stop = (stop + group.end_step - 1) // group.end_step * group.end_step
+        return <int32_t>min(stop, <int64_t>MAX_TOKENS)
     return MAX_TOKENS
 
 
@@ -117,15 +145,22 @@ cdef inline int64_t count_peak_pages(const Group *group, int64_t num_tokens) noe
     one page more. With chunks it is the most that one chunk spans, and at least the last cached page and the next.
     """
     cdef const Rules *rules = &group.rules
-    cdef int64_t start = 0, num_pages = pages_for(rules, num_tokens), most = 1 + (group.id != NO_GROUP)
+    cdef int64_t stop, start = 0, num_pages = pages_for(rules, num_tokens), most = 1 + (group.id != NO_GROUP)
+    cdef int64_t step = max(group.end_step, 1)
     cdef int32_t _
+    if rules.window and group.end_step:
+        stop = max(<int64_t>0, num_tokens - 1 - group.num_dropped) // step * step + group.num_dropped  # last end that moved on
+        most = max(<int64_t>0, (stop - group.num_dropped - step) // rules.page_size - group.num_run_pages)
+        num_pages -= max(<int64_t>0, (stop - group.num_dropped) // rules.page_size - group.num_run_pages)
+        return max(num_pages, pages_for(rules, min(stop, num_tokens)) - most)
     if rules.window:
         return min(num_pages, <int64_t>count_window_pages(rules) + 1)
     if not rules.chunk:
         return num_pages
-    for _ in range(rules.page_size):  # chunks begin at the same places in a page again
+    for _ in range(max(rules.page_size, group.end_step)):  # chunks begin at the same places in a page again
         if start >= num_tokens:
             break
-        most = max(most, pages_for(rules, min(start + rules.chunk, num_tokens)) - start // rules.page_size)
+        stop = (start + rules.chunk + step - 1) // step * step
+        most = max(most, pages_for(rules, min(stop, num_tokens)) - start // rules.page_size)
         start += rules.chunk
     return min(num_pages, most)

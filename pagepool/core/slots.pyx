@@ -215,13 +215,13 @@ cdef class SlotAllocator:
 
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Tell what a request holds at which numbers of tokens others can resume."""
-        cdef int64_t num_full_hits = 0
+        cdef int64_t junction = 0
         places = self.coordinator.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
-            num_full_hits = hashes.query[3]
-        held.fix_boundaries(count_of(read_num_tokens(request)), num_full_hits, as_page_ids(places, "resume_at"))
+            junction = hashes.query[3]
+        held.fix_boundaries(count_of(read_num_tokens(request)), junction, as_page_ids(places, "resume_at"))
         return 0
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:

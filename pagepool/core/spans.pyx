@@ -6,7 +6,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.arguments cimport float_of, size_of, term_of_seconds
 from pagepool.core.batch cimport RowRecord, digests_of, hash_row, held_by
-from pagepool.core.boundaries cimport Boundaries
+from pagepool.core.boundaries cimport Boundaries, find_resumption
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held
@@ -318,8 +318,8 @@ cdef class TokenSpan:
         return True
 
     cdef int64_t find_lost_end(self) noexcept:
-        """Return the number of tokens at which requests are to resume behind the span, if a page that ends there is cached, and
-        another that they need there is not; else 0.
+        """Return a number of tokens that requests share which are to resume behind the span, if a page that ends where they do
+        is cached, and another that they need there is not; else 0.
         """
         cdef const Boundaries *rule = &self.groups.boundaries
         cdef const Group *group
@@ -328,7 +328,7 @@ cdef class TokenSpan:
         cdef bint is_cached, is_reached = False, is_lost = False
         if not rule.multiple or self.stop == INT64_MAX:
             return 0
-        end -= end % rule.multiple + rule.use_eagle * rule.multiple  # eagle drops a page
+        end = find_resumption(rule, end)
         for g in range(self.groups.num):
             group = &self.groups.groups[g]
             stop = end // group.rules.page_size
@@ -338,7 +338,7 @@ cdef class TokenSpan:
                 is_cached = self.find_cached(g, i) != NULL_PAGE
                 is_reached |= is_cached and i == stop - 1
                 is_lost |= not is_cached
-        return end if is_reached and is_lost else 0
+        return end + rule.num_dropped if is_reached and is_lost else 0
 
     cdef bint has_state(self) noexcept:
         """Whether the model has states, for which requests name no places to resume."""

@@ -36,11 +36,23 @@ STEP_TOKENS = 8192
 
 def count_request_pages(groups: Iterable[CacheGroupSpec], num_tokens: int, max_new_tokens: int) -> int:
     """Count the pages that a request of `num_tokens` holds at most, without checkpoints: of windows and chunks also those of a
-    step of `max_new_tokens`.
+    step of `max_new_tokens`, and those with which another resumes at the last multiple of all page sizes.
     """
     specs = [group.kv_cache_spec for group in groups]
+    multiple = lcm(*(spec.page_size for spec in specs if not isinstance(spec, MambaSpec)))
     limits = {"max_model_len": num_tokens, "max_num_batched_tokens": max_new_tokens}
-    return sum(spec.max_memory_usage_bytes(**limits) // spec.page_size_bytes for spec in specs)
+    count = 0
+    for spec in specs:
+        num_pages, size = spec.max_memory_usage_bytes(**limits) // spec.page_size_bytes, spec.page_size
+        if isinstance(spec, SlidingWindowSpec):
+            num_most = cdiv(max_new_tokens + multiple - 1, size) + max(1, cdiv(spec.sliding_window - 1, size))
+            num_pages = max(num_pages, min(cdiv(num_tokens, size), num_most))
+        elif isinstance(spec, ChunkedLocalAttentionSpec) and multiple > 1:
+            num_pages = min(
+                cdiv(num_tokens, size), num_pages + cdiv(multiple - 1, size) * (spec.attention_chunk_size % multiple > 0)
+            )
+        count += num_pages
+    return count
 
 
 @dataclass(frozen=True, slots=True)
