@@ -157,8 +157,10 @@ class RequestHashes:
     query: tuple[int, int, bool, int] | None
     is_counted: bool
     is_short: bool
+    are_unsure: bool
     refusal: Refusal | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = ...) -> Self: ...
+    def cut(self, num_pages: int) -> None: ...
 
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
@@ -183,6 +185,7 @@ class SlotAllocator:
 @final
 class RequestPages:
     session_id: str | None
+    num_cached_tokens: Final[int]
     def __new__(cls, store: PageStore, groups: CacheGroups, max_num_tokens: int) -> Self: ...
     def __len__(self) -> int: ...
     @property

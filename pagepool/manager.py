@@ -281,11 +281,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
             hashes = self._extend_hashes(request, num_queried_tokens)
-            refusal, num_full_tokens = hashes.refusal, 0
+            refusal, num_full_tokens = hashes.refusal, 0  # with it, unsure hashes are left as they are
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
                 hashes.refusal, context, session = None, 0, 0
+                if hashes.are_unsure or len(hashes.chain) * self.coordinator.hash_page_size > num_queried_tokens:
+                    hashes.cut(self._count_sure_hashes(request))
+                    hashes = self._extend_hashes(request, num_queried_tokens)
                 try:
                     if store.has_tier:  # pages that are loaded have their names, and their parents'
                         self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
@@ -331,8 +334,11 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_tokens > held.num_room_tokens:
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
+            start, hashes = held.count_entered_hashes(num_before), self._hashes.get(request.request_id)
+            if hashes is not None and num_before < held.num_cached_tokens:
+                hashes.cut(start)
             hashes = self._extend_hashes(request, num_tokens)
-            with self._naming(held, hashes, held.count_entered_hashes(num_before), num_tokens) as context:
+            with self._naming(held, hashes, start, num_tokens) as context:
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
@@ -364,8 +370,15 @@ class CacheManager(KeyHolder, SlotAllocator):
             hashes = self._hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self._hashes[request.request_id] = self.hasher.start(request)
+        if hashes.are_unsure and hashes.refusal is None:
+            hashes.cut(self._count_sure_hashes(request))
         self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
         return hashes
+
+    def _count_sure_hashes(self, request: Request) -> int:
+        """Return how many of a request's leading pages have hashes of tokens that do not change: computed and entered."""
+        held = self._requests.get(request.request_id)
+        return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
     def _share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
         """Keep hashes of a new request that goes on from `num_tokens` tokens of another; False unless these are the same."""
@@ -815,7 +828,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def free(self, request: Request, *, num_computed_tokens: int | None = None, seconds: float | None = None) -> None:
         """Free the pages of a request, if it holds any, the last first, so that ends of prefixes are evicted before their
-        beginnings. The hashes of the request stay for its return. O(pages).
+        beginnings. O(pages).
 
         `seconds` says when pages that nothing else holds are wanted again, at the next turn of a chat for example: see
         `expect`. None: what `expect` said of them stands.
@@ -839,6 +852,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
                     del self._requests[request.request_id]
+            if hashes is not None:
+                hashes.are_unsure = True
             if num_computed_tokens is not None:
                 self.page_pool._forget_evicted_names()
 

@@ -58,6 +58,9 @@ class EngineRequestStatus(IntEnum):
 class Request(Protocol):
     """The attributes of a request that a manager reads. It never writes to a request.
 
+    Tokens may be appended between calls. Those without slots may be taken back or replaced after a call that returned None or
+    raised, and all once the request was freed: see docs/engines.md.
+
     Counts and status may be NumPy scalars. ArgumentTypeError names an attribute that is missing or of another type.
 
     Optional attributes: `cache_salt` (requests of different salts share no pages), `lora_id`

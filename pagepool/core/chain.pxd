@@ -23,4 +23,5 @@ cdef class HashChain:
     cdef LockNode lock_node
 
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
+    cdef void cut(self, Py_ssize_t num_pages) noexcept
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

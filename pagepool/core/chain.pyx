@@ -98,6 +98,13 @@ cdef class HashChain:
         refuse_negative(ids.ids, ids.num, start)
         return ids if ids.num == stop - start else None
 
+    cdef void cut(self, Py_ssize_t num_pages) noexcept:
+        """Forget the digests from page `num_pages` on."""
+        with self.lock:
+            self.num = min(self.num, num_pages)
+            if self.token_ids is not None:
+                self.token_ids.num = min(self.token_ids.num, self.num * self.page_size)
+
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """`extend`, with the lock held; False, and nothing changed, where memory is short."""
         cdef Py_ssize_t num_pages = tokens.num // self.page_size

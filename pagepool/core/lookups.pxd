@@ -82,6 +82,7 @@ cdef class RequestHashes:
     cdef public object query
     cdef public bint is_counted
     cdef public bint is_short
+    cdef public bint are_unsure
     cdef public Refusal refusal
 
 

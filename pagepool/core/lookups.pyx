@@ -379,11 +379,17 @@ cdef class RequestHashes:
     ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, whether the request
     returns after a preemption, which ``is_counted`` implies, and the tokens that all groups of full attention hit, where others
     hit fewer, else 0. ``refusal`` describes the last refusal. ``is_short``: too few pages were free to load what the host tier
-    has.
+    has. The hashes ``are_unsure`` after a refused call, and once the request was freed: tokens that have no slots may change.
     """
 
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):
         self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
+
+    def cut(self, Py_ssize_t num_pages) -> None:
+        """Forget the hashes from page `num_pages` on, and the refusal that rests on them: those before are sure."""
+        self.chain.cut(num_pages)
+        del self.page_hashes[num_pages:]
+        self.refusal, self.are_unsure = None, False
 
     def __reduce__(self):
         raise ArgumentTypeError("RequestHashes references the secret key of the hashes and cannot be pickled or copied")

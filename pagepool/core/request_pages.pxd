@@ -41,7 +41,7 @@ cdef struct Step:             # the next tokens of a request
 @cython.final
 cdef class RequestPages:
     cdef Limits limits              # this and the next two first: a call with nothing due reads one cache line
-    cdef int64_t num_cached_tokens
+    cdef readonly int64_t num_cached_tokens
     cdef int64_t num_idle           # tokens that have slots, up to the next checkpoint
     cdef PageStore store
     cdef CacheGroups groups

@@ -439,7 +439,11 @@ cdef class RequestPages:
         if outcome == LOST_PAGE:
             raise DoubleFreeError(f"page {step.wrong_page} is freed more often than it is held")
         if outcome == ENTERED_OTHERWISE:
-            raise PageHashError(f"page {step.wrong_page} (at {step.wrong_at} of {step.wrong_num}) has a hash already")
+            page = f"page {step.wrong_page} (at {step.wrong_at} of {step.wrong_num})"
+            raise PageHashError(
+                f"{page} has a hash already: it was entered by hand, or tokens that it was cached for have changed since; then "
+                "free the request with num_computed_tokens"
+            )
         if outcome == HELD_FREE:
             self.store.check_untaken(step.wrong_page)
         raise MemoryError("the page ids of a request")

@@ -131,7 +131,8 @@ cdef class SlotAllocator:
         the request holds no page yet. Slots for drafts, `num_lookahead_tokens`, end at `max_model_len`. Pages that are filled
         by known tokens other than drafts enter the prefix index, unless `delay_cache_pages` (then call `commit_external` or
         `cache_pages` later). If the step does not run, `free` with `num_computed_tokens` drops those entries. Pages that have
-        left an attention window are freed first, even if None is returned.
+        left an attention window are freed first, even if None is returned. After None, and after an error, known tokens without
+        slots may be taken back or replaced: docs/engines.md says what else may change.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
@@ -149,6 +150,7 @@ cdef class SlotAllocator:
         cdef object request_id = None
         cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0
         cdef bint is_delayed, is_plain = False
+        cdef object pages = None
         try:
             request_id = request.request_id
             held = find_held(self.requests, request_id)
@@ -188,11 +190,21 @@ cdef class SlotAllocator:
         if not lock.acquire():
             lock.__enter__()  # raises: the lock was lost in a fork
         try:
-            return self.allocate_due(
+            pages = self.allocate_due(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
         finally:
+            if pages is None:
+                self.doubt_hashes(request_id)
             lock.release()
+        return pages
+
+    cdef int doubt_hashes(self, object request_id) except -1:
+        """Note that tokens of a request that was refused may change."""
+        cdef RequestHashes hashes = self.hashes.get(request_id)
+        if hashes is not None:
+            hashes.are_unsure = True
+        return 0
 
     def cache_pages(self, request, num_computed_tokens) -> None:
         """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
@@ -240,7 +252,7 @@ cdef class SlotAllocator:
         cdef bint is_full, is_admission = held is None, has_hits = hits is not self._no_ids
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef int64_t num_pages, num_hashed = 0
+        cdef int64_t num_pages, num_known = 0, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
@@ -253,7 +265,8 @@ cdef class SlotAllocator:
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
-            step.num_to_cache = min(counts.num_tokens, count_of(read_num_tokens(request)))
+            num_known = count_of(read_num_tokens(request))
+            step.num_to_cache = min(counts.num_tokens, num_known)
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission:
@@ -277,6 +290,10 @@ cdef class SlotAllocator:
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
                 hashes = self._extend_hashes(request, num_hashed)
+            elif hashes.are_unsure or counts.num_computed < held.num_cached_tokens or (
+                num_hashed <= num_known < hashes.chain.num * self.hash_page_size
+            ):
+                hashes.cut(held.count_entered_hashes(counts.num_computed))
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None

@@ -1,0 +1,272 @@
+"""Known tokens that an engine takes back, replaces or extends: what hits has been computed, or the change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hybrids import make_batch, make_manager, manager_state
+from refusing import refused
+
+from pagepool import CacheManager, EngineRequest, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from pagepool.errors import PageHashError
+
+
+class OwnRequest:
+    """An engine's own request, whose tokens are an array that is made anew for each read."""
+
+    def __init__(self, request_id: str, token_ids: list[int]) -> None:
+        self.request_id, self.tokens, self.num_computed_tokens = request_id, list(token_ids), 0
+        self.sampling_params, self.status = None, 1
+
+    @property
+    def all_token_ids(self) -> Any:
+        return np.array(self.tokens, dtype=np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def set_tokens(request: Any, token_ids: list[int]) -> None:
+    """Change the known tokens in place."""
+    if isinstance(request, OwnRequest):
+        request.tokens = list(token_ids)
+    else:
+        request.all_token_ids[:] = token_ids
+
+
+def full(page_size: int) -> Any:
+    return FullAttentionSpec(page_size, 1, 8, "float16", False)
+
+
+def window(page_size: int) -> Any:
+    return SlidingWindowSpec(page_size, 1, 8, "float16", False, 2 * page_size + 1)
+
+
+def state(page_size: int) -> Any:
+    return MambaSpec(page_size, ((1, 1),), "float16", checkpoint_interval=2 * page_size)
+
+
+LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "full": lambda size: (full(size),),
+    "full and window": lambda size: (full(size), window(size)),
+    "full and state": lambda size: (full(size), state(size)),
+}
+CHANGES: dict[str, Callable[[list[int], int], list[int]]] = {  # of known tokens, the first of them computed
+    "last replaced": lambda tokens, num: [*tokens[:-1], 1000],
+    "first replaced": lambda tokens, num: [*tokens[:num], 1000, *tokens[num + 1 :]],
+    "all replaced": lambda tokens, num: [*tokens[:num], *range(1000, 1000 + len(tokens) - num)],
+    "shortened": lambda tokens, num: tokens[: num + 1],
+    "shortened and extended": lambda tokens, num: [*tokens[: num + 1], *range(1000, 1000 + len(tokens) - num)],
+    "extended": lambda tokens, num: [*tokens, 1000],
+}
+
+
+def hits_of(manager: CacheManager, token_ids: list[int]) -> int:
+    return manager.probe(EngineRequest("probe", [*token_ids, 999])).num_hit_tokens
+
+
+def find_next(manager: CacheManager, request: Any) -> int:
+    """Return how many tokens the next chunk has: up to the next checkpoint, if any are kept."""
+    return min(manager.find_next_checkpoint(request), request.num_tokens) - request.num_computed_tokens
+
+
+def finish(manager: CacheManager, request: Any) -> None:
+    """Compute what is known in chunks, and look the request up before the first."""
+    while request.num_computed_tokens < request.num_tokens:
+        hits, num_hit_tokens = None, 0
+        if not any(manager.get_page_ids(request.request_id)):
+            hits, num_hit_tokens = manager.get_computed_pages(request)
+        request.num_computed_tokens += num_hit_tokens
+        num_new = find_next(manager, request)
+        request.num_computed_tokens -= num_hit_tokens
+        assert manager.allocate_slots(request, num_new, num_hit_tokens, hits) is not None
+        request.num_computed_tokens += num_hit_tokens + num_new
+        manager.take_copies()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("num_computed", [0, 4, 8])
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("make_request", "hash_algo"), [(EngineRequest, "siphash128"), (OwnRequest, "sha256")])
+def test_tokens_without_slots_may_change_after_a_refusal(
+    change: str, num_computed: int, page_size: int, layout: str, make_request: Any, hash_algo: str
+) -> None:
+    """Whether they were looked up, or only hashed by the call that was refused; again and again."""
+    for is_looked_up in (False, True):
+        manager = make_manager(*LAYOUTS[layout](page_size), num_pages=120, hash_algo=hash_algo)
+        tokens = list(range(100, 114))
+        request = make_request("a", tokens)
+        if is_looked_up:
+            manager.get_computed_pages(request)
+        while request.num_computed_tokens < num_computed:
+            num_new = min(find_next(manager, request), num_computed - request.num_computed_tokens)
+            assert manager.allocate_slots(request, num_new) is not None
+            request.num_computed_tokens += num_new
+            manager.take_copies()
+        for number in range(2):
+            others = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
+            assert manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens) is None
+            manager.page_pool.free_page_ids(others)
+            tokens = [token + number for token in CHANGES[change](tokens, num_computed)]
+            tokens[:num_computed] = range(100, 100 + num_computed)
+            set_tokens(request, tokens)
+        finish(manager, request)
+        manager.free(request)
+        step = 2 * page_size if layout == "full and state" else page_size
+        assert hits_of(manager, tokens) == len(tokens) // step * step
+        assert hits_of(manager, list(range(100, 114))) <= num_computed // step * step + (change == "extended") * step * 9
+        manager.check()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_hits_was_computed_whatever_changes(seed: int) -> None:
+    """Chunks, refusals, preemptions, look-ups and changes at random: of tokens without slots, of all once a request was freed,
+    and of computed ones that are computed again, which may be refused.
+    """
+    rng = Random(seed)
+    page_size = rng.choice((1, 2, 3, 4))
+    layout = rng.choice((*LAYOUTS, "full"))
+    manager = make_manager(*LAYOUTS[layout](page_size), num_pages=150, keep_token_ids=rng.random() < 0.3)
+    computed: set[tuple[int, ...]] = set()  # all prefixes of which each token was computed
+    for number in range(12):
+        tokens = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
+        request = rng.choice((EngineRequest, OwnRequest))(f"{number % 3}", tokens)
+        for _ in range(12):
+            num_computed = request.num_computed_tokens
+            if rng.random() < 0.6:
+                tokens = tokens[: rng.randint(num_computed, len(tokens))] + [rng.randrange(3) for _ in range(rng.randint(0, 3))]
+                set_tokens(request, tokens)
+            num_free = manager.page_pool.get_num_free_pages()
+            others = manager.page_pool.get_new_page_ids(num_free if rng.random() < 0.4 else 0)
+            if num_computed < len(tokens):
+                hits, num_hits = None, 0
+                if num_computed == 0 and rng.random() < 0.7:
+                    hits, num_hits = manager.get_computed_pages(request)
+                    assert num_hits == 0 or tuple(tokens[:num_hits]) in computed
+                request.num_computed_tokens += num_hits
+                num_new = find_next(manager, request)
+                request.num_computed_tokens -= num_hits
+                is_delayed = rng.random() < 0.2
+                added = manager.allocate_slots(request, num_new, num_hits, hits, delay_cache_pages=is_delayed)
+                if added is not None and rng.random() < 0.2:
+                    manager.free(request, num_computed_tokens=num_hits + num_computed)  # it did not run
+                    request.num_computed_tokens = 0
+                elif added is not None:
+                    request.num_computed_tokens += num_hits + num_new
+                    computed |= {tuple(tokens[:n]) for n in range(request.num_computed_tokens + 1)}
+                    if is_delayed:
+                        manager.cache_pages(request, request.num_computed_tokens)
+                manager.take_copies()
+            manager.page_pool.free_page_ids(others)
+            if rng.random() < 0.2:
+                manager.free(request)
+                request.num_computed_tokens = 0
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
+            for probed in (prompt, tokens):
+                num_hits = hits_of(manager, probed)
+                assert num_hits == 0 or tuple(probed[:num_hits]) in computed
+        manager.free(request)
+        manager.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_cached_token_that_changes_is_noticed(page_size: int, is_late: bool) -> None:
+    """Where it is to be computed again. Once the request is freed with its computed tokens, it may go on with other ones."""
+    manager = make_manager(full(page_size))
+    request = EngineRequest("a", list(range(100, 108)))
+    manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 4
+    manager.allocate_slots(request, 4, delay_cache_pages=is_late)
+    if is_late:
+        manager.cache_pages(request, 8)
+    request.all_token_ids[7] = 1
+    with refused(
+        lambda: manager_state(manager), PageHashError, "has a hash already.* free the request with num_computed_tokens"
+    ):
+        manager.allocate_slots(request, 4)
+    with refused(lambda: manager_state(manager), PageHashError, "has a hash already"):
+        manager.cache_pages(request, 8)
+    manager.free(request, num_computed_tokens=4)
+    request.num_computed_tokens = 0
+    finish(manager, request)
+    assert hits_of(manager, list(range(100, 108))) == 8 - page_size
+    assert hits_of(manager, request.all_token_ids) == 8
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
+def test_tokens_may_change_between_a_preemption_and_the_next_look_up(hash_algo: Any) -> None:
+    manager = make_manager(full(4), hash_algo=hash_algo)
+    request = EngineRequest("a", list(range(100, 112)))
+    finish(manager, request)
+    manager.free(request)
+    request.num_computed_tokens = 0
+    request.all_token_ids[5:] = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert manager.get_computed_pages(request)[1] == 4
+    finish(manager, request)
+    assert hits_of(manager, request.all_token_ids) == 12
+    assert hits_of(manager, list(range(100, 112))) == 12
+
+
+def test_a_request_that_changes_while_it_waits_is_looked_up_again() -> None:
+    """Or its hits are refused, if it was refused in one group of full attention, and nothing changed since."""
+    manager = make_manager(full(4), num_pages=12)
+    first = EngineRequest("first", list(range(100, 108)))
+    finish(manager, first)
+    manager.free(first)
+    others = manager.page_pool.get_new_page_ids(8)
+    request = EngineRequest("a", list(range(100, 124)))
+    for _ in range(2):
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        assert (manager.allocate_slots(request, 24 - num_hit_tokens, num_hit_tokens, hits), num_hit_tokens) == (None, 8)
+    request.all_token_ids[6] = 1
+    manager.page_pool.free_page_ids(others)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    if num_hit_tokens > 4:
+        with refused(lambda: manager_state(manager), PageHashError, "look it up again"):
+            manager.allocate_slots(request, 24 - num_hit_tokens, num_hit_tokens, hits)
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert num_hit_tokens == 4
+    finish(manager, request)
+    assert hits_of(manager, request.all_token_ids) == 24
+    assert hits_of(manager, list(range(100, 124))) <= 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_forget_what_they_are_cut_to(seed: int) -> None:
+    """Rows copy their tokens: after refused steps and growth, tokens are cut and others appended."""
+    rng = Random(seed)
+    page_size = rng.choice((1, 2, 4))
+    manager = make_manager(full(page_size), num_pages=100)
+    batch = make_batch(manager)
+    computed: set[tuple[int, ...]] = set()
+    for _ in range(10):
+        tokens = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+        assert batch.admit(0, tokens) is not None
+        for _ in range(12):
+            num_computed = int(batch.num_computed_tokens[0])
+            computed |= {tuple(tokens[:n]) for n in range(num_computed + 1)}
+            others = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages() if rng.random() < 0.5 else 0)
+            if num_computed == len(tokens) and rng.random() < 0.5:
+                token_id = rng.randrange(3)
+                tokens += [token_id] * batch.step([0], [token_id]).num_grown
+            else:
+                new = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+                batch.append([0] * len(new), new)
+                tokens = tokens + new
+                batch.grow([0], rng.randint(0, len(tokens) - num_computed))
+            manager.page_pool.free_page_ids(others)
+            if rng.random() < 0.5:
+                tokens = tokens[: rng.randint(int(batch.num_computed_tokens[0]), len(tokens))]
+                batch.trim([0], len(tokens))
+        computed |= {tuple(tokens[:n]) for n in range(int(batch.num_computed_tokens[0]) + 1)}
+        batch.release([0])
+        for _ in range(20):
+            probed = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
+            assert tuple(probed[: hits_of(manager, probed)]) in computed | {()}
