@@ -232,7 +232,7 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
 
 def test_a_request_with_a_page_that_somebody_else_gave_back_is_not_freed():
     """The window's pages, freed before that page was met, are held again; skipped ones do not count."""
-    manager = make_manager(sliding(6), full())
+    manager = make_manager(sliding(6), full(), windows="all")
     request, _ = admit(manager, "a", range(16))
     decode(manager, request, [1, 2])
     window, [first, *_] = manager.get_page_ids("a")
