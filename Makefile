@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
+RAY_VERSIONS ?= 2.54 2.60
 RAY_VENV ?= $(HOME)/.cache/pagepool/venv-ray
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
@@ -225,9 +226,14 @@ easydel-environment:  ## the environment of test-easydel and bench-results
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	touch $(EASYDEL_VENV)/complete
 
-test-ray:  ## the tests with Ray Serve, of the version that the extra pins: in an environment of its own
-	$(MAKE) $(RAY_VENV)/with-test VENV=$(RAY_VENV) TEST_EXTRAS=jax,serve
-	$(RUN) $(RAY_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_ray_serve.py
+# One version after the other: each starts clusters.
+test-ray:  ## the tests with Ray Serve, each version in an environment of its own: RAY_VERSIONS=2.60
+	$(foreach version,$(RAY_VERSIONS),$(MAKE) test-ray-$(version) && ) true
+
+test-ray-%:
+	mkdir -p $(RAY_VENV)-$* && echo 'ray==$*.*' > $(RAY_VENV)-$*/ray.txt
+	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
+	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_ray_serve.py
 
 # VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
 # runs.

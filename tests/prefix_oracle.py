@@ -151,7 +151,7 @@ def encode(events: list[dict[str, Any]], rng: Random) -> bytes:
             event["block_hashes"] = [told(block_hash) for block_hash in event["block_hashes"]]
         if event.get("parent_block_hash") is not None:
             event["parent_block_hash"] = told(event["parent_block_hash"])
-        told_events.append(event if rng.random() < 0.5 else as_array(event))
+        told_events.append(event if event.get("num_groups") or rng.random() < 0.5 else as_array(event))
     if rng.random() < 0.3:
         return msgspec.msgpack.encode({"ts": 1.5, "events": told_events, "data_parallel_rank": 0})
     return msgspec.msgpack.encode([1.5, told_events, *rng.choice(([], [None], [3]))])

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,8 @@ async def send(router: Any, replicas: list[Replica], request: Any, rng: Random) 
     """Route a request as Serve does: a replica that is full or dead makes it route anew."""
     from ray.serve._private.common import ReplicaQueueLengthInfo
 
+    from pagepool.router.ray_serve import IS_OLD as is_old
+
     is_retry = False
     while True:
         replica = await router._choose_replica_for_request(request, is_retry=is_retry)
@@ -78,7 +81,8 @@ async def send(router: Any, replicas: list[Replica], request: Any, rng: Random) 
         else:
             is_accepted = replica.num_ongoing < MAX_ONGOING
             replica.num_ongoing += is_accepted
-            router.on_new_queue_len_info(replica.replica_id, ReplicaQueueLengthInfo(is_accepted, replica.num_ongoing))
+            queue = ReplicaQueueLengthInfo(is_accepted, replica.num_ongoing) if is_old else replica.num_ongoing
+            router.on_new_queue_len_info(replica.replica_id, queue)
             if is_accepted:
                 result = Result()
                 router.on_request_routed(request, replica.replica_id, result)
@@ -136,13 +140,42 @@ def test_every_request_is_routed(seed: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.53.1", "CompatError: ray: got 2.53.1, allowed: 2.54, or 2.60 and later, with Serve"),
+        ("2.59.0", "CompatError: ray: got 2.59.0, allowed: 2.54, or 2.60 and later, with Serve"),
+        ("nightly", "CompatError: ray: got nightly, allowed: 2.54, or 2.60 and later, with Serve"),
+        ("2.54.9", ""),
+        ("2.60.7", ""),
+        ("2.61.0rc1", "UserWarning: ray: got 2.61.0rc1, tested: 2.54 and 2.60"),
+        ("3.0.0.dev0", "UserWarning: ray: got 3.0.0.dev0, tested: 2.54 and 2.60"),
+    ],
+)
+def test_other_versions_are_refused_or_warned_of(version: str, said: str) -> None:
+    code = f"import ray; ray.__version__ = {version!r}; import pagepool.router.ray_serve"
+    process = run_python("-W", "default", "-c", code)
+    assert ("CompatError" in said) == bool(process.returncode)
+    assert said in process.stderr
+    assert ("tested:" in process.stderr) == ("tested:" in said)
+
+
+def test_a_version_without_what_is_used_is_refused() -> None:
+    code = "import ray; ray.__version__ = '2.70.0'; from ray.serve.request_router import RequestRouter as it; "
+    process = run_python("-c", code + "del it.on_request_routed, it.curr_replicas; import pagepool.router.ray_serve")
+    assert "CompatError: ray: got 2.70.0" in process.stderr
+    assert "its RequestRouter has no curr_replicas, on_request_routed" in process.stderr
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_chats_hit_what_their_last_turn_left(is_killed: bool) -> None:
-    """A replica that dies loses at most what it was sent, four requests at a time; the others are answered."""
+def test_chats_hit_what_their_last_turn_left(is_killed: bool, tmp_path: Path) -> None:
+    """A replica that dies loses at most what it was sent, four requests at a time; the others are answered. Ray's workers
+    import from the folder in which it starts, so that is no source tree.
+    """
     pytest.importorskip("pagepool.router.ray_serve", exc_type=Exception)
     example = ROOT / "examples" / "serving.py"
     arguments = ["--routers", "pagepool", "--chats", "6", "--turns", "4", *(["--kill"] if is_killed else [])]
-    process = run_python(example, *arguments, timeout=900, PYTHONSAFEPATH="", **PATIENCE)
+    process = run_python(example, *arguments, timeout=900, cwd=tmp_path, PYTHONSAFEPATH="", **PATIENCE)
     found = LINE.search(process.stdout)
     assert found is not None, (process.stdout, process.stderr, sys.executable)
     num_requests, num_lost, num_cached, num_tokens = map(int, found.groups())

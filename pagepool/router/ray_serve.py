@@ -1,12 +1,15 @@
 """The plug for Ray Serve: requests go where their prefixes are cached.
 
-Tested with Ray 2.54, whose interface for request routers is alpha: with another version the import raises CompatError.
+Tested with Ray 2.54 and 2.60, whose interface for request routers is alpha. With a newer one the import warns, and raises
+CompatError if something that is used is gone; with others it raises CompatError.
 """
 
 import asyncio
 import importlib
 import itertools
 import math
+import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
@@ -20,18 +23,37 @@ from pagepool.router.choice import PrefixRouter
 from pagepool.router.index import PrefixIndex
 from pagepool.router.subscriber import EventSubscriber
 
+ALLOWED = "2.54, or 2.60 and later, with Serve (ray[serve])"
 try:
-    from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+    from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError as error:
-    raise CompatError(f"ray: got {ray.__version__}, allowed: 2.54 with Serve (ray[serve]): {error}") from error
+    raise CompatError(f"ray: got {ray.__version__}, allowed: {ALLOWED}: {error}") from error
 
 __all__ = ["PrefixRequestRouter", "announce"]
 
-TESTED_VERSION = "2.54"
+OLD, NEWEST = (2, 54), (2, 60)
+"""The versions that are tested. Between them a request may be left without a replica, as `_choose_replica_for_request` says."""
+
+USED = ("choose_replicas", "curr_replicas", "on_replica_actor_died", "on_request_routed", "select_available_replicas")
+"""What is used of Serve's class, beside `initialize_state` and `update_replicas`, without which it would be none."""
+
 ANNOUNCED = "pagepool_events"
 
-if ray.__version__.rpartition(".")[0] != TESTED_VERSION:
-    raise CompatError(f"ray: got {ray.__version__}, allowed: {TESTED_VERSION}, because Serve's request routers are alpha")
+
+def require_version(version: str) -> bool:
+    """Return whether a version of Ray is the old one. CompatError for others that cannot be used; warns of untested ones."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    numbers = (int(found[1]), int(found[2])) if found else (0, 0)
+    missing = [name for name in USED if not hasattr(RequestRouter, name)]
+    if missing or (numbers != OLD and numbers < NEWEST):
+        reason = f": its RequestRouter has no {', '.join(missing)}" if missing else ""
+        raise CompatError(f"ray: got {version}, allowed: {ALLOWED}{reason}")
+    if numbers > NEWEST:
+        warnings.warn(f"ray: got {version}, tested: 2.54 and 2.60; Serve's request routers are alpha", stacklevel=2)
+    return numbers == OLD
+
+
+IS_OLD = require_version(ray.__version__)
 
 
 def announce(endpoint: str, replay_endpoint: str | None = None) -> dict[str, Any]:
@@ -56,6 +78,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         tokenize: str,
         hash_algo: str = "siphash128",
         hash_seed: int | str | None = None,
+        num_groups: int | None = None,
         max_imbalance: float | None = None,
         max_age: float | None = None,
     ) -> None:
@@ -69,7 +92,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
             self._tokenize: Callable[..., Sequence[int]] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ArgumentError(f"tokenize: got {shown(tokenize)}, allowed: 'module:function': {error}") from error
-        self._index = PrefixIndex(page_size, hash_algo=hash_algo, hash_seed=hash_seed)
+        self._index = PrefixIndex(page_size, hash_algo=hash_algo, hash_seed=hash_seed, num_groups=num_groups)
         self._choice = PrefixRouter(
             self._index,
             (),
@@ -110,6 +133,11 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
+        if not IS_OLD:
+            await asyncio.sleep(0)  # the request that this task routed before is sent, and counted as its replica's, first
+            candidate_replicas = [each for each in candidate_replicas if each.replica_id in self._workers]
+        if not candidate_replicas:
+            return []
         workers = {self._workers[each.replica_id]: each for each in candidate_replicas}
         free = [self._workers[each.replica_id] for each in self.select_available_replicas(candidate_replicas)]
         request = pending_request.metadata.internal_request_id
@@ -120,24 +148,28 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         others = sorted(workers.keys() - {worker}, key=lambda other: (loads[other], other))
         return [[workers[each]] for each in (worker, *others)]
 
-    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
-        """Choose a replica for a request in the task that sends it, at most `max_num_routing_tasks_cap` requests at a time.
+    if IS_OLD:
 
-        In Ray 2.54 a request is taken from a queue by one of several tasks, and a task that is one too many ends, even if the
-        request that it took has no replica yet. Routers that send requests in the order of their arrival let another task send
-        it. A router that chooses by request would lose it.
-        """
-        async with self._turns, aclosing(self._choose_replicas_with_backoff(pending_request)) as rounds:
-            attempt = 0
-            async for candidates in rounds:
-                replica = await self._select_from_candidate_replicas(candidates, attempt)
-                if replica is not None:
-                    break
-                attempt += 1
-        self._record_queue_wait_time(pending_request)
-        return replica
+        async def _choose_replica_for_request(
+            self, pending_request: PendingRequest, *, is_retry: bool = False
+        ) -> RunningReplica:
+            """Choose a replica for a request in the task that sends it, at most `max_num_routing_tasks_cap` requests at a time.
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+            In Ray 2.54 a request is taken from a queue by one of several tasks, and a task that is one too many ends, even if
+            the request that it took has no replica yet. Routers that send requests in the order of their arrival let another
+            task send it. A router that chooses by request would lose it. In Ray 2.60 the task goes on until it has one.
+            """
+            async with self._turns, aclosing(self._choose_replicas_with_backoff(pending_request)) as rounds:
+                attempt = 0
+                async for candidates in rounds:
+                    replica = await self._select_from_candidate_replicas(candidates, attempt)
+                    if replica is not None:
+                        break
+                    attempt += 1
+            self._record_queue_wait_time(pending_request)
+            return replica
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Count a request as its replica's load until it ends."""
         super().on_request_routed(pending_request, replica_id, result)
         request, worker = pending_request.metadata.internal_request_id, self._workers.get(replica_id)
