@@ -823,6 +823,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "YOCO": (base(32, 32, 8, 4096, use_yoco=True), "use_yoco"),
     "Nemotron-NAS with windows": (NAS | {"block_configs": [block(8, window_length=8192)] * 6}, "window_length"),
     "Nemotron-NAS with too few blocks": (NAS | {"block_configs": [block(8)] * 5}, "block_configs"),
+    "Nemotron-NAS with groups that do not divide": (NAS | {"block_configs": [block(5)] * 6}, "n_heads_in_group"),
+    "DBRX without a field": ({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40}, "attn_config"),
     "DBRX without KV heads": (
         {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "attn_config": {"clip_qkv": 8}},
         "attn_config",

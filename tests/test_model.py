@@ -188,6 +188,16 @@ def test_what_makes_no_sense(config: object, reason: str, tmp_path: Path) -> Non
     assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
+def test_names_and_depths_of_fields(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"has 'a\\x1b layer', which is not understood"):
+        page_bytes_of(tmp_path, {**LLAMA, "a\x1b layer": 1})
+    deep: dict[str, Any] = {"a_layer": 1}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(ArgumentError):
+        page_bytes_of(tmp_path, {**LLAMA, "b": deep})
+
+
 def test_what_is_no_json(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff", b"[" * 100_000):
         (tmp_path / "config.json").write_bytes(content)

@@ -158,6 +158,8 @@ def _rename(config: Config, name: str, other: str) -> None:
 def _find_kv_heads(config: Config) -> object:
     """Return the KV heads, a number or a list by layer; None if there are as many as other heads."""
     attn_config = config.get("attn_config")
+    if config.get("model_type") == "dbrx" and not isinstance(attn_config, dict):
+        raise ArgumentError("lacks attn_config, which has the KV heads")
     if config.get("model_type") in ("mpt", "dbrx") and isinstance(attn_config, dict):
         kind, num = attn_config.get("attn_type"), attn_config.get("kv_n_heads")
         is_full = kind == "multihead_attention"
@@ -202,7 +204,12 @@ def _read_blocks(config: Config) -> None:
         if has_cache and attention.get("num_key_value_heads") is not None:
             num = read_int(attention, "num_key_value_heads")
         elif has_cache:
-            num = read_int(config, "num_attention_heads") // read_int(attention, "n_heads_in_group")
+            num_heads, size = read_int(config, "num_attention_heads"), read_int(attention, "n_heads_in_group")
+            if num_heads % size:
+                raise ArgumentError(
+                    f"block_configs: n_heads_in_group {size} of layer {layer} does not divide {num_heads} heads"
+                )
+            num = num_heads // size
         num_kv_heads.append(num)
     if config.get("layer_types"):
         raise ArgumentError("has block_configs and layer_types: which of them counts is not understood")

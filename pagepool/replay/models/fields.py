@@ -7,7 +7,7 @@ an error that names it, since a page of a wrong size is worse than none.
 import re
 from typing import Any
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.config import Config, is_set
 
 __all__ = ["REMEDY", "check_fields"]
@@ -105,7 +105,8 @@ def _check(config: Config, known: frozenset[str], num_layers: object, path: str 
         if not is_set(value) or name in known or _is_without_influence(name):
             continue
         if SUSPICIOUS.search(name.replace("qkv", "")) or _is_by_layer(value, num_layers):
-            raise ArgumentError(f"has {path}{name}, which is not understood: {REMEDY}")
+            named = f"{path}{name}" if name.isidentifier() else shown(f"{path}{name}")
+            raise ArgumentError(f"has {named}, which is not understood: {REMEDY}")
         if isinstance(value, dict):
             _check(value, known, num_layers, f"{path}{name}.")
 

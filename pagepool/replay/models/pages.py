@@ -221,7 +221,7 @@ def read_model(
     """
     try:
         return _read_pages(read_config(path), page_size, kv_dtype, state_dtype)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:  # the last for dicts in dicts
         raise ArgumentError(f"{path}: {error}") from error
 
 

@@ -26,6 +26,7 @@ __all__ = [
 Fields: TypeAlias = dict[str, Any]
 LineReader: TypeAlias = Callable[[bytes], Fields]
 
+MAX_SHOWN = 200  # characters of a header
 MAX_MILLISECONDS = 2**53  # beyond it floats skip integers
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 COLUMN = re.compile(r"(?:[A-Za-z_][\w .()/-]*)?")
@@ -36,7 +37,10 @@ NAMES = {
         "input_length",
         "input_tokens",
         "prompt_tokens",
+        "num_prompt_tokens",
         "num_prefill_tokens",
+        "input_len",
+        "prompt_len",
         "contexttokens",  # Azure
         "request_tokens",  # BurstGPT
     ),
@@ -44,7 +48,9 @@ NAMES = {
         "output_length",
         "output_tokens",
         "completion_tokens",
+        "num_output_tokens",
         "num_decode_tokens",
+        "output_len",
         "generatedtokens",
         "response_tokens",
     ),
@@ -84,7 +90,7 @@ def find_reader(header: bytes) -> LineReader | None:
     if len(columns) < 2 or not all(COLUMN.fullmatch(column) for column in columns):
         return None
     if {*map(_as_name, columns)}.isdisjoint(NAMES["input_length"]):
-        raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)}")
+        raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)[:MAX_SHOWN]}")
 
     def read_row(text: bytes) -> Fields:
         try:
