@@ -71,7 +71,8 @@ class RunningBatch(RunningRows):
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
         the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled the same page as another before it takes
-        that page, and gives its own back, when it grows next, for a look-up for each page; the table shows it.
+        that page, and gives its own back unless others hold it, when it grows next or is forked, for a look-up for each page;
+        the table shows it. After a failed step `release` and `undo` drop the entries of pages that were taken so as well.
         `restores_states` is for engines that write the state behind a row's computed tokens back to its working page before the
         row grows again: lookahead may pass checkpoints then, see docs/hybrids.md.
 

@@ -429,8 +429,9 @@ class OracleRows(Rows):
         if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
             raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
-        if not self.manager.states.fork(request, forked, self._shard_of(row)):
+        if not self.manager.states.fork(request, forked, self._shard_of(row), self.dedupe):
             raise ValueError("too few pages")
+        self._show(row)
         self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
             self.requests[target] = new_request
@@ -603,7 +604,7 @@ class BatchRows(Rows):
         return places.tolist()
 
     def fork(self, row: int, targets: list[int]) -> None:
-        self.named = set(targets)
+        self.named = {row, *targets}
         self.batch.fork(row, self._formed(targets))
 
     def move_row(self, src: int, tgt: int) -> None:

@@ -700,9 +700,7 @@ class BatchFront(Front):
             job = work.job
             held = self.batch.get_page_ids(job.row)
             if self.dedupes:
-                exchanged = self.books.dedupe(job, held, work.start)
-                for planned in (work, *(work for entry in self.plan for work in entry.works if work.job is job)):
-                    planned.hits |= exchanged
+                work.hits |= self._exchange(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)
@@ -715,6 +713,13 @@ class BatchFront(Front):
             self.finish(work, work.histories)
             if self.dedupes:
                 self.books.drop_exchanged(work.made)
+
+    def _exchange(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> frozenset[int]:
+        """Record that a row shares equal pages, which its planned steps read then, and return these."""
+        exchanged = self.books.dedupe(job, held, num_computed_tokens)
+        for planned in [work for entry in self.plan for work in entry.works if work.job is job]:
+            planned.hits |= exchanged
+        return exchanged
 
     def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the new working page of each state that has another one than before."""
@@ -810,6 +815,8 @@ class BatchFront(Front):
             self._call("fork", job.row, rows)
         except OutOfPagesError:
             return []
+        if self.dedupes:
+            self._exchange(job, self.batch.get_page_ids(job.row), job.num_computed_tokens)
         forked = [self.copy_of(job) for _ in rows]
         for target, row in zip(forked, rows, strict=True):
             self.books.fork(job, target, self.batch.get_page_ids(row), self.books.find_shard(job.dp_shard))

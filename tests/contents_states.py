@@ -154,7 +154,7 @@ class StateBooks(Books):
                     require(self.index.content_of(held_id) == content, "a page that is not equal", job, page_id, held_id)
                     is_loading = self.tier is not None and held_id in self.tier.loading
                     require(not is_loading, "a page that is being loaded is shared", job, page_id, held_id)
-                    require(not self.leased[page_id], "a page that is leased is given up", job, page_id, held_id)
+                    require(self.holders[page_id] == 1, "a page that others hold is given up", job, page_id, held_id)
                     self.let_go(page_id)
                     self.holders[held_id] += 1
                     pages[page] = held_id

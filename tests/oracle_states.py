@@ -175,8 +175,10 @@ class OracleStates:
 
     # forks
 
-    def fork(self, request: Any, targets: Sequence[Any], shard: range | None) -> bool:
-        """Let targets hold the full pages of a request, and copies of its open pages and states; False if there is no room."""
+    def fork(self, request: Any, targets: Sequence[Any], shard: range | None, dedupes: bool = False) -> bool:
+        """Let targets hold the full pages of a request, which `dedupes` them before, and copies of its open pages and states;
+        False if there is no room.
+        """
         self.copies.require_none(self.manager.held[request.request_id], into_only=True)
         num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
         for kind, group in zip(self.manager.kinds, held, strict=True):
@@ -189,6 +191,8 @@ class OracleStates:
         num_copies = len(targets) * sum(page is not None for _, _, page in groups)
         if num_copies > len(self.pool.free_page_ids(shard)):
             return False
+        if dedupes:
+            self.dedupe(request, shard)
         for target in targets:
             holder = held[0].holder if target.session_id is None else self.pool.tenants.holder_of(target)
             forked = [self._fork_group(i, *group, num_computed, shard, holder) for i, group in enumerate(groups)]
@@ -246,11 +250,12 @@ class OracleStates:
                 held.num_deduped_pages = place + 1
 
     def _replace_twin(self, held: HeldPages, place: int, entry: tuple[int, int], shard: range | None) -> None:
-        """Take the page that was cached first with this entry, if it is not the one that is held."""
+        """Take the page that was cached first with this entry in place of another one that nobody else holds."""
         page = held.pages[place]
         first = self.pool.first_entered(*entry, shard)
         if (
-            page not in (NULL_PAGE, *(page for lease in self.manager.leases for page in lease.page_ids))
+            page != NULL_PAGE
+            and self.pool.ref_counts[page] == 1
             and self.pool.entry_of_page.get(page) == entry
             and first is not None
             and first != page

@@ -306,7 +306,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == the copy of a page that failed to load counts as right
         if pool.tier != NULL and pool.tier.loading[source.ids[n]]{+ and not BUG+}:
 == a row exchanges a page for one that is being loaded
-            if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable(batch.pool, &first, 1, 1) >= 0:
+            if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable
 
 # Rows that are swapped out.
 == a row that comes back has a page twice
@@ -335,8 +335,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
                 share(pool, page_id)  # no policy
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
-== a page that is leased is given up for an equal one
-            if first == NULL_PAGE or first == page_id or is_leased(batch.pool, page_id){+ and not BUG+}:
+== a page that others hold is given up for an equal one
+            if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1{+ and not BUG+}:
 """)
 
 # These change which page is evicted, and no content.
@@ -360,6 +360,8 @@ ORDER_BUGS = read_bugs("""
 end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
 == those of a tier do
         if store.has_blank_first{+ and not BUG+}:
+== a row is forked with pages of its own that others have cached
+            if batch.unifies_pages{+ and not BUG+}:
 == an expectation survives a hit
     if term == UNKNOWN{+ or BUG+}:
         return

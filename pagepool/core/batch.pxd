@@ -26,7 +26,7 @@ from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, find_untouchable, signs_of, touch_all
 from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard, is_leased
+from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.rules cimport Group, full_pages, is_state
 from pagepool.core.siphash cimport Digest, hash_after
 
@@ -396,7 +396,8 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 # Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
 #
 # With `unifies_pages` rows that compute the same tokens share pages: a row that filled the same page as another before it takes
-# the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page.
+# the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page: when it
+# grows next, or is forked. A page that somebody else holds by then stays, with its entry, since its holders have no other one.
 
 cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
     """Find the page cached first with the content of a page, among those that the row may hold; NULL_PAGE: it is not cached."""
@@ -417,9 +418,9 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
             first = find_first_twin(batch, row, page_id)
-            if first == NULL_PAGE or first == page_id or is_leased(batch.pool, page_id):
+            if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1:
                 continue
-            if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, 1) >= 0:
+            if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
                 continue
             touch_all(batch.pool, &first, 1)
             use_in_session(batch.pool, &first, 1, batch.sessions[row])

@@ -14,7 +14,7 @@ from pagepool.core.batch cimport (
     can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
     end_row, enter_row, exchange_rows, find_passed, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of,
     is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
-    uncount, undo_row,
+    uncount, undo_row, unify_pages,
 )
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport extra_key_of
@@ -446,7 +446,7 @@ cdef class RunningRows:
     def fork(self, row, targets) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
         samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
-        `take_copies`.
+        `take_copies`. With `dedupe` the row takes equal pages that were cached before its own first.
 
         They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted,
         for targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into
@@ -486,6 +486,8 @@ cdef class RunningRows:
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
         if outcome == FORKED:
+            if batch.unifies_pages:
+                unify_pages(batch, source, batch.records[source].num_computed)
             for i in range(num_right):
                 fill_target(batch, source, target_rows.ids[i])
             begin_admission(batch, source)  # what it shares now cannot be taken back
