@@ -77,7 +77,8 @@ class PrefixIndex(PrefixTable):
         `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
         compute. ArgumentTypeError or ArgumentError for an item that is no token id, also behind the last page.
         """
-        if not hasattr(token_ids, "__len__"):
+        has_length = hasattr(token_ids, "__len__") and getattr(token_ids, "shape", None) != ()
+        if not has_length or isinstance(token_ids, dict | set | frozenset):
             raise ArgumentTypeError(f"token_ids: got {type(token_ids).__name__}, allowed: a list or an array of ints")
         keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
         request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
