@@ -47,7 +47,14 @@ class Engine:
         self.host_tier = HostTier(num_host_pages) if num_host_pages else None
         self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices, num_host_pages)
         groups = make_groups(self.runner, page_size, checkpoint_interval)
-        self.manager = CacheManager(num_pages, groups, max_model_len, host_tier=self.host_tier, hash_seed=hash_seed)
+        self.manager = CacheManager(
+            num_pages,
+            groups,
+            max_model_len,
+            host_tier=self.host_tier,
+            hash_seed=hash_seed,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
         page_sizes = [page_size] * len(groups)

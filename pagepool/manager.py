@@ -16,7 +16,6 @@ from pagepool._core import (
     HashChain,
     Lease,
     PageCopies,
-    PageIds,
     PageStore,
     PageTier,
     QueryCounter,
@@ -92,8 +91,10 @@ class HostTier:
         eviction: str = "lru",
     ) -> None:
         """`num_pages` includes a null page. ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"``
-        also once it is computed (see `CacheManager.end_step`); both only after `min_uses` uses, 1 to 255: its computation and
-        each hit. `eviction` is the tier's own policy. ArgumentError for other values.
+        once it is computed (see `CacheManager.end_step`), if the tier has at least twice as many pages as the pool: a smaller
+        one, which would evict the page before the pool does, writes back, with a warning. Both save a page only after
+        `min_uses` uses, 1 to 255: its computation and each hit. `eviction` is the tier's own policy. ArgumentError for other
+        values.
         """
         if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
@@ -107,8 +108,17 @@ class HostTier:
         """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
         if self._count is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")
-        tier = PageTier(store, self.num_pages, self.eviction, self.policy == "write_through", self.min_uses)
+        num_needed = 2 * usable_pages_count(store.num_pages)
+        is_small = self.policy == "write_through" and usable_pages_count(self.num_pages) < num_needed
+        writes_through = self.policy == "write_through" and not is_small
+        tier = PageTier(store, self.num_pages, self.eviction, writes_through, self.min_uses)
         add_tier(store, tier)
+        if is_small:
+            logger.warning(
+                "host_tier: %d pages are fewer than twice the pool's %d, so it writes back, in place of write_through",
+                usable_pages_count(self.num_pages),
+                usable_pages_count(store.num_pages),
+            )
         self._count = partial(tier.counters, store)
 
     def stats(self) -> HostTierStats:
@@ -138,6 +148,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     `restores_states` is for engines that write the state behind the counted tokens back to the working page before the request
     is scheduled again: lookahead may pass checkpoints then, see docs/hybrids.md.
 
+    `max_num_batched_tokens`, the most tokens of a step, is for `require_capacity` only; None means that a step may compute a
+    whole request.
+
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
@@ -152,6 +165,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     ([3],)
     >>> manager.free(first); manager.free(second)
     """
+
+    _refuses_too_large = True  # else `_warn_if_too_large` is called, and `allocate_slots` returns None
 
     def __init__(
         self,
@@ -172,6 +187,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         window_slack: int | None = None,
         window_interval: int | None = None,
         restores_states: bool = False,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -180,6 +196,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        if max_num_batched_tokens is not None:
+            self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         max_leased_share = require_share("max_leased_share", max_leased_share)
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
@@ -316,15 +335,51 @@ class CacheManager(KeyHolder, SlotAllocator):
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
 
-    def require_capacity(self, num_tokens: int) -> None:
-        """Raise RequestTooLargeError if `num_tokens` tokens do not fit even in an empty pool without leases: `allocate_slots`
-        always returns None for such a request, so call this at admission. O(groups).
+    def require_capacity(
+        self,
+        num_tokens: int,
+        max_num_new_tokens: int | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_reserved_pages: int = 0,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+    ) -> None:
+        """Raise RequestTooLargeError if a request of `num_tokens` tokens, its answer included, cannot run even alone, in an
+        empty pool without leases: call this when it arrives.
+
+        It is computed in steps of any numbers of tokens up to `max_num_new_tokens` (None: the manager's
+        `max_num_batched_tokens`), each with slots for `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free.
+        With `data_parallel_size` it has the pages of one shard, without `dp_shard_hint` of the smallest. What passes runs to
+        its end in any such steps, after any hit; what does not would find too few pages in some of them. O(groups); where page
+        sizes or chunks differ, O(groups x pages in their common multiple).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, SlidingWindowSpec
+        >>> window = SlidingWindowSpec(4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False, sliding_window=9)
+        >>> manager = CacheManager(num_pages=13, kv_cache_groups=[CacheGroupSpec(window)], max_model_len=1000)
+        >>> manager.require_capacity(1000, max_num_new_tokens=32)
+        >>> manager.require_capacity(1000, max_num_new_tokens=64)
+        Traceback (most recent call last):
+        pagepool.errors.RequestTooLargeError: a request of 1,000 tokens in steps of up to 64 needs 19 pages, the pool has 12
         """
         num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
-        num_pages = self.coordinator.groups.count_peak_pages(num_tokens)
-        if num_pages > usable_pages_count(self.num_pages):
-            needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
-            raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
+        most = self.max_num_batched_tokens if max_num_new_tokens is None else max_num_new_tokens
+        num_new_tokens = num_tokens if most is None else min(require_int("max_num_new_tokens", most, 1), num_tokens)
+        num_ahead = min(require_int("num_lookahead_tokens", num_lookahead_tokens, 0), self.max_model_len)
+        num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
+        size = None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
+        start, stop = find_shard_bounds(self.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
+        num_usable = usable_pages_count(self.num_pages)
+        num_here = num_usable if stop is None else stop - start
+        num_pages = self.coordinator.groups.count_peak_pages(num_tokens, max(1, num_new_tokens), num_ahead, self.max_model_len)
+        if num_pages <= num_here and num_pages + num_reserved <= num_usable:
+            return
+        steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
+        ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
+        needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
+        has = f"the pool has {num_usable:,}" if stop is None else f"the shard has {num_here:,}"
+        kept = f", and {num_reserved:,} of the pool's {num_usable:,} stay free" if num_reserved else ""
+        raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
     def _cache_due(self, request: Request, num_computed_tokens: int) -> None:
         """Do what `cache_pages` does, where something may be due."""
@@ -451,16 +506,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_queried_tokens, num_hit_tokens, is_preempted, _ = hashes.query
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
         self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
-
-    def _warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
-        """Log a warning if a request needs more pages at once than the pool has."""
-        num_pages = self.num_pages - 1
-        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, null pages included
-            return
-        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
-        if num_needed_pages > num_pages:
-            reason = "no waiting helps, see CacheManager.require_capacity"
-            logger.warning("a request needs %d pages at once, the pool has %d: %s", num_needed_pages, num_pages, reason)
 
     # Copies and forks.
 

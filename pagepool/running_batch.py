@@ -138,9 +138,8 @@ class RunningBatch(RunningRows):
         included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
         With `ends_at_checkpoint` they end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one behind
         the cached tokens. Returns the number of cached tokens, at most one less than all; None, without a change, if too few
-        pages are free. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request that
-        does not fit then. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether
-        waiting can help).
+        pages are free now. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request
+        that does not fit then. `num_reserved_pages` stay free for running rows.
 
         With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
         known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
@@ -162,6 +161,10 @@ class RunningBatch(RunningRows):
         same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new object
         are looked up again. Do not change these in place, nor a feature: a row does not read the features of its last request
         again, unless their class has no weak references.
+
+        RequestTooLargeError for a request that would hold more pages than the pool, or its shard, has at all: no waiting helps,
+        but fewer tokens a step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the next call may
+        reserve fewer.
 
         RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
         already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a

@@ -213,6 +213,9 @@ class OracleRows(Rows):
             num_computed -= num_computed % interval
         num_external = min(num_external_tokens, len(token_ids) - 1 - num_hits)
         num_computed = num_hits + num_external if num_external else num_computed
+        if request.request_id not in self.manager.short:
+            shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
+            self.manager.require_fit(request, num_computed, hits, shard)
         if self._is_shard_short(hits, num_computed, dp_shard):
             return None
         if num_external:
@@ -243,6 +246,7 @@ class OracleRows(Rows):
             self.require_no_copies([row])
             if num_ahead:
                 self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
+            self.require_fit(row, num_new + num_ahead)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         with self.manager.entering_later():
@@ -255,6 +259,12 @@ class OracleRows(Rows):
                 self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=num_tokens)
                 grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
+
+    def require_fit(self, row: int, num_tokens: int) -> None:
+        """Refuse a call for a row that would hold more pages than there are, with slots for that many tokens more."""
+        request = self.requests[row]
+        num_slots = min(request.num_computed_tokens + num_tokens, self.setting.max_model_len)
+        self.manager.require_fit(request, num_slots, self.manager._no_pages(), self._shard_of(row))
 
     def require_no_copies(self, rows: list[int]) -> None:
         """Refuse a call for rows whose pages are in a copy that is due."""

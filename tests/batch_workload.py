@@ -224,7 +224,7 @@ class BatchWorkload(Workload):
             if grown is None:
                 self.take_all()
                 grown = call(rows)
-            num_grown = grown.num_grown
+            num_grown = 0 if grown is None else grown.num_grown  # None: a row is larger than the pool
             if num_grown == len(rows) or self.rng.random() < 0.2:
                 return
             victim = self.rng.choice(self.rows())

@@ -172,7 +172,7 @@ class Simulation:
         while len(self.waiting) < MAX_WAITING and self.rng.random() < 0.5:
             job = self._make_job()
             try:
-                self.manager.require_capacity(job.num_final_tokens)
+                self.manager.require_capacity(job.num_final_tokens, self.setting.page_size)
             except RequestTooLargeError:
                 continue
             self.waiting.append(job)

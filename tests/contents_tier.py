@@ -53,6 +53,7 @@ class TierBooks:
 
     def __init__(self, tier: HostTier, device: Device, rng: Random, counts: Counter[str]) -> None:
         self.tier, self.device, self.rng, self.counts = tier, device, rng, counts
+        self.writes_through = tier.policy == "write_through" and tier.num_pages - 1 >= 2 * (len(device.cells) - 1)
         self.histories = device.histories
         self.host = Device(tier.num_pages, device.groups)
         self.groups: list[Group] = list(device.groups)
@@ -64,6 +65,7 @@ class TierBooks:
         self.wanted: set[Content] = set()  # to be saved next, as far as the tier has room
         self.fresh: dict[int, Content] = {}  # pages that were cached first with a content, since a step ended
         self.ready: dict[int, Content] = {}  # before that
+        self.saved: set[int] = set()  # pages that need not be saved when they are evicted
         self.due_loads: dict[int, Content | None] = {}  # by page of the device; None: of a row that was swapped out
         self.loading: dict[int, int] = {}  # lists by which pages, or those of which they are copies, are loaded
         self.failing_share = rng.choice(FAILING_SHARES)  # of the transfers
@@ -87,6 +89,9 @@ class TierBooks:
         known = self.keys.setdefault(key, content)
         require(known == content, "two contents have a key", known, content)
         self.ready.pop(page_id, None)
+        self.saved.discard(page_id)
+        if self.writes_through and (page_id in self.loading or not is_first):  # the tier may have had an equal page's content
+            self.saved.add(page_id)
         if is_first and page_id not in self.loading:
             self.fresh[page_id] = content
 
@@ -99,7 +104,7 @@ class TierBooks:
     def note_eviction(self, page_id: int, content: Content, is_last: bool) -> None:
         """Record that a page was handed out which had an entry."""
         self.note_save(page_id, content)
-        if is_last and content not in self.entries.values():
+        if is_last and content not in self.entries.values() and page_id not in self.saved:
             self.wanted.add(content)
 
     def forget(self, page_id: int) -> None:
@@ -115,7 +120,7 @@ class TierBooks:
             one.contents = [None if entry == content else entry for entry in one.contents]
         dropped = {page_id for page_id, entry in self.noted.items() if entry == content}
         self.noted |= dict.fromkeys(dropped)
-        if self.tier.policy == "write_through":
+        if self.writes_through:
             self.noted_twice |= dropped  # another page with the content may keep it, and be saved once more
         self.wanted.discard(content)
 
@@ -176,8 +181,9 @@ class TierBooks:
                 self.host.compare_page(content[0], tier_id, self.list_slots(content))
         kept, contents = set(self.entries.values()), self._note_saves(transfers, index)
         self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
-        if self.tier.policy == "write_through":
+        if self.writes_through:
             self.wanted |= {content for page_id, content in self.ready.items() if page_id in index.entries}
+            self.saved |= {*self.ready}
         num_refused = self.tier.stats().num_refused_pages
         if self.tier.min_uses == 1 and num_refused == self.num_refused:
             saved = {content for one in self.in_flight for content in one.contents}
@@ -208,7 +214,7 @@ class TierBooks:
         columns = transfers.save_src.tolist(), transfers.save_dst.tolist(), transfers.save_group.tolist()
         for page_id, tier_id, group_id in zip(*columns, strict=True):
             cached = index.content_of(page_id)
-            is_asked = page_id in self.noted or (cached is not None and self.tier.policy == "write_through")
+            is_asked = page_id in self.noted or (cached is not None and self.writes_through)
             require(is_asked, "a save that nobody asked for", transfers, page_id)
             content = self.noted.get(page_id, cached)
             require(content is None or content[0] == group_id, "a save of another group", transfers, content)

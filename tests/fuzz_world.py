@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fuzz_entries import CALLS, FORBIDDEN, MENU, OVERWRITE, SHARE, SPOILS_BATCHE
 from fuzz_source import Raised, Source, interesting, leave_garbage, small, wild
 
 from pagepool import _core
-from pagepool.errors import IntegrityError, PagePoolError
+from pagepool.errors import IntegrityError, PagePoolError, RequestTooLargeError
 from pagepool.page_pool.integrity import check_store
 
 MAX_LIVE = 6
@@ -122,7 +123,9 @@ class World:
         for row in range(source.below(4)):
             num_tokens = min(source.pick((3, 9)), batch.max_num_tokens)
             options = {"num_external_tokens": source.pick((0, 0, 1))}
-            _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options).admit(context=context)
+            request = _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options)
+            with suppress(RequestTooLargeError):  # the pool may be that small
+                request.admit(context=context)
         if store.has_tier and batch.num_computed_tokens[0] and source.below(2):
             batch.swap_out(0)
             transfers = _core.take_transfers(store)

@@ -229,7 +229,8 @@ class OracleManager:
         entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
         if tier.load(entries, shard, num_reserved, self.page_pool.tenants.holder_of(request)):
             return self._hits_of(request, length, shard), length
-        self.short.add(request.request_id)
+        if len(entries) <= len({*(shard or range(self.page_pool.num_pages))} - {NULL_PAGE}):  # else no waiting helps
+            self.short.add(request.request_id)
         return self._find_hits(request, shard)
 
     def _find_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
@@ -323,10 +324,15 @@ class OracleManager:
         if request.request_id in self.short and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
+        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        try:
+            self.require_fit(request, num_slots, hits, self._bound_shard(request, hits, dp_shard_hint, data_parallel_size))
+        except ValueError:
+            self.states.divide(self._shard(request, hits, dp_shard_hint, data_parallel_size))
+            raise
         self._rewind(request)
         if num_new_tokens + num_external_computed_tokens:
             self._skip_pages(request)
-        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
         if any(num_missing) or any(hits):
@@ -351,6 +357,31 @@ class OracleManager:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages))
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
+
+    def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | None) -> None:
+        """Refuse a request that would hold more pages than the pool, or its shard, has: those to which a coming token attends,
+        hits, and new ones.
+        """
+        num_computed, pages = request.num_computed_tokens, [page for ids in self._attached(hits) for page in ids]
+        for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            num_cached = held.num_cached_pages and max(held.num_cached_pages, num_computed // kind.page_size)
+            pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
+        num_missing = sum(self._num_missing_pages(request, num_slots, hits))
+        for ids in (range(self.page_pool.num_pages), shard):
+            if ids is not None:
+                usable = {*ids} - {NULL_PAGE}
+                if sum(page in usable for page in pages) + num_missing > len(usable):
+                    raise ValueError("larger than the pool")
+
+    def _bound_shard(
+        self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
+    ) -> range | None:
+        """Return the shard from which all pages have to come; None if these are in several."""
+        num_pages = self.page_pool.num_pages
+        pages = [page for ids in (*self.get_page_ids(request.request_id), *hits) for page in ids if page != NULL_PAGE]
+        if is_sharded(num_pages, data_parallel_size) and len({page * data_parallel_size // num_pages for page in pages}) > 1:
+            return None
+        return self._shard(request, hits, dp_shard_hint, data_parallel_size)
 
     def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
         """Count the look-up of a request that holds nothing yet, once, with its hits."""
@@ -393,10 +424,16 @@ class OracleManager:
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if waits_for_loads(self.page_pool, held):
                 continue
-            first = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
-            if self.windows is not None and OracleWindows.has_window(kind):
-                first = self.windows.first_held_page(kind, request.num_computed_tokens, held.num_cached_pages)
+            num_cached = held.num_cached_pages
+            if num_cached and held.load_number:  # what could not be entered while hits were loaded counts
+                num_cached = max(num_cached, request.num_computed_tokens // kind.page_size)
+            first = self._first_held_page(kind, request.num_computed_tokens, num_cached)
             self._skip_to(request, kind, held, min(first, len(held.pages)))
+
+    def _first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
+        if self.windows is not None and OracleWindows.has_window(kind):
+            return self.windows.first_held_page(kind, num_computed_tokens, num_cached_pages)
+        return kind.first_useful_page(num_computed_tokens, num_cached_pages)
 
     def _skip_to(self, request: Any, kind: Kind, held: HeldPages, stop: int) -> None:
         """Free the pages before place `stop`, last one first, of which a policy gets to know in one call."""

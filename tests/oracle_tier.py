@@ -67,6 +67,7 @@ class OracleTier:
         self.uses: Counter[int] = Counter()  # of each cached page of the device
         self.fresh: dict[int, None] = {}  # pages that were cached since a step ended last
         self.computed: list[int] = []  # fresh ones of the time before, which are to be saved
+        self.saved: set[int] = set()  # cached pages that a tier that writes through need not save when they are evicted
         self.counts: Counter[str] = Counter()
         device.tier = self
 
@@ -86,30 +87,40 @@ class OracleTier:
     def note_cached(self, page: int) -> None:
         """A page of the device got an entry. If it is loaded it need not be saved."""
         self.uses[page] = 1
+        self.saved.discard(page)
+        if page in self.loading and self.writes_through:
+            self.saved.add(page)
         if page not in self.loading:
             self.fresh.pop(page, None)
             self.fresh[page] = None
             self.computed = [other for other in self.computed if other != page]
 
     def note_evicted(self, page: int) -> None:
-        """A page of the device is about to lose its entry since it was taken. It is saved unless another has its content."""
-        if len(self.device.index[self.device.entry_of_page[page]]) == 1:
+        """A page of the device is about to lose its entry since it was taken. It is saved unless another has its content, or it
+        was saved before, and the tier has evicted it.
+        """
+        entry = self.device.entry_of_page[page]
+        if len(self.device.index[entry]) == 1 and (page not in self.saved or self.find(entry) is not None):
             self._save(page)
 
-    def _save(self, page: int) -> None:
-        """Note that a page is to be saved, or let the tier's page with its content be as one that was used."""
+    def _save(self, page: int) -> bool:
+        """Note that a page is to be saved, or let the tier's page with its content be as one that was used. Return whether the
+        tier has it, or gets it.
+        """
         entry = self.device.entry_of_page[page]
         tier_page = self.find(entry)
         if tier_page is not None:
             self.pool.touch([[tier_page]])
             self.pool.free_pages([tier_page])
-        elif self.uses[page] < self.min_uses:
-            return
-        elif not self.pool.free_queue:
+            return True
+        if self.uses[page] < self.min_uses:
+            return False
+        if not self.pool.free_queue:
             self.counts["refused"] += 1
-        else:
-            [tier_page] = self.pool.take(1, None)
-            self.transfers.append(Transfer(entry, page, tier_page, False))
+            return False
+        [tier_page] = self.pool.take(1, None)
+        self.transfers.append(Transfer(entry, page, tier_page, False))
+        return True
 
     # loading
 
@@ -171,8 +182,8 @@ class OracleTier:
         """
         if self.writes_through:
             for page in self.computed:
-                if page in self.device.entry_of_page and self._is_first(page):
-                    self._save(page)
+                if page in self.device.entry_of_page and self._is_first(page) and self._save(page):
+                    self.saved.add(page)
             self.computed = []
         due = [transfer for transfer in self.transfers if transfer.number == 0]
         if not due:
@@ -207,7 +218,11 @@ class OracleTier:
         return Failed(number, [load.page for i, load in enumerate(loads) if i in failed_loads], copies)
 
     def _end_save(self, save: Transfer, is_done: bool) -> None:
-        """Cache the tier's page, unless its content is not wanted, or another page has it."""
+        """Cache the tier's page, unless its content is not wanted, or another page has it. What failed is saved when it is
+        evicted.
+        """
+        if not is_done and self.device.entry_of_page.get(save.page) == save.entry:
+            self.saved.discard(save.page)
         if is_done and not save.is_void and self.find(save.entry) is None:
             self.pool.cache_full_pages([save.tier_page], [save.entry[0]], 0, 1, save.entry[1])
         self.pool.free_pages([save.tier_page])

@@ -96,7 +96,7 @@ def make_managers(
     options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
     if features.tier:
         rng = Random(f"{setting.name} {seed}")
-        num_tier_pages, tier_eviction = rng.choice((4, 20, 60, 200)), rng.choice(POLICIES)
+        num_tier_pages, tier_eviction = rng.choice((4, 20, 60, 200, 2 * num_pages)), rng.choice(POLICIES)
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages)
@@ -110,7 +110,8 @@ def make_managers(
         twin = make_policy(tier_eviction, num_tier_pages)
         if twin is not None:
             twin.key_of = oracle.keys.digests.__getitem__
-        OracleTier(oracle.page_pool, num_tier_pages, twin, tier_policy == "write_through", min_uses)
+        writes_through = tier_policy == "write_through" and num_tier_pages - 1 >= 2 * (num_pages - 1)
+        OracleTier(oracle.page_pool, num_tier_pages, twin, writes_through, min_uses)
     return oracle, manager
 
 

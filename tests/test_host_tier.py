@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -81,6 +82,102 @@ def test_evicted_pages_are_saved_and_hit() -> None:
     manager.check()
     manager.complete_transfers(loads.number)
     assert manager.stats().host_tier == HostTierStats(19, 19, num_cached_pages=11, num_saved_pages=11, num_loaded_pages=5)
+
+
+def compute(manager: CacheManager, token_ids: list[int]) -> Transfers:
+    """Compute a request, and end it. Return the transfers of its step and of the next one, which end at once."""
+    pass_through(manager, token_ids)
+    complete(manager)
+    manager.end_step()
+    return complete(manager)
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("num_host_pages", [4, 8, 14, 15, 16, 29, 100])
+def test_a_page_is_saved_once_whatever_the_size_of_the_tier(policy: str, num_host_pages: int) -> None:
+    manager = make_tiered(num_pages=8, num_host_pages=num_host_pages, policy=policy)
+    for i in range(100):
+        compute(manager, list(range(1000 * i, 1000 * i + 13)))
+    stats = manager.stats().host_tier
+    assert (
+        stats.num_saved_pages == 300
+        if policy == "write_through" and num_host_pages >= 15
+        else 290 < stats.num_saved_pages <= 300
+    )
+    assert stats.num_refused_pages == 0
+    manager.check()
+
+
+def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pagepool"):
+        large = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")
+        make_tiered(num_pages=8, num_host_pages=14, policy="write_back")
+        assert not caplog.messages
+        small = make_tiered(num_pages=8, num_host_pages=14, policy="write_through")
+    message = "host_tier: 13 pages are fewer than twice the pool's 7, so it writes back, in place of write_through"
+    assert caplog.messages == [message]
+    assert len(compute(large, FIRST)) == 5
+    assert len(compute(small, FIRST)) == 0
+
+
+def test_what_a_tier_that_writes_through_has_evicted_is_not_saved_again() -> None:
+    """One prompt stays in the pool, where it hits, while others pass through pool and tier."""
+    manager = make_tiered(num_pages=12, num_host_pages=23, policy="write_through")
+    assert len(compute(manager, FIRST)) == 5
+    for i in range(9):
+        compute(manager, list(range(1000 * i + 1000, 1000 * i + 1012)))
+        assert count_hits(manager, FIRST) == 20
+        pass_through(manager, FIRST)
+    assert manager.stats().host_tier.num_evicted_pages >= 5
+    before = manager.stats().host_tier.num_saved_pages
+    evict_all(manager)
+    assert manager.stats().host_tier.num_saved_pages == before
+    assert count_hits(manager, FIRST) == 0
+
+
+def test_a_page_whose_save_is_in_flight_or_failed() -> None:
+    """It is not saved twice when it is evicted meanwhile. One that failed to be saved is saved when it is evicted."""
+    for fails in (False, True):
+        manager = make_tiered(num_pages=8, num_host_pages=40, policy="write_through")
+        pass_through(manager, FIRST)
+        manager.end_step()
+        transfers = manager.take_transfers()
+        assert len(transfers.save_src) == 5
+        if fails:
+            manager.fail_transfers(transfers.number, saves=[1, 3])
+        page_ids = manager.page_pool.get_new_page_ids(7)
+        again = manager.take_transfers()
+        assert sorted(again.save_src) == (sorted(transfers.save_src[[1, 3]]) if fails else [])
+        for number in [again.number] if fails else [transfers.number]:
+            manager.complete_transfers(number)
+        manager.page_pool.free_page_ids(page_ids)
+        assert manager.stats().host_tier.num_saved_pages == 5
+        assert count_hits(manager, FIRST) == 20
+        manager.check()
+
+
+def test_pages_cached_before_the_tier_was_there_are_saved() -> None:
+    manager = make_manager(FULL, num_pages=8)
+    pass_through(manager, FIRST)
+    tier = HostTier(40, policy="write_through")
+    again = make_manager(FULL, num_pages=8, page_pool=manager.page_pool, host_tier=tier)
+    evict_all(again)
+    assert tier.stats().num_saved_pages == 5
+
+
+def test_loaded_pages_are_not_saved_again() -> None:
+    manager = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")
+    compute(manager, FIRST)
+    compute(manager, OTHER[:28])
+    request = start(manager, "a", FIRST)
+    assert len(manager.take_transfers().load_src) == 5
+    manager.complete_transfers(manager.list_transfers_in_flight()[0].number)
+    manager.free(request)
+    before = manager.stats().host_tier.num_saved_pages
+    manager.end_step()
+    for i in range(2):
+        compute(manager, list(range(1000 * i + 1000, 1000 * i + 1028)))
+    assert manager.stats().host_tier.num_saved_pages - before == 14
 
 
 def test_failed_loads_rewind_rows_and_requests() -> None:

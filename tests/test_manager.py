@@ -1,7 +1,6 @@
 """The manager, call by call, where random work against the oracle does not go: see `test_differential`."""
 
 import itertools
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -94,44 +93,23 @@ def test_probe_changes_nothing_and_says_why():
 # Slots.
 
 
-def test_a_request_that_can_never_run_is_told_apart(caplog):
-    manager = make_manager(num_pages=6)
-    with caplog.at_level(logging.WARNING, "pagepool"):
-        assert manager.allocate_slots(EngineRequest("a", list(range(40))), 40) is None
-    message = "a request needs 10 pages at once, the pool has 5: no waiting helps, see CacheManager.require_capacity"
-    assert caplog.messages == [message]
+def test_capacity_by_kind():
     with pytest.raises(RequestTooLargeError, match="needs 10 pages, the pool has 5"):
-        manager.require_capacity(40)
-    manager.require_capacity(20)
-    make_manager(sliding(8), num_pages=6).require_capacity(200)
-    make_manager(chunked(8), num_pages=6).require_capacity(200)
+        make_manager(num_pages=6).require_capacity(40)
+    make_manager(num_pages=6).require_capacity(20)
+    make_manager(sliding(8), num_pages=6).require_capacity(200, 1)
+    make_manager(chunked(8), num_pages=6).require_capacity(200, 1)
     with pytest.raises(RequestTooLargeError):
         make_manager(STATE, full(), num_pages=6).require_capacity(20)
-
-
-def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
-    """Of five pages request a holds two, b one: three more for a may become free, four never. Skipped pages do not count."""
-    manager = make_manager(num_pages=6)
-    first, _ = admit(manager, "a", range(8))
-    admit(manager, "b", range(50, 54))
-    assert manager.allocate_slots(first, 12) is None
-    assert not caplog.messages
-    assert manager.allocate_slots(first, 13) is None
-    assert [message.partition(":")[0] for message in caplog.messages] == ["a request needs 6 pages at once, the pool has 5"]
-    caplog.clear()
-    manager = make_manager(sliding(4), num_pages=6)
-    first, _ = admit(manager, "a", range(12))
-    admit(manager, "b", range(50, 54))
-    assert manager.allocate_slots(first, 16) is None
-    assert not caplog.messages
-    assert manager.get_page_ids("a") == ([0, 0, 3],)
 
 
 def runs_alone(manager, num_tokens):
     """Whether a request completes when its tokens are allocated one by one."""
     request = EngineRequest("alone", list(range(num_tokens)))
     while request.num_computed_tokens < num_tokens:
-        if manager.allocate_slots(request, 1) is None:
+        try:
+            manager.allocate_slots(request, 1)
+        except RequestTooLargeError:
             return False
         request.num_computed_tokens += 1
     return True
@@ -139,7 +117,7 @@ def runs_alone(manager, num_tokens):
 
 def has_capacity(manager, num_tokens):
     try:
-        manager.require_capacity(num_tokens)
+        manager.require_capacity(num_tokens, 1)
     except RequestTooLargeError:
         return False
     return True

@@ -53,7 +53,7 @@ SERVER_LABELS = {"instance", "job", "alertname"}
 @pytest.fixture(scope="module")
 def manager() -> CacheManager:
     groups = [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))]
-    manager = CacheManager(9, groups, 64, eviction="adaptive", host_tier=HostTier(7, policy="write_through"))
+    manager = CacheManager(9, groups, 64, eviction="adaptive", host_tier=HostTier(17, policy="write_through"))
     manager.set_shares({"tenant": 0.1})
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
         request = EngineRequest(name, token_ids)
@@ -147,13 +147,12 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_evicted_pages_total"] == stats.num_evicted_pages
     assert values["pagepool_hit_pages_total"] == stats.num_hit_pages == 1
     assert values["pagepool_lru_hit_pages_total"] == stats.num_lru_hit_pages == 1
-    expected = HostTierStats(6, 6, num_cached_pages=5, num_saved_pages=5, num_failed_pages=1, num_refused_pages=2)
-    assert stats.host_tier == expected
-    assert values["pagepool_host_pages"] == values["pagepool_host_free_pages"] == 6
-    assert values["pagepool_host_cached_pages"] == values["pagepool_host_saved_pages_total"] == 5
+    assert stats.host_tier == HostTierStats(16, 16, num_cached_pages=7, num_saved_pages=7, num_failed_pages=1)
+    assert values["pagepool_host_pages"] == values["pagepool_host_free_pages"] == 16
+    assert values["pagepool_host_cached_pages"] == values["pagepool_host_saved_pages_total"] == 7
     assert values["pagepool_host_failed_pages_total"] == 1
     assert values["pagepool_host_pages_in_flight"] == values["pagepool_host_loaded_pages_total"] == 0
-    assert values["pagepool_host_refused_pages_total"] == 2
+    assert values["pagepool_host_refused_pages_total"] == 0
     assert values["pagepool_host_evicted_pages_total"] == 0
     assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)

@@ -291,7 +291,7 @@ class TestWindows:
         request_bytes = model.page_bytes * model.count_pages(REQUEST_TOKENS)
         assert token_bytes == pytest.approx(VLLM_BYTES[name][0], rel=0.01)
         # With pages of several sizes, windows keep what another request resumes with, up to a page of the largest size.
-        num_kept = {"DeepSeek V4 Flash": 0.03}.get(name, 0.01)
+        num_kept = {"DeepSeek V4 Flash": 0.03}.get(name, 0.02)  # vLLM adds the most of each group, in whatever step
         assert request_bytes == pytest.approx(VLLM_BYTES[name][1], rel=num_kept)
 
     @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from libc.string cimport memcmp, memcpy
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.holdings cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
-    enter_full_pages, enter_states, enter_waiting, find_load_number, find_lost_page, find_restart, forget_uncomputed,
-    find_passed_checkpoint, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from, restart_from,
-    skip_pages, take_missing,
+    enter_full_pages, enter_states, enter_waiting, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
+    find_restart, forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of,
+    put_back_from, restart_from, skip_pages, take_missing,
 )
 from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.owners cimport use_in_session
@@ -113,6 +113,7 @@ cdef struct Growth:           # one call that grows rows
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     int64_t num_admissions    # of the batch when the call ended
+    int64_t num_excess        # pages that a row would hold, if these are more than there are
     Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
     Py_ssize_t num_new
@@ -544,6 +545,12 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
     )
+    if rare(batch.due_rows[growth.num_due].num_new_pages > count_free_in(batch.pool, record.shard)):
+        growth.num_excess = find_excess(
+            batch.pool, &holding, NULL, batch.due_rows[growth.num_due].num_new_pages, record.num_computed, record.shard
+        )
+        if growth.num_excess:
+            return False
     growth.max_num_new += batch.due_rows[growth.num_due].num_new_pages
     growth.num_due += 1
     return True

@@ -10,12 +10,23 @@ from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.records cimport NO_GROUP
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, Rules, count_peak_pages, count_run_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints,
+    MAX_TOKENS, Group, Rules, count_run_pages, count_step_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints,
+    pages_for,
 )
 
 from math import lcm
 
 from pagepool.errors import ArgumentTypeError
+
+cdef int64_t MAX_PERIOD = 1 << 20
+
+cdef struct Peak:             # a request, and its steps
+    const Group *groups       # [num_groups]
+    Py_ssize_t num_groups
+    int64_t num_tokens
+    int64_t num_new           # in a step, at most
+    int64_t num_ahead         # that get slots behind these
+    int64_t max_num_slots
 
 
 @cython.final
@@ -88,13 +99,73 @@ cdef class CacheGroups:
     def __len__(self):
         return self.num
 
-    def count_peak_pages(self, num_tokens) -> int:
-        """Return the peak number of pages that a request of `num_tokens` tokens holds, computed in the smallest steps.
-        O(groups), with chunks O(groups x page size).
+    def count_peak_pages(self, num_tokens, max_num_new_tokens, num_lookahead_tokens=0, max_num_tokens=None) -> int:
+        """Return the most pages that a request of `num_tokens` tokens holds at once, in steps of any numbers of tokens up to
+        `max_num_new_tokens`, each with slots for `num_lookahead_tokens` more, at most for `max_num_tokens` (None: no limit).
+
+        Exact, unless page sizes and chunks have no common multiple below a million tokens: then up to three pages more for each
+        group. O(groups), with different page sizes or chunks O(groups x pages in that multiple).
         """
-        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
+        cdef Peak peak
+        cdef int64_t num_last, period
         cdef Py_ssize_t g
-        return sum([count_peak_pages(&self.groups[g], num) for g in range(self.num)])
+        peak.groups, peak.num_groups = self.groups, self.num
+        peak.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX // 4)
+        peak.num_new = min(size_of(max_num_new_tokens, "max_num_new_tokens", 1, INT64_MAX), max(<int64_t>1, peak.num_tokens))
+        peak.max_num_slots = INT64_MAX if max_num_tokens is None else size_of(max_num_tokens, "max_num_tokens", 0, INT64_MAX)
+        peak.num_ahead = min(size_of(num_lookahead_tokens, "num_lookahead_tokens", 0, INT64_MAX // 4), peak.max_num_slots)
+        if peak.num_tokens == 0:
+            return 0
+        num_last = max(<int64_t>0, min(peak.num_tokens, peak.max_num_slots - peak.num_ahead) - peak.num_new)
+        period = min(lcm(*[each for g in range(self.num) for each in list_periods(&self.groups[g])]), num_last + 1)
+        return find_peak(&peak, num_last, period) if period <= MAX_PERIOD else bound_peak(&peak)
+
+
+cdef list list_periods(const Group *group):
+    """List the numbers of tokens after which a group takes and skips pages at the same distances again."""
+    return [] if is_state(&group.rules) else [group.rules.page_size, group.rules.chunk or 1, group.end_step or 1]
+
+
+cdef int64_t count_pages_after(const Peak *peak, int64_t num_computed) noexcept nogil:
+    """Count the pages that a request holds in the longest step after `num_computed` tokens."""
+    cdef int64_t num_pages = 0, num_slots = min(num_computed + peak.num_new, peak.num_tokens)
+    cdef Py_ssize_t g
+    num_slots = min(num_slots + peak.num_ahead, peak.max_num_slots)
+    for g in range(peak.num_groups):
+        num_pages += count_step_pages(&peak.groups[g], num_computed, num_slots)
+    return num_pages
+
+
+cdef int64_t find_peak(const Peak *peak, int64_t num_last, int64_t period) noexcept nogil:
+    """Find the most pages of any step. Later steps than the one after `num_last` tokens end where that does, and hold no more.
+    Steps that are a `period` earlier hold no more either, and among the others only one that takes the first token of a page
+    can hold more than the step a token earlier.
+    """
+    cdef int64_t num_computed, size, most = count_pages_after(peak, 0)
+    cdef Py_ssize_t g
+    for g in range(peak.num_groups):
+        size = peak.groups[g].rules.page_size
+        num_computed = num_last - (num_last + peak.num_new + peak.num_ahead - 1) % size
+        while num_computed > max(<int64_t>0, num_last - period):
+            most = max(most, count_pages_after(peak, num_computed))
+            num_computed -= size
+    return most
+
+
+cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
+    """Return an upper bound of what `find_peak` finds: the most pages of each group, which it may hold in different steps."""
+    cdef const Rules *rules
+    cdef int64_t num_pages, reach, most = 0
+    cdef Py_ssize_t g
+    for g in range(peak.num_groups):
+        rules = &peak.groups[g].rules
+        num_pages = pages_for(rules, min(peak.num_tokens + peak.num_ahead, peak.max_num_slots))
+        reach = rules.window or rules.chunk
+        if reach:
+            reach += peak.groups[g].end_step + peak.groups[g].num_dropped
+            num_pages = min(num_pages, pages_for(rules, reach + peak.num_new + peak.num_ahead) + 3)
+        most += num_pages
+    return most
 
 
 cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:

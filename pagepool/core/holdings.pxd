@@ -26,8 +26,8 @@ from pagepool.core.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )
 from pagepool.core.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, UNKNOWN, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, ids_in_shard,
-    is_free, reserve_items, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, UNKNOWN, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
+    ids_in_shard, is_free, reserve_items, shard_of,
 )
 from pagepool.core.rules cimport (
     MAX_TOKENS, Group, Rules, first_hit_page, first_held_page, first_useful_page, full_entries, full_pages, has_window,
@@ -123,8 +123,13 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
 
 
 cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Return the end of the pages that are not needed after `num_computed` computed tokens."""
-    return min(first_held_page(group, num_computed, held.num_cached), held.num_pages)
+    """Return the end of the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached page;
+    what could not be entered while hits were loaded counts as cached, so that it is not held for ever.
+    """
+    cdef int32_t num_cached = held.num_cached
+    if num_cached and held.load_number:
+        num_cached = max(num_cached, full_pages(&group.rules, num_computed))
+    return min(first_held_page(group, num_computed, num_cached), held.num_pages)
 
 
 cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -477,6 +482,44 @@ cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) no
     if demand.num_taken and demand.num_taken - demand.num_adopted + demand.num_reserved > pool.num_free:
         return SHORT
     return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
+
+
+cdef inline int64_t count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, Range inside) noexcept nogil:
+    """Count the ids from place `start` to `stop` that are in a range. The null page is not."""
+    cdef Py_ssize_t i
+    cdef int64_t count = 0
+    for i in range(start, stop):
+        count += ids[i] != NULL_PAGE and inside.start <= ids[i] < inside.stop
+    return count
+
+
+cdef inline int64_t find_excess(
+    const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t shard
+) noexcept nogil:
+    """Count the pages that a request has once it got `num_new` new ones and its hits, and gave back those that no token from
+    `num_computed` on attends to. 0 unless there are more than a shard, or with -1 the pool, has at all: then no waiting helps.
+    """
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int32_t num_cached
+    cdef int64_t count = num_new
+    for g in range(holding.num_groups):
+        count += holding.held[g].num_pages
+        if hits != NULL and not is_state(&holding.groups[g].rules):
+            count += hits[g].num
+    if count <= count_pages_in(pool, shard):  # with null pages
+        return 0
+    count = num_new
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        num_cached = held.num_cached and max(held.num_cached, full_pages(&holding.groups[g].rules, num_computed))
+        count += count_inside(
+            held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages,
+            ids_in_shard(pool, shard),
+        )
+        if hits != NULL and not is_state(&holding.groups[g].rules):
+            count += count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, shard))
+    return count if count > count_pages_in(pool, shard) else 0
 
 
 cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:

@@ -55,6 +55,7 @@ cdef class Refusal:
     cdef readonly Py_ssize_t num_hit_tokens
     cdef Watch watch
     cdef int32_t shard              # where pages come from; -1: anywhere
+    cdef int64_t num_room           # tokens that were to have room, which a row could have; for a row only
     cdef PageStore store            # this and the chain for a request only
     cdef HashChain chain
     cdef tuple options              # this and the rest for a row only. None: it is not recognised

@@ -11,7 +11,7 @@ from pagepool.core.queue cimport (
     put_back, record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, TWIN, UNKNOWN, WATCHED, Histogram,
+    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SAVED, TWIN, UNKNOWN, WATCHED, Histogram,
     LeasedSpan, Page, Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
 )
 from pagepool.core.siphash cimport Digest
@@ -501,25 +501,34 @@ cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t pa
     return tier_id
 
 
-cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight."""
+cdef inline bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight. Returns
+    whether the tier has it, or gets it.
+    """
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
         touch_all(tier.pool, &tier_id, 1)  # it is as one that was just used
         put_back(tier.pool, tier_id)
-    elif tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
-        return
-    elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+        return True
+    if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
+        return False
+    if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
         tier.num_refused += 1
-    else:
-        queue_save(tier, key, group, page_id, False)
+        return False
+    queue_save(tier, key, group, page_id, False)
+    return True
 
 
 cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have a page that is evicted saved, unless another one has its content, or nobody expects it back."""
+    """Have a page that is evicted saved, unless another one has its content, nobody expects it back, or it was saved before:
+    then the tier has evicted it since.
+    """
     cdef const Page *page = &pool.pages[page_id]
-    if not page.group & TWIN and term_of(pool, page_id) != NEVER:
+    cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
+    if page.group & TWIN or term_of(pool, page_id) == NEVER:
+        return
+    if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
 
 

@@ -182,6 +182,10 @@ cdef enum:
     FILLING = 1               # it did not end yet
     UNFILLED = 2              # it failed
 
+cdef enum:                    # in place of a number of a `FreshPage`
+    UNSAVED = 0
+    SAVED = 1                 # it was, or is to be, and a tier that evicts it does not get it again
+
 cdef struct Pool
 
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
@@ -342,6 +346,12 @@ cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
     if shard < 0:
         return Range(0, pool.num_pages)
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
+
+
+cdef inline int32_t count_pages_in(const Pool *pool, int32_t shard) noexcept nogil:
+    """Count the pages of a shard, or with -1 of the pool, held or not, without the null page."""
+    cdef Range ids = ids_in_shard(pool, shard)
+    return ids.stop - max(1, ids.start)
 
 
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:

@@ -17,6 +17,7 @@ from pagepool.core.store cimport PageStore
 cdef enum Outcome:
     DONE
     TOO_FEW                   # pages are free
+    TOO_LARGE                 # for the pool, or shard, even if all its pages were free
     WRONG_HIT                 # a hit has another content, or cannot be held
     NOT_EMPTY                 # hits of a request that holds pages
     HELD_FREE                 # a page in the free queue was given a reference
@@ -32,10 +33,12 @@ cdef struct Step:             # the next tokens of a request
     int32_t session           # of a request without pages
     Demand demand
     bint stays_in_shard       # new pages come from the shard of the others, if these are in one
+    bint may_be_too_large     # what can never fit is TOO_FEW as well
     int64_t num_changes       # of the index, until it was refused for want of pages
     int32_t wrong_page        # the page that an outcome is about
     Py_ssize_t wrong_at       # its place in its group
-    Py_ssize_t wrong_num      # pages of that group
+    Py_ssize_t wrong_num      # pages of that group; or what is too large
+    int32_t wrong_shard       # for which it is too large; -1: for the pool
 
 
 @cython.final

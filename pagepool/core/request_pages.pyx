@@ -12,15 +12,15 @@ from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
-    find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page, limits_of, price,
-    put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    find_excess, find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
+    limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport new_ids, ids_in
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport give_back, is_worthless, touch_all
 from pagepool.core.platform cimport GIL_DISABLED, rare
-from pagepool.core.queue cimport find_held_free
+from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NEVER, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, count_changes, resize, shard_of
 from pagepool.core.rules cimport (
     MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
@@ -327,7 +327,7 @@ cdef class RequestPages:
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
-        step.session = NO_SESSION
+        step.session, step.may_be_too_large = NO_SESSION, True
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
         outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
@@ -557,6 +557,8 @@ cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Content
         return NOT_EMPTY
     if not price(pool, holding, &step.demand, contents.digests, contents.num_digests):
         return WRONG_HIT
+    if not step.may_be_too_large and is_too_large(pool, holding, step):
+        return TOO_LARGE
     if is_past_skip:
         step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS))
         if step.wrong_page != NULL_PAGE:
@@ -565,6 +567,22 @@ cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Content
         return ENTERED_OTHERWISE
     step.wrong_page = find_held_free(pool, step.demand.num_taken)
     return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
+
+
+cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noexcept:
+    """Whether a request has more pages after a priced step than the pool has, or the shard to which it is bound."""
+    cdef const Demand *demand = &step.demand
+    cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
+    step.wrong_num, step.wrong_shard = 0, -1
+    if demand.num_taken > pool.num_free:  # else it may fit, or wait
+        step.wrong_num = find_excess(pool, holding, demand.hits, demand.num_new, num_computed, -1)
+    if step.wrong_num == 0 and pool.num_shards:
+        step.wrong_shard = demand.shard
+        if step.stays_in_shard:
+            step.wrong_shard = find_common_shard(pool, holding, demand, demand.shard)
+        if step.wrong_shard >= 0 and demand.num_taken > count_free_in(pool, step.wrong_shard):
+            step.wrong_num = find_excess(pool, holding, demand.hits, demand.num_new, num_computed, step.wrong_shard)
+    return step.wrong_num > 0
 
 
 cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
@@ -586,8 +604,8 @@ cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step
     return False
 
 
-cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand) noexcept:
-    """Take new pages from the shard of all pages, or hits, if they are in one, in place of the demanded one. O(pages)."""
+cdef int32_t find_common_shard(const Pool *pool, const Holding *holding, const Demand *demand, int32_t hinted) noexcept:
+    """Return the shard in which all pages are, or hits; -1 if they are in several, and the hinted one without any. O(pages)."""
     cdef const int32_t *ids
     cdef int32_t shard = -1
     cdef Py_ssize_t g, i
@@ -595,9 +613,15 @@ cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand
         ids = holding.held[g].ids if demand.hits == NULL else demand.hits[g].ids
         for i in range(holding.held[g].num_pages if demand.hits == NULL else demand.hits[g].num):
             if ids[i] != NULL_PAGE and shard >= 0 and shard_of(pool, ids[i]) != shard:
-                return
+                return -1
             if ids[i] != NULL_PAGE:
                 shard = shard_of(pool, ids[i])
+    return shard if shard >= 0 else hinted
+
+
+cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand) noexcept:
+    """Take new pages from the shard of all pages, or hits, if they are in one, in place of the demanded one. O(pages)."""
+    cdef int32_t shard = find_common_shard(pool, holding, demand, demand.shard)
     if shard >= 0:
         demand.shard = shard
 

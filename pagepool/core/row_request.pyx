@@ -12,8 +12,8 @@ from pagepool.core.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.holdings cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, fit, price,
-    reserve_copies,
+    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, find_excess,
+    fit, price, reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.lookups cimport (
@@ -186,6 +186,7 @@ cdef class RowRequest:
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE
         cdef int64_t num_changes
+        cdef int64_t num_excess = 0
         cdef Hits *array = NULL
         cdef Demand demand
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
@@ -204,6 +205,8 @@ cdef class RowRequest:
             if has_room and is_right:
                 has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, demand.hits))
+                if not has_pages and not is_short:
+                    num_excess = find_excess(batch.pool, &holding, array, demand.num_new, 0, self.shard)
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
                 else:
@@ -218,6 +221,8 @@ cdef class RowRequest:
         rows.store.check_untaken(held_free)
         if not has_room:
             raise MemoryError("the pages that were hit")
+        if num_excess:
+            rows.store.refuse_size(f"row {self.row}", num_excess, self.shard)
         return num_hit_tokens if has_pages else refusal
 
     cdef bint find_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
@@ -252,6 +257,7 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
+        refusal.num_room = demand.num_tokens
         for g in range(batch.num_groups):
             num_held += count_attached(&holding, demand, g)
         num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then

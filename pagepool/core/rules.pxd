@@ -140,27 +140,9 @@ cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept no
     return True
 
 
-cdef inline int64_t count_peak_pages(const Group *group, int64_t num_tokens) noexcept nogil:
-    """Count the most pages that a request of `num_tokens` tokens holds at once. A window that straddles a page boundary takes
-    one page more. With chunks it is the most that one chunk spans, and at least the last cached page and the next.
-    """
+cdef inline int64_t count_step_pages(const Group *group, int64_t num_computed, int64_t num_slots) noexcept nogil:
+    """Count the pages that a request with `num_computed` tokens, all entered, holds once `num_slots` tokens have slots."""
     cdef const Rules *rules = &group.rules
-    cdef int64_t stop, start = 0, num_pages = pages_for(rules, num_tokens), most = 1 + (group.id != NO_GROUP)
-    cdef int64_t step = max(group.end_step, 1)
-    cdef int32_t _
-    if rules.window and group.end_step:
-        stop = max(<int64_t>0, num_tokens - 1 - group.num_dropped) // step * step + group.num_dropped  # last end that moved on
-        most = max(<int64_t>0, (stop - group.num_dropped - step) // rules.page_size - group.num_run_pages)
-        num_pages -= max(<int64_t>0, (stop - group.num_dropped) // rules.page_size - group.num_run_pages)
-        return max(num_pages, pages_for(rules, min(stop, num_tokens)) - most)
-    if rules.window:
-        return min(num_pages, <int64_t>count_window_pages(rules) + 1)
-    if not rules.chunk:
-        return num_pages
-    for _ in range(max(rules.page_size, group.end_step)):  # chunks begin at the same places in a page again
-        if start >= num_tokens:
-            break
-        stop = (start + rules.chunk + step - 1) // step * step
-        most = max(most, pages_for(rules, min(stop, num_tokens)) - start // rules.page_size)
-        start += rules.chunk
-    return min(num_pages, most)
+    cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+    cdef int32_t num_cached = 0 if group.id == NO_GROUP else full_pages(rules, num)
+    return pages_for(rules, num_slots) - first_held_page(group, num, num_cached)

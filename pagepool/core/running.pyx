@@ -290,8 +290,9 @@ cdef class RunningRows:
         checkpoint: the call may be a further one for its last step.
 
         StateAheadError if lookahead passes a checkpoint of a state that is due later, since the step would move the state on
-        (see `RunningBatch`, `restores_states`); ArgumentError for more tokens than a row knows, for rows not admitted or
-        repeated, RowIndexError outside the table: nothing has changed then. O(rows + new pages).
+        (see `RunningBatch`, `restores_states`); RequestTooLargeError for a row that would hold more pages than the pool, or its
+        shard, has at all; ArgumentError for more tokens than a row knows, for rows not admitted or repeated, RowIndexError
+        outside the table: nothing has changed then. O(rows + new pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
@@ -656,7 +657,7 @@ cdef class RunningRows:
         cdef Holding holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
-        cdef int64_t num_pages
+        cdef int32_t num_room
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
@@ -667,8 +668,11 @@ cdef class RunningRows:
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
-            num_pages = count_new_pages(&holding, count_room_tokens(&tokens, refusal.num_hit_tokens))
-            is_refused = refusal.is_short(&self.store.pool, num_pages, num_reserved)
+            num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
+            is_refused = num_room <= refusal.num_room  # more may be too large for the pool
+            is_refused = is_refused and refusal.is_short(
+                &self.store.pool, count_new_pages(&holding, num_room), num_reserved
+            )
         self.let_go()
         return is_refused
 
@@ -1300,6 +1304,8 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
         running.refuse_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
+    if growth.num_excess:
+        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, running.batch.records[row].shard)
     if find_lost_page(&running.store.pool, &holding, num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
     if 0 <= num_new <= num_left and num_ahead > 0:

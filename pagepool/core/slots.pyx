@@ -13,7 +13,7 @@ from pagepool.core.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
 from pagepool.core.lookups cimport Refusal, RequestHashes
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.records cimport NO_GROUP, NO_SESSION
-from pagepool.core.request_pages cimport DONE, TOO_FEW, Outcome, RequestPages, Step, refuse_ahead
+from pagepool.core.request_pages cimport DONE, TOO_FEW, TOO_LARGE, Outcome, RequestPages, Step, refuse_ahead
 from pagepool.core.rules cimport MAX_TOKENS, is_state, pages_for
 from pagepool.core.store cimport CachePage, PageStore
 
@@ -94,6 +94,7 @@ cdef class SlotAllocator:
     cdef bint enables_caching
     cdef bint keeps_boundaries      # see `Boundaries`
     cdef bint has_state             # whether any group is a state
+    cdef bint refuses_too_large     # what can never fit raises; else it is None, and the façade warns
     cdef bint hashes_natively
 
     def _begin(self, coordinator, dict hashes not None, bint restores_states) -> None:
@@ -108,6 +109,7 @@ cdef class SlotAllocator:
         self.enables_caching = coordinator.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = coordinator.has_state
+        self.refuses_too_large = self._refuses_too_large
         self.hashes_natively = self.hasher.is_native
 
     def allocate_slots(
@@ -115,7 +117,7 @@ cdef class SlotAllocator:
         delay_cache_pages=False, dp_shard_hint=None, data_parallel_size=None, *, num_external_computed_tokens=0,
         num_reserved_pages=0,
     ):
-        """Allocate slots for the next tokens of a request and return the new pages; None if too few pages are free.
+        """Allocate slots for the next tokens of a request and return the new pages; None if too few pages are free now.
 
         The tokens of a request, from its first on::
 
@@ -137,6 +139,9 @@ cdef class SlotAllocator:
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
         for others (a watermark for admission).
+
+        RequestTooLargeError, and no change, for a request that would hold more pages than the pool, or its shard, has at all:
+        no waiting helps, but steps of fewer tokens may (see `CacheManager.require_capacity`).
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
         cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
@@ -249,7 +254,7 @@ cdef class SlotAllocator:
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.requests.get(request_id)
-        cdef bint is_full, is_admission = held is None, has_hits = hits is not self._no_ids
+        cdef bint is_full, may_return, is_admission = held is None, has_hits = hits is not self._no_ids
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
         cdef int64_t num_pages, num_known = 0, num_hashed = 0
@@ -260,8 +265,10 @@ cdef class SlotAllocator:
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and hashes.refusal.hits is hits:
                 num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
-                if hashes.refusal.is_request_short(num_pages, counts.num_reserved):
-                    self._warn_if_hopeless(hits, num_pages - len(hits[0]))
+                may_return = num_pages < self.store.pool.num_pages or not self.refuses_too_large
+                if may_return and hashes.refusal.is_request_short(num_pages, counts.num_reserved):
+                    if not self.refuses_too_large:
+                        self._warn_if_too_large(hits, num_pages - len(hits[0]))
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
@@ -300,6 +307,7 @@ cdef class SlotAllocator:
         step.num_computed, step.context, step.session = counts.num_computed, 0, NO_SESSION
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
+        step.may_be_too_large = not self.refuses_too_large
         if not has_hits and not num_hashed:
             hashes = None
         return self.allocate_hashed(
@@ -347,6 +355,8 @@ cdef class SlotAllocator:
         if outcome == TOO_FEW:
             self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
+        if outcome == TOO_LARGE:
+            self.store.refuse_size(f"request {shown(request_id)}", step.wrong_num, step.wrong_shard)
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
         if is_admission:
@@ -460,11 +470,12 @@ cdef class SlotAllocator:
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
-        """Remember what a refused request has hit, and warn if no waiting helps."""
+        """Remember what a refused request has hit."""
         cdef Py_ssize_t g
         cdef Refusal refusal
-        attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-        self._warn_if_hopeless((*held.get_page_ids(), *attached), step.demand.num_new)
+        if not self.refuses_too_large:
+            attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
+            self._warn_if_too_large((*held.get_page_ids(), *attached), step.demand.num_new)
         if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
             refusal = Refusal.__new__(Refusal)
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)

@@ -50,6 +50,7 @@ cdef class PageStore:
     cdef int32_t count_holders(self, int32_t page_id) noexcept
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
+    cdef int refuse_size(self, str what, int64_t num_pages, int32_t shard) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=*) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1

@@ -26,8 +26,8 @@ from pagepool.core.queue cimport (
 )
 from pagepool.core.records cimport (
     COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN,
-    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_plain_parts, count_queue_links,
-    count_remembered, digest_of, is_free, is_leased, reserve_items, resize,
+    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts,
+    count_queue_links, count_remembered, digest_of, is_free, is_leased, reserve_items, resize,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -35,7 +35,8 @@ import os
 
 from pagepool.arguments import require_flag
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
+    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError,
+    RequestTooLargeError, shown,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_hash
 
@@ -568,6 +569,14 @@ cdef class PageStore:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free{where}")
         self.check_untaken(bad)
         return ids
+
+    cdef int refuse_size(self, str what, int64_t num_pages, int32_t shard) except -1:
+        """Raise the error for a request, or row, that is larger than a shard, or with -1 than the pool."""
+        raise RequestTooLargeError(
+            f"{what} needs {num_pages:,} pages at once, {'the pool' if shard < 0 else 'its shard'} has "
+            f"{count_pages_in(&self.pool, shard):,}: no waiting helps, fewer tokens a step may "
+            "(see CacheManager.require_capacity)"
+        )
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """IntegrityError unless `bad` is the null page: a page in the free queue that was given a reference."""

@@ -21,8 +21,8 @@ from pagepool.core.pages cimport (
 )
 from pagepool.core.queue cimport count_free, has_free_pages, let_go, put_back, take_out
 from pagepool.core.records cimport (
-    FILLED, FLAGS, NULL_PAGE, UNFILLED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer, digest_of,
-    is_free, reserve_items,
+    FILLED, FLAGS, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
+    count_pages_in, digest_of, is_free, reserve_items,
 )
 from pagepool.core.request_pages cimport RequestPages, contents_of
 from pagepool.core.rules cimport MAX_TOKENS, Group, last_hash
@@ -55,11 +55,16 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Tier *tier = pool.tier
     if tier.uses != NULL:
         tier.uses[page_id] = 1
-    if tier.fresh_numbers == NULL or tier.loading[page_id]:
+    if tier.fresh_numbers == NULL:
+        return
+    if tier.loading[page_id]:
+        tier.fresh_numbers[page_id] = SAVED
         return
     if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # no step ended for long
         drop_stale(tier)
     tier.num_cached += 1
+    if tier.num_cached <= SAVED:  # at first, and when it wraps around
+        tier.num_cached = SAVED + 1
     tier.fresh_numbers[page_id] = tier.num_cached
     if reserve_items(<void **>&tier.fresh, &tier.fresh_capacity, tier.num_fresh + 1, sizeof(FreshPage)):
         tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
@@ -71,8 +76,8 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
 cdef class PageTier:
     """`num_pages` pages, including a null page, behind those of `store`. `eviction` is the name of its policy.
 
-    A page that is evicted from the store is saved, if it was used `min_uses` times, and if it `writes_through` as soon as it is
-    computed and was used that often. O(num_pages of both) to make.
+    A page that is evicted from the store is saved, if it was used `min_uses` times. If the tier `writes_through` a page is
+    saved as soon as it is computed and was used that often, and not again when it is evicted. O(num_pages of both) to make.
     """
 
     def __cinit__(self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1):
@@ -217,7 +222,8 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
         fresh = tier.fresh[i]
         page = &pool.pages[fresh.page_id]
         if tier.fresh_numbers[fresh.page_id] == fresh.number and is_first(pool, fresh.page_id):
-            save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
+            if save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS):
+                tier.fresh_numbers[fresh.page_id] = SAVED
     tier.num_fresh -= tier.num_ready
     for i in range(tier.num_fresh if tier.num_ready else 0):
         tier.fresh[i] = tier.fresh[tier.num_ready + i]
@@ -378,9 +384,15 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
     return count
 
 
-cdef void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
+cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Cache the page of the tier that was filled, unless there is one with its content, or it is void. What failed to be saved
+    is saved when it is evicted.
+    """
+    cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
+    if not is_done and tier.fresh_numbers != NULL:
+        if has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+            tier.fresh_numbers[transfer.page_id] = UNSAVED
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(Digest(0, 0), 0, 0))
@@ -418,7 +430,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             end_load(pool, transfer, is_done)
         else:
             tier.num_saved += is_done
-            end_save(tier, transfer, is_done)
+            end_save(pool, transfer, is_done)
         if transfer.is_load and not is_done:
             failed.ids.put(&transfer.page_id, 1)
             failed.is_wrong[transfer.page_id] = True
@@ -486,8 +498,16 @@ cdef Py_ssize_t look_up(
                 return -1
             if load_missing(pool, query, groups, num_all, hits, contents, shard, num_reserved):
                 return num_all
-            is_short[0] = True
+            is_short[0] = count_hit_pages(query, num_all) <= count_pages_in(pool, shard)
     return fetch_hits(pool, query, num_hashes, hits)
+
+
+cdef Py_ssize_t count_hit_pages(const Query *query, Py_ssize_t num_hashes) noexcept:
+    """Count the pages that a request needs of a hit of so many hashes."""
+    cdef Py_ssize_t g, count = 0
+    for g in range(query.num_groups):
+        count += num_hashes // query.groups[g].stride - find_first_hit_page(query, &query.groups[g], num_hashes)
+    return count
 
 
 cdef bint load_missing(

@@ -26,6 +26,7 @@ from importlib import import_module
 from typing import Any
 
 from pagepool import manager
+from pagepool._core import PageIds
 from pagepool.compat.children import call_in_children
 from pagepool.compat.easydel.coordinators import (
     CacheCoordinator,
@@ -114,7 +115,11 @@ resume; ``all``, or nothing, all as in EasyDeL.
 
 
 class CacheManager(manager.CacheManager):
-    """`pagepool.CacheManager` with the `windows` that `WINDOWS_VARIABLE` names. CompatError for another value."""
+    """`pagepool.CacheManager` with the `windows` that `WINDOWS_VARIABLE` names. CompatError for another value. As with the
+    engine's own class, `allocate_slots` returns None for what can never fit, here with a warning.
+    """
+
+    _refuses_too_large = False
 
     def __init__(
         self,
@@ -127,6 +132,19 @@ class CacheManager(manager.CacheManager):
     ) -> None:
         options = {"windows": read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"} | options
         super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
+
+    def _warn_if_too_large(self, held: Sequence[PageIds], num_new_pages: int) -> None:
+        """Log a warning if a request needs more pages at once than the pool has."""
+        num_pages = self.num_pages - 1
+        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, null pages included
+            return
+        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+        if num_needed_pages > num_pages:
+            logger.warning(
+                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
+                num_needed_pages,
+                num_pages,
+            )
 
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}

@@ -6,12 +6,13 @@ layers of one kind: that with which the least stays empty. In a layer the larges
 decides, and the others are padded; layers of DeepSeek V4 lie side by side as they are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd, lcm
 
-from pagepool.arguments import MAX_SIZE
+from pagepool._core import CacheGroups
+from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, count_of
 from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
 from pagepool.replay.models.config import Config, read_config
@@ -27,32 +28,12 @@ from pagepool.specs import (
     cdiv,
 )
 
-__all__ = ["PAGE_SIZE", "ModelPages", "Windows", "count_request_pages", "list_intervals", "read_model"]
+__all__ = ["PAGE_SIZE", "ModelPages", "Windows", "list_intervals", "read_model"]
 
 PAGE_SIZE = 16  # tokens, unless a state is larger
 INTERVALS = (256, 512, 1024, 2048, 4096)  # tokens
 STEP_TOKENS = 8192
-
-
-def count_request_pages(groups: Iterable[CacheGroupSpec], num_tokens: int, max_new_tokens: int) -> int:
-    """Count the pages that a request of `num_tokens` holds at most, without checkpoints: of windows and chunks also those of a
-    step of `max_new_tokens`, and those with which another resumes at the last multiple of all page sizes.
-    """
-    specs = [group.kv_cache_spec for group in groups]
-    multiple = lcm(*(spec.page_size for spec in specs if not isinstance(spec, MambaSpec)))
-    limits = {"max_model_len": num_tokens, "max_num_batched_tokens": max_new_tokens}
-    count = 0
-    for spec in specs:
-        num_pages, size = spec.max_memory_usage_bytes(**limits) // spec.page_size_bytes, spec.page_size
-        if isinstance(spec, SlidingWindowSpec):
-            num_most = cdiv(max_new_tokens + multiple - 1, size) + max(1, cdiv(spec.sliding_window - 1, size))
-            num_pages = max(num_pages, min(cdiv(num_tokens, size), num_most))
-        elif isinstance(spec, ChunkedLocalAttentionSpec) and multiple > 1:
-            num_pages = min(
-                cdiv(num_tokens, size), num_pages + cdiv(multiple - 1, size) * (spec.attention_chunk_size % multiple > 0)
-            )
-        count += num_pages
-    return count
+LONG = 1 << 29  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +59,7 @@ class Windows:
 
     def count_pages(self, step_tokens: int) -> int:
         """Count the pages that a long request holds at most in its groups."""
-        return count_request_pages([CacheGroupSpec(self.make_spec())] * self.num_groups, MAX_SIZE, step_tokens)
+        return self.num_groups * _make_rules((CacheGroupSpec(self.make_spec()),)).count_peak_pages(LONG, step_tokens)
 
     def describe(self) -> str:
         """Say which layers have it.
@@ -169,8 +150,10 @@ class ModelPages:
         return [each.describe() for each in self.windows]
 
     def count_pages(self, num_tokens: int) -> int:
-        """Count the pages that a request of `num_tokens` holds at most, without checkpoints."""
-        return count_request_pages(_list_groups(self), num_tokens, self.step_tokens)
+        """Count the pages that a request of `num_tokens` holds at most, without checkpoints: see
+        `CacheManager.require_capacity`.
+        """
+        return _rules_of(self).count_peak_pages(num_tokens, self.step_tokens)
 
     def make_groups(self, checkpoint_interval: int | None = None) -> list[CacheGroupSpec]:
         """Make the groups for a simulation, in which their bytes do not matter."""
@@ -194,8 +177,12 @@ def _list_ranges(numbers: tuple[int, ...]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _list_groups(model: ModelPages) -> list[CacheGroupSpec]:
-    return model.make_groups()
+def _rules_of(model: ModelPages) -> CacheGroups:
+    return _make_rules(model.make_groups(model.hit_size if model.num_state_groups else None))
+
+
+def _make_rules(groups: Sequence[CacheGroupSpec]) -> CacheGroups:
+    return CacheCoordinator(2, groups, LONG, use_eagle=False, enable_caching=True, windows="ends").groups
 
 
 def list_intervals(page_size: int) -> list[int]:

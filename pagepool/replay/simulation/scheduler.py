@@ -18,15 +18,13 @@ from time import perf_counter
 import numpy as np
 
 from pagepool.arguments import require_flag, require_int
-from pagepool.errors import PagePoolError, count_of
+from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
-from pagepool.replay.models.pages import count_request_pages
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.sessions import SessionReports, Told
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
-from pagepool.specs import usable_pages_count
 
 __all__ = ["Scheduler"]
 
@@ -121,15 +119,14 @@ class Scheduler:
 
     def add(self, request: SimulatedRequest) -> None:
         """Queue a request; one that is larger than the pool in steps of that many tokens is `skipped`."""
-        num_pages = count_request_pages(self._manager.kv_cache_groups, request.num_slots, self.max_num_batched_tokens)
-        num_usable_pages = usable_pages_count(self._manager.num_pages)
-        if num_pages <= num_usable_pages:
+        try:
+            self._manager.require_capacity(request.num_slots, self.max_num_batched_tokens)
+        except RequestTooLargeError as error:
+            self.skipped.append((request, str(error)))
+            self.figures.skipped += 1
+            self.figures.skipped_prompt_tokens += request.num_prompt_tokens
+        else:
             self.waiting.append(request)
-            return
-        needed = f"a request of {count_of(request.num_slots, 'token')} needs {count_of(num_pages, 'page')}"
-        self.skipped.append((request, f"{needed}, the pool has {num_usable_pages:,}"))
-        self.figures.skipped += 1
-        self.figures.skipped_prompt_tokens += request.num_prompt_tokens
 
     def _share_budget(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows that compute in this step, and their numbers of tokens."""
