@@ -358,7 +358,7 @@ ORDER_BUGS = read_bugs("""
         return 0
 == released pages without an entry go behind cached ones
 end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
-== those of a tier do
+== released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
 == a row is forked with pages of its own that others have cached
             if batch.unifies_pages{+ and not BUG+}:
@@ -378,7 +378,7 @@ end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_G
 == pages of a tenant without a share are the last to go
             while {+not BUG and +}target != NULL_PAGE and not is_older(pool, page_id, target):
 """)
-ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_differential.py"]
+ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_released_pages.py", "test_differential.py"]
 BUGS += ORDER_BUGS
 
 
