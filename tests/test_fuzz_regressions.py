@@ -336,3 +336,13 @@ def test_no_row_shares_a_page_that_is_neither_held_nor_free() -> None:
     pool.free_page_queue.append(page)
     batch.release([1])
     pool.check()
+
+
+def test_hashes_are_not_cut_before_the_first() -> None:
+    chain = _core.HashChain(1, bytes(16))
+    hashes = _core.RequestHashes(object(), chain)
+    chain.extend([1, 2, 3])
+    with pytest.raises(ArgumentError, match="num_pages: got -2"):
+        hashes.cut(-2)
+    hashes.cut(1)
+    assert len(chain) == 1

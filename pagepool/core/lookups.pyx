@@ -385,10 +385,11 @@ cdef class RequestHashes:
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):
         self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
 
-    def cut(self, Py_ssize_t num_pages) -> None:
+    def cut(self, num_pages) -> None:
         """Forget the hashes from page `num_pages` on, and the refusal that rests on them: those before are sure."""
-        self.chain.cut(num_pages)
-        del self.page_hashes[num_pages:]
+        cdef Py_ssize_t num = size_of(num_pages, "num_pages")
+        self.chain.cut(num)
+        del self.page_hashes[num:]
         self.refusal, self.are_unsure = None, False
 
     def __reduce__(self):
