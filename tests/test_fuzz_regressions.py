@@ -19,6 +19,7 @@ from pagepool._core import (
     PageIds,
     PageRules,
     PageStore,
+    RequestHashes,
     RequestPages,
     RowRequest,
     RunningRows,
@@ -339,8 +340,8 @@ def test_no_row_shares_a_page_that_is_neither_held_nor_free() -> None:
 
 
 def test_hashes_are_not_cut_before_the_first() -> None:
-    chain = _core.HashChain(1, bytes(16))
-    hashes = _core.RequestHashes(object(), chain)
+    chain = HashChain(1, bytes(16))
+    hashes = RequestHashes(object(), chain)
     chain.extend([1, 2, 3])
     with pytest.raises(ArgumentError, match="num_pages: got -2"):
         hashes.cut(-2)
