@@ -681,12 +681,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Keep pages: until the lease is released, or has ended, they are not handed out, even if their request is freed.
 
         With `seconds`, `pages` is a request: the pages that are cached under its tokens ``[start, stop)``, wholly within them,
-        in each group, its own before others. The lease ends after so many seconds, when pages are taken next, unless
-        `Lease.extend` is called; use does not extend it. LeaseBudgetError if leases with an end had more than
-        ``max_num_leased_pages`` pages, which is ``int(max_leased_share * (num_pages - 1))``: a page counts once for each lease.
-        With ``windows="ends"`` a `stop` is where others are to resume: name it in `resume_at` of the request, so that the
-        window before it stays cached, and call this once it is computed. ArgumentError if pages that others need to resume
-        there are gone. O(tokens).
+        in each group, its own before others. It is all of them: ArgumentError if a page of full attention is not cached, and if
+        there is no page; without a `stop` the span ends with the last page that is cached. The lease ends after so many
+        seconds, when pages are taken next, unless `Lease.extend` is called; use does not extend it. LeaseBudgetError if leases
+        with an end had more than ``max_num_leased_pages`` pages, which is ``int(max_leased_share * (num_pages - 1))``: a page
+        counts once for each lease. With ``windows="ends"`` a `stop` is where others are to resume: name it in `resume_at` of
+        the request, so that the window before it stays cached, and call this once it is computed. ArgumentError if pages of
+        windows, or checkpoints of states, are gone that others need to resume there. A lease is no use: what `expect` said of a
+        page stands. O(tokens).
 
         Without `seconds`, `pages` are ids of pages that a transfer reads: held ones, or free ones that are cached; a page
         listed twice is leased twice. Such a lease has no end and no budget. PageIdError for the null page, ids outside the

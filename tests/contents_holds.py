@@ -106,7 +106,7 @@ class Holds:
             require(is_over, "refused, and there is room for leases", job, own)
             return
         except ArgumentError:
-            self._require_gone(job, span)
+            self._require_gone(job, span, cached)
             return
         leased = {self.books.index.content_of(page_id) for page_id in lease.page_ids}
         require(leased <= cached, "a page of others is leased", job, leased - cached)
@@ -159,12 +159,11 @@ class Holds:
             contents |= {(group_id, histories[end - 1]) for end in ends if end - size >= start}
         return span, contents
 
-    def _require_gone(self, job: Job, span: Span) -> None:
-        """Raise unless a page is not cached with which a request resumes at the end of a span."""
-        start, stop = span
-        require(self.books.setting.windows is not None and stop is not None, "refused", job, span)
-        needed = self.books.list_needed(job, stop)
-        require(any(not self.books.index.has(content, None) for content in needed), "no page is gone", job, start, stop)
+    def _require_gone(self, job: Job, span: Span, contents: set[Content]) -> None:
+        """Raise unless a page of a span is not cached, or one with which a request resumes at its end, or it has none."""
+        needed = contents | {*(() if span[1] is None else self.books.list_needed(job, span[1]))}
+        is_gone = not contents or any(not self.books.index.has(content, None) for content in needed)
+        require(is_gone, "no page is gone", job, span)
 
     def _find_own(self, job: Job, contents: set[Content]) -> set[Content]:
         """Return those of the contents with which pages of a job are cached."""

@@ -657,7 +657,7 @@ class OracleManager:
             raise IndexError("a page is neither held nor cached")
         for page in page_ids:
             if page in pool.free_queue:
-                pool.touch([[page]])
+                pool.touch([[page]], is_use=False)
             else:
                 pool.ref_counts[page] += 1
         self.leases.append(OracleLease(self, page_ids))
@@ -963,8 +963,10 @@ class OracleManager:
         self._check_span(start, stop)
         if not 0 < seconds < float("inf"):
             raise ValueError("no time")
-        self._check_end(request, stop)
+        self._check_gone(request, start, stop)
         found = self._list_cached(request, start, stop)
+        if not found:
+            raise ValueError("no page is cached")
         if len(found) + sum(len(lease.page_ids) for lease in self.leases if lease.end is not None) > self.max_num_leased_pages:
             raise ValueError("too many pages are leased")
         self.lease(found)
@@ -983,17 +985,28 @@ class OracleManager:
             found[group_id, place] = pages[is_right.index(True)] if any(is_right) else None
         return found
 
-    def _check_end(self, request: Any, stop: int | None) -> None:
-        """Refuse an end of a span that is reached, and where a request can no longer resume."""
-        end = self.windows.find_end(request, stop) if self.windows is not None else 0
-        found = {
-            (group_id, place): page
-            for (group_id, place), page in self._find_cached(request, 0, end).items()
-            if not isinstance(self.kinds[group_id], Mamba) and place >= self.kinds[group_id].first_hit_page(end, self.use_eagle)
-        }
-        lasts = [page for (group_id, place), page in found.items() if (group_id, place + 1) not in found]
-        if any(page is not None for page in lasts) and None in found.values():
-            raise ValueError("requests can no longer resume at the end")
+    def _check_gone(self, request: Any, start: int, stop: int | None) -> None:
+        """Refuse a span that has lost a page of full attention, or at whose end a request can no longer resume. Without a stop
+        a group may end sooner.
+        """
+        for group_id, kind in enumerate(self.kinds):
+            found = self._find_cached(request, start, request.num_tokens if stop is None else min(stop, request.num_tokens))
+            there = [page is not None for (each, _), page in found.items() if each == group_id]
+            if stop is None and True in there:
+                there = there[: len(there) - there[::-1].index(True)]
+            if type(kind) is Full and False in there and (stop is not None or True in there):
+                raise ValueError("a page is gone")
+        if stop is None or not self.hit_step or self.page_pool.enable_caching is False:
+            return
+        end = self._floor(min(stop, request.num_tokens)) - self.hit_step * self.use_eagle
+        if self.windows is not None:
+            end = self.windows.find_end(request, stop)
+        can_hit = all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
+        found = self._find_cached(request, 0, end) if end > 0 and can_hit else {}
+        for (group_id, place), page in found.items():
+            kind = self.kinds[group_id]
+            if type(kind) is not Full and place >= kind.first_hit_page(end, self.use_eagle) and page is None:
+                raise ValueError("requests can no longer resume at the end")
 
     def _check_span(self, start: int, stop: int | None) -> None:
         if start < 0 or (stop is not None and stop < start):

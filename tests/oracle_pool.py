@@ -180,8 +180,8 @@ class OraclePool:
             self.policy.note_queued(page)
         self.tenants.note_queued(page)
 
-    def touch(self, pages_by_group: Iterable[PageIds]) -> None:
-        """Add a reference to each page; a free one leaves the queue."""
+    def touch(self, pages_by_group: Iterable[PageIds], is_use: bool = True) -> None:
+        """Add a reference to each page; a free one leaves the queue. A use ends what was said of it."""
         touched = [page for pages in pages_by_group for page in pages if page != NULL_PAGE]
         if any(self.ref_counts[page] == 0 and page not in self.free_queue for page in touched):
             raise IndexError(f"one of {touched} is not held, and not in the free queue")
@@ -190,7 +190,8 @@ class OraclePool:
             self.free_queue.pop(page, None)
             if self.policy is not None:
                 self.policy.note_hit(page, is_free)
-            self.expected.end(page, is_used=True)
+            if is_use:
+                self.expected.end(page, is_used=True)
             if self.tier is not None:
                 self.tier.uses[page] += 1
             self.ref_counts[page] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -13,7 +13,18 @@ from clocked import PAGE_SIZE, Clocked
 from hybrids import manager_state
 from refusing import refused
 
-from pagepool import EngineRequest, HostTier, PagePool, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    MultiGroupPageTable,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
 from pagepool.page_pool import snapshot
 
@@ -302,6 +313,87 @@ def test_two_leases_of_a_page_count_twice() -> None:
     leases[0].release()
     pages.manager.lease(pages.request("a"), seconds=10)
     pages.manager.check()
+
+
+WINDOW = SlidingWindowSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=9)
+FULL = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
+
+
+def lease_after(lost: Sequence[int], is_row: bool, *specs: Any, stop: int | None, start: int = 0, **options: Any) -> Any:
+    """Compute three pages and a token in each group, drop those at these places of the first group, and lease a span. Returns
+    the places of the leased pages.
+    """
+    manager = CacheManager(64, [CacheGroupSpec(spec) for spec in specs], 64, max_leased_share=1.0, **options)
+    batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [4] * len(specs)))
+    request = EngineRequest("a", list(range(13)))
+    if is_row:
+        batch.admit(0, request.all_token_ids)
+        pages = batch.get_page_ids(0)
+    else:
+        allocated = manager.allocate_slots(request, 13)
+        assert allocated is not None
+        pages = allocated.get_page_ids()
+        manager.free(request)
+    manager.page_pool.evict_pages([pages[0][place] for place in lost])
+    before = manager_state(manager)
+    try:
+        lease = batch.lease(0, start, stop, seconds=9) if is_row else manager.lease(request, start, stop, seconds=9)
+    except ArgumentError as error:
+        assert manager_state(manager) == before
+        assert manager.leases == ()
+        return str(error)
+    manager.check()
+    return [[i for i, page in enumerate(group) if page in lease.page_ids] for group in pages]
+
+
+@pytest.mark.parametrize("is_row", [False, True])
+@pytest.mark.parametrize("windows", ["ends", "all"])
+def test_a_span_with_a_gone_page_is_not_leased(windows: str, is_row: bool) -> None:
+    for lost, allowed in (([0], 0), ([1], 4), ([2], 8), ([0, 1, 2], 0), ([1, 2], 4)):
+        text = f"stop: got 12, where the page at token {allowed} is not cached, allowed: at most {allowed}"
+        assert lease_after(lost, is_row, FULL, stop=12) == text
+        assert lease_after(lost, is_row, FULL, WINDOW, stop=13, windows=windows) == text.replace("12", "13")
+    assert lease_after([0], is_row, FULL, start=3, stop=12) == [[1, 2]]
+    assert lease_after([2], is_row, FULL, stop=11) == lease_after([2], is_row, FULL, stop=None) == [[0, 1]]
+    assert (
+        lease_after([1], is_row, FULL, stop=None) == "stop: got the end, where the page at token 4 is gone, allowed: at most 4"
+    )
+    assert "no page is cached" in lease_after([0, 1, 2], is_row, FULL, stop=None)
+    assert "no page is cached" in lease_after([], is_row, FULL, stop=3)
+    assert "no page is cached" in lease_after([], is_row, FULL, start=12, stop=13)
+    assert "no page is cached" in lease_after([0, 1, 2], is_row, WINDOW, stop=None, windows=windows)
+    for lost in ([1], [2], [0, 1, 2]):
+        assert "resume_at=[12]" in lease_after(lost, is_row, WINDOW, FULL, stop=12, windows=windows)
+    assert lease_after([], is_row, FULL, WINDOW, stop=12, windows=windows) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_without_caching_no_span_is_leased() -> None:
+    assert "no page is cached" in lease_after([], True, FULL, stop=12, enable_caching=False)
+
+
+@pytest.mark.parametrize("is_span", [False, True])
+@pytest.mark.parametrize("seconds", [1000, math.inf])
+def test_a_lease_ends_no_expectation(seconds: float, is_span: bool, pages: Pages) -> None:
+    pages.leave("a", seconds=seconds)
+    before = pages.manager.stats().expectations
+    lease = pages.manager.lease(pages.request("a"), seconds=30) if is_span else pages.manager.lease([1])
+    assert pages.manager.stats().expectations[3:] == (0, 0, 0)
+    lease.release()
+    assert pages.manager.stats().expectations == before
+    pages.leave("b", seconds=2**16)
+    assert pages.list_evicted("ab") == ("ba" if seconds < math.inf else "ab")
+
+
+def test_a_page_that_is_hit_while_it_is_leased_is_in_time_or_late(pages: Pages) -> None:
+    for name in "ab":
+        pages.leave(name, seconds=100)
+    hits = [pages.manager.get_computed_pages(pages.request(name))[0].get_page_ids()[0][0] for name in "ab"]
+    with pages.manager.lease(hits):
+        pages.wait(60)
+        pages.leave("a")
+        pages.wait(70)
+        pages.leave("b")
+    assert pages.manager.stats().expectations == (0, 0, 0, 1, 1, 0)
 
 
 def test_ended_leases_are_forgotten() -> None:

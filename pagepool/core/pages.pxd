@@ -444,12 +444,13 @@ cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_reused += 1
 
 
-cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """One reference more for each page, null pages passed over; a free page leaves the queue."""
+cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use=True) noexcept nogil:
+    """One reference more for each page, null pages passed over; a free page leaves the queue. If that `is_use` their terms end.
+    """
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     if rare(pool.num_parts != 0):
-        touch_in_parts(pool, ids, n)
+        touch_in_parts(pool, ids, n, is_use)
         return
     for i in range(n):
         if ids[i] != NULL_PAGE:
@@ -458,7 +459,7 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
             add_reference(pool, ids[i])
 
 
-cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use) noexcept nogil:
     """`touch_all` with parts."""
     cdef Py_ssize_t i
     cdef bint was_free
@@ -471,7 +472,8 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
                 pool.policy.num_free_hits += was_free
                 pool.policy.num_shared_hits += not was_free
                 record_hit(pool.policy, ids[i], was_free)
-            use_page(pool, ids[i])
+            if is_use:
+                use_page(pool, ids[i])
             add_reference(pool, ids[i])
 
 

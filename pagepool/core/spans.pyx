@@ -16,7 +16,7 @@ from pagepool.core.pages cimport begin_lease, end_lease, end_leases, find_untouc
 from pagepool.core.queue cimport expect_page, now_of
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
 from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport Group, first_hit_page, is_state, last_hash
+from pagepool.core.rules cimport MAX_TOKENS, Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
@@ -84,7 +84,7 @@ cdef class Lease:
         for i in range(self.ids.num):
             page_id = self.ids.ids[i]
             if is_free(pool, page_id):
-                touch_all(pool, &page_id, 1)
+                touch_all(pool, &page_id, 1, False)
             else:
                 share(pool, page_id)  # no policy is told: a lease does not use a page that is held
             pool.leases.counts[page_id] += 1
@@ -317,28 +317,51 @@ cdef class TokenSpan:
                     found.put(&page_id, 1)
         return True
 
-    cdef int64_t find_lost_end(self) noexcept:
-        """Return a number of tokens that requests share which are to resume behind the span, if a page that ends where they do
-        is cached, and another that they need there is not; else 0.
+    cdef int64_t find_lost_token(self) noexcept:
+        """Return the first token of a page of full attention that is not cached; -1: there is none. Without a `stop` the span
+        ends in each group with its last cached page. The locks are held.
         """
-        cdef const Boundaries *rule = &self.groups.boundaries
         cdef const Group *group
         cdef Py_ssize_t g
-        cdef int64_t i, stop, end = min(self.stop, self.num_tokens)
-        cdef bint is_cached, is_reached = False, is_lost = False
-        if not rule.multiple or self.stop == INT64_MAX:
-            return 0
-        end = find_resumption(rule, end)
+        cdef int64_t i, size, lost, first = INT64_MAX
         for g in range(self.groups.num):
-            group = &self.groups.groups[g]
-            stop = end // group.rules.page_size
-            if is_state(&group.rules) or not 0 < stop <= self.num_digests // group.stride:
+            group, lost = &self.groups.groups[g], INT64_MAX
+            size = group.rules.entry_size
+            if not hits_leading_pages(group):
                 continue
-            for i in range(first_hit_page(&group.rules, <int32_t>end, rule.use_eagle), stop):
-                is_cached = self.find_cached(g, i) != NULL_PAGE
-                is_reached |= is_cached and i == stop - 1
-                is_lost |= not is_cached
-        return end + rule.num_dropped if is_reached and is_lost else 0
+            for i in range(self.start // size + (self.start % size > 0), min(self.stop, self.num_tokens) // size):
+                if (i + 1) * group.stride > self.num_digests or self.find_cached(g, i) == NULL_PAGE:
+                    lost = min(lost, i * size)
+                elif lost < INT64_MAX and self.stop == INT64_MAX:
+                    return lost
+            if self.stop < INT64_MAX:
+                first = min(first, lost)
+        return first if first < INT64_MAX else -1
+
+    cdef int64_t find_lost_end(self) noexcept:
+        """Return the number of tokens at which requests are to resume behind the span, if a page of a window or chunk, or a
+        checkpoint, that they need there is not cached; else 0. The locks are held.
+        """
+        cdef const Boundaries *rule = &self.groups.boundaries
+        cdef const Group *group = self.groups.groups
+        cdef Py_ssize_t g
+        cdef int64_t i, stop, end = min(self.stop, self.num_tokens), num_dropped = 0
+        cdef int64_t multiple = self.groups.kinds.num_hit_hashes * (group.rules.entry_size // max(1, group.stride))
+        cdef bint use_eagle = self.groups.kinds.use_eagle
+        if not multiple or self.stop == INT64_MAX:
+            return 0
+        if rule.multiple:
+            end, num_dropped = find_resumption(rule, end), rule.num_dropped
+        else:
+            end -= end % multiple + use_eagle * multiple  # eagle drops a page
+        for g in range(self.groups.num if end > 0 else 0):
+            group = &self.groups.groups[g]
+            stop = end // group.rules.entry_size
+            i = stop - 1 if is_state(&group.rules) else first_hit_page(&group.rules, <int32_t>min(end, MAX_TOKENS), use_eagle)
+            for i in range(i, 0 if hits_leading_pages(group) else stop):
+                if (i + 1) * group.stride > self.num_digests or self.find_cached(g, i) == NULL_PAGE:
+                    return end + num_dropped
+        return 0
 
     cdef bint has_state(self) noexcept:
         """Whether the model has states, for which requests name no places to resume."""
@@ -369,34 +392,46 @@ cdef class TokenSpan:
 
     def lease(self, max_num_leased, seconds) -> Lease:
         """Lease the cached pages for a number of seconds. LeaseBudgetError, and nothing changed, if leases with an end had more
-        than `max_num_leased` pages in all; ArgumentError if pages are gone that requests need to resume at the end of the span.
-        O(pages).
+        than `max_num_leased` pages in all; ArgumentError if a page of the span is gone, or one that requests need to resume at
+        its end, and if it has no page. O(pages).
         """
         cdef Py_ssize_t most = size_of(max_num_leased, "max_num_leased"), bad = -1
-        cdef int64_t num_leased, lost_end, duration = duration_of(seconds)
+        cdef int64_t num_leased, lost, lost_end, duration = duration_of(seconds)
         cdef Lease lease = new_lease(self.require_store())
         cdef bint is_listed, is_held = False
         try:
             self.lock()
             end_leases(&self.store.pool)
-            lost_end = self.find_lost_end()
-            is_listed = lost_end == 0 and self.list_cached(lease.ids)
+            lost, lost_end = self.find_lost_token(), self.find_lost_end()
+            is_listed = lost < 0 and lost_end == 0 and self.list_cached(lease.ids)
             num_leased = self.store.pool.leases.num_pages
-            if is_listed and num_leased + lease.ids.num <= most:
+            if is_listed and 0 < lease.ids.num <= most - num_leased:
                 bad = find_unholdable(&self.store.pool, lease.ids.ids, lease.ids.num)
                 is_held = bad < 0 and lease.hold(duration)
             self.unlock()
         finally:
             if not is_held:
                 self.store.leases.pop(lease)
-        if lost_end:
-            advice = "" if self.has_state() else f", as with resume_at=[{lost_end}] at admission"
+        if lost >= 0 or lost_end:
+            self.refuse_lost(lost, lost_end)
+        if is_listed and lease.ids.num == 0:
             raise ArgumentError(
-                f"stop: got {self.stop}, where pages that requests need to resume are gone, "
-                f"allowed: where all are cached{advice}"
+                f"start and stop: got {self.start} and {'the end' if self.stop == INT64_MAX else self.stop}, where no page is "
+                "cached, allowed: tokens with at least one full page"
             )
         if is_listed and num_leased + lease.ids.num > most:
             raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")
         if not is_held:
             lease.refuse(bad)
         return lease
+
+    cdef int refuse_lost(self, int64_t lost, int64_t lost_end) except -1:
+        """Raise the error for a page that is not cached, which begins with a token, or that requests need at an end."""
+        if lost >= 0 and self.stop == INT64_MAX:
+            raise ArgumentError(f"stop: got the end, where the page at token {lost} is gone, allowed: at most {lost}")
+        if lost >= 0:
+            raise ArgumentError(f"stop: got {self.stop}, where the page at token {lost} is not cached, allowed: at most {lost}")
+        advice = "" if self.has_state() else f", as with resume_at=[{lost_end}] at admission"
+        raise ArgumentError(
+            f"stop: got {self.stop}, where pages that requests need to resume are gone, allowed: where all are cached{advice}"
+        )
