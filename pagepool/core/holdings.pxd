@@ -147,6 +147,27 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
     return NULL_PAGE
 
 
+cdef inline int32_t draw_references(Pool *pool, const Holding *holding, int32_t change) noexcept nogil:
+    """Take a reference of each page, or, with a change of 1, give it back. Returns a page that has too few; NULL_PAGE: none."""
+    cdef const Held *held
+    cdef Py_ssize_t g, i
+    cdef int32_t bad = NULL_PAGE
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        for i in range(held.num_skipped, held.num_pages):
+            pool.pages[held.ids[i]].ref_cnt += change
+            if held.ids[i] != NULL_PAGE and (pool.pages[held.ids[i]].ref_cnt < 0 or is_free(pool, held.ids[i])):
+                bad = held.ids[i]
+    return bad
+
+
+cdef inline int32_t find_overdrawn(Pool *pool, const Holding *holding) noexcept nogil:
+    """Return a page that has fewer references than it stands there; NULL_PAGE: there is none."""
+    cdef int32_t bad = draw_references(pool, holding, -1)
+    draw_references(pool, holding, 1)
+    return bad
+
+
 cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_computed, int64_t num_pages) noexcept nogil:
     """Whether a page before place `num_pages` was given back that tokens from `num_computed` on attend or are written to."""
     cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)

@@ -12,7 +12,7 @@ from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
-    find_excess, find_lost_page, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
+    find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
     limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.ids cimport new_ids, ids_in
@@ -468,15 +468,21 @@ cdef class RequestPages:
         cdef int32_t checked_term = <int32_t>size_of(term, "term", 0, NEVER)
         cdef PageIds given = PageIds([checked_term]) if checked_term != UNKNOWN else None
         cdef PageIds terms = None if given is None else PageIds.__new__(PageIds)
+        cdef int32_t overdrawn = NULL_PAGE
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
-        has_room = list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
+        if self.holding.boundaries != NULL or given is not None:  # before pages are rated, or the queue is divided
+            overdrawn = find_overdrawn(pool, &self.holding)
+        has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
         if has_room and given is not None:
-            has_room = self.store.make_terms(given) and self.store.list_terms(terms, checked_term, num_staying)
+            has_room = terms.try_reserve(ids.capacity) and self.store.make_terms(given)
+        has_room = has_room and list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
         if has_room:
+            if given is not None:
+                self.store.list_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
             contents = contents_of(chain, checked_context, self.holding.session)
@@ -490,6 +496,8 @@ cdef class RequestPages:
             self.plan()
         self.store.lock.release()
         unlock_chain(chain)
+        if overdrawn != NULL_PAGE:
+            raise DoubleFreeError(f"page {overdrawn} of the request is freed more often than it is held")
         if not has_room:
             raise MemoryError("the page ids of a request, or their terms")
         if bad >= 0:

@@ -20,9 +20,9 @@ from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
-    count_new_pages, count_open_pages, count_places, drop_copies, empty, enter_waiting, find_load_number, find_lost_page,
-    find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages, record_loads, record_taken,
-    reserve_copies, skip_unread, waits_for_loads,
+    count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, enter_waiting, find_load_number,
+    find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages,
+    record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
@@ -34,7 +34,7 @@ from pagepool.core.pages cimport (
     find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
 )
 from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
-from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages, put_back_all
+from pagepool.core.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, Page, Pool, Ranking, Tier, Transfer, digest_of,
     ids_in_shard,
@@ -412,6 +412,7 @@ cdef class RunningRows:
         cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
         cdef Amounts terms
         cdef Py_ssize_t num_right, num_staying = 0, bad = -1
+        cdef int32_t overdrawn = NULL_PAGE
         cdef bint has_room = True
         if num_computed_tokens is not None:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
@@ -421,18 +422,22 @@ cdef class RunningRows:
         terms = amounts_in(row_terms)
         self.enter_call()
         num_right = check_release(self, row_ids, &computed)
-        if num_right == row_ids.num:
-            has_room = num_right == 0 or self.store.make_terms(row_terms)
+        if num_right == row_ids.num and (self.batch.boundaries != NULL or page_terms is not None):
+            overdrawn = find_overdrawn_page(self, num_right)  # before pages are rated, or the queue is divided
+        if num_right == row_ids.num and overdrawn == NULL_PAGE:
+            has_room = reserve_rows(self, num_right, ids, page_terms)
+            has_room = has_room and (num_right == 0 or self.store.make_terms(row_terms))
             has_room = has_room and list_rows(self, num_right, &computed, ids, &num_staying, &terms, page_terms)
-        if num_right == row_ids.num and has_room:
+        if num_right == row_ids.num and overdrawn == NULL_PAGE and has_room:
             bad = release_checked(self, ids, num_staying, num_right, &computed, &terms, page_terms)
+            overdrawn = ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE
         self.let_go()
         if num_right < row_ids.num:
             refuse_release(self, row_ids, &computed, num_right)
         if not has_room:
             raise MemoryError("the pages of the rows, or their terms")
-        if bad >= 0:
-            raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
+        if overdrawn != NULL_PAGE:
+            raise DoubleFreeError(f"page {overdrawn} is given back by a row more often than it is held")
 
     def move_row(self, src, tgt) -> None:
         """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
@@ -552,7 +557,8 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef Holding holding
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t num_staying = 0, bad = -1
+        cdef Py_ssize_t num_staying = 0
+        cdef int32_t overdrawn = NULL_PAGE
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
         self.enter_call()
@@ -562,25 +568,27 @@ cdef class RunningRows:
         if is_running:
             is_due = has_copies_due(batch.pool, &holding)
         if is_running and not is_due:
+            overdrawn = find_overdrawn(batch.pool, &holding)
+            is_running = overdrawn == NULL_PAGE
+        if is_running and not is_due:
             has_memory = ids.try_reserve(2 * count_places(&holding))
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
             list_all(batch.pool, &holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
-            bad = self.store.give_back_row(ids, num_staying)
-        if is_saved and bad < 0:
+            self.store.give_back_row(ids, num_staying)
             leave_row(batch, source)
         elif is_running:
             drop_swapped(batch, source)
         self.let_go()
+        if overdrawn != NULL_PAGE:
+            raise DoubleFreeError(f"row {source}: page {overdrawn}, which it holds, was given back by somebody else")
         if not is_running or is_due:
             refuse_unready(batch, source, is_due)
             raise ArgumentError(f"row {source} holds no computed tokens: there is nothing to swap out")
         if not has_memory:
             raise MemoryError(f"the pages of row {source}")
-        if bad >= 0:
-            raise DoubleFreeError(f"row {source}: page {ids.ids[bad]}, which it holds, was given back by somebody else")
         return is_saved
 
     def swap_in(self, row) -> int | None:
@@ -875,6 +883,31 @@ cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
     return MAX_TOKENS if computed.values == NULL else amount(computed, i)
 
 
+cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
+    """Return a page that has fewer references than it stands in the copied rows; NULL_PAGE: there is none."""
+    cdef Holding holding
+    cdef Py_ssize_t i
+    cdef int32_t found, bad = NULL_PAGE
+    for i in range(n):
+        holding = holding_of(&running.batch, running.batch.checked_rows[i])
+        found = draw_references(&running.store.pool, &holding, -1)
+        bad = found if found != NULL_PAGE else bad
+    for i in range(n):
+        holding = holding_of(&running.batch, running.batch.checked_rows[i])
+        draw_references(&running.store.pool, &holding, 1)
+    return bad
+
+
+cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds page_terms) noexcept:
+    """Make room for the pages of the copied rows, and their terms, if there are any; False where memory is short."""
+    cdef Holding holding
+    cdef Py_ssize_t i, num_places = 0
+    for i in range(n):
+        holding = holding_of(&running.batch, running.batch.checked_rows[i])
+        num_places += count_places(&holding)
+    return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
+
+
 cdef bint list_rows(
     RunningRows running, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms,
     PageIds page_terms,
@@ -1095,22 +1128,29 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
 
 cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     """Take a page of the tier for each of the row's: the one that has its content, or a free one, and queue the saves. If too
-    few are free, return False, with references only to pages that have the content of a row's.
+    few are free, return False, with references to none.
     """
     cdef Swapped *swapped = batch.swapped[row]
+    cdef SwappedGroup *group
     cdef Tier *tier = batch.pool.tier
-    cdef Py_ssize_t g, num_missing = 0
+    cdef Py_ssize_t g, num_missing = 0, num_free = tier.pool.num_free
     for g in range(batch.num_groups):
-        num_missing += hold_saved(batch.pool, held_by(batch, row, g), &swapped.groups[g])
-    if tier.pool.num_free < num_missing or not reserve_transfers(tier, num_missing):
+        group = &swapped.groups[g]
+        num_missing += find_saved(batch.pool, held_by(batch, row, g), group)
+        num_free -= count_free(tier.pool, group.tier_ids, group.num_pages)
+    if num_free < num_missing or not reserve_transfers(tier, num_missing):
+        for g in range(batch.num_groups):
+            swapped.groups[g].num_pages = 0
         return False
+    for g in range(batch.num_groups):
+        touch_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
     for g in range(batch.num_groups):
         save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
     return True
 
 
-cdef Py_ssize_t hold_saved(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
-    """Take a reference to the pages of the tier that have the content of a row's. Returns how many others there are."""
+cdef Py_ssize_t find_saved(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
+    """Find the pages of the tier that have the content of a row's. Returns how many others there are."""
     cdef const Page *page
     cdef Py_ssize_t num_missing = 0
     cdef int32_t i
@@ -1122,7 +1162,6 @@ cdef Py_ssize_t hold_saved(Pool *pool, const Held *held, SwappedGroup *group) no
         if page.group != NO_GROUP:
             group.tier_ids[i] = find(pool.tier.pool, digest_of(page), page.group & ~FLAGS)
         num_missing += group.tier_ids[i] == NULL_PAGE
-        touch_all(pool.tier.pool, &group.tier_ids[i], 1)
     return num_missing
 
 
@@ -1172,17 +1211,20 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     cdef Swapped *swapped = batch.swapped[row]
     cdef Tier *tier = batch.pool.tier
     cdef Holding holding = holding_of(batch, row)
-    cdef Py_ssize_t g, num_missing = 0
+    cdef Py_ssize_t g, num_missing = 0, num_taken = 0
     cdef int64_t number = 0
     for g in range(batch.num_groups):
-        num_missing += hold_cached(batch, row, <int32_t>g)
-    held_free[0] = find_held_free(batch.pool, num_missing)
-    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_missing, 0, batch.records[row].shard) or not (
+        num_missing += find_cached(batch, row, <int32_t>g)
+        num_taken += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
+    num_taken += num_missing
+    held_free[0] = find_held_free(batch.pool, num_taken)
+    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_taken, 0, batch.records[row].shard) or not (
         reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
     ):
-        for g in range(batch.num_groups):
-            put_back_all(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
         return False
+    for g in range(batch.num_groups):
+        touch_all(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
+        use_in_session(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.sessions[row])
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         load_missing(batch, row, <int32_t>g)
@@ -1196,10 +1238,8 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     return True
 
 
-cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
-    """Take a reference to the pages of the pool that are cached with the content of a row's. Returns how many others the row
-    has in the tier.
-    """
+cdef Py_ssize_t find_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+    """Find the pages of the pool that have the content of a row's. Returns how many others the row has in the tier."""
     cdef const Group *group = &batch.groups[g]
     cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
     cdef int32_t *ids = held_by(batch, row, g).ids
@@ -1216,8 +1256,6 @@ cdef Py_ssize_t hold_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
         if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # out of the queue, and nobody's
             ids[i] = NULL_PAGE
         num_missing += ids[i] == NULL_PAGE
-        touch_all(batch.pool, &ids[i], 1)
-        use_in_session(batch.pool, &ids[i], 1, batch.sessions[row])
     return num_missing
 
 

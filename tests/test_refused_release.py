@@ -1,0 +1,120 @@
+"""A release, swap or free that is refused changes nothing: no page, no mark, no order of eviction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from refusing import refused
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    MultiGroupPageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
+from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, RowIndexError
+
+SPEC: dict[str, Any] = {"page_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
+FULL, WINDOW = CacheGroupSpec(FullAttentionSpec(**SPEC)), CacheGroupSpec(SlidingWindowSpec(**SPEC, sliding_window=9))
+
+
+def state_of(manager: CacheManager, batch: RunningBatch) -> Any:
+    """Return all that can be seen of a pool, also in what order it evicts, and of rows."""
+    snapshot = {name: array.tolist() for name, array in manager.page_pool.snapshot().items()}
+    rows = [(int(batch.num_computed_tokens[row]), batch.get_page_ids(row)) for row in range(3)]
+    stats = manager.stats()
+    counts = stats.expectations, stats.num_sessions, dict(stats.num_pages_by_tenant), stats.host_tier
+    return snapshot, manager.page_pool.free_page_ids_in_order().tolist(), counts, rows
+
+
+@pytest.fixture(params=[[FULL], [WINDOW], [FULL, WINDOW]], ids=["full", "window", "both"])
+def manager(request: pytest.FixtureRequest) -> CacheManager:
+    return CacheManager(64, request.param, 64, window_slack=0, host_tier=HostTier(64))
+
+
+@pytest.fixture
+def batch(manager: CacheManager) -> RunningBatch:
+    """Two rows that share two pages, and cached pages of others."""
+    batch = RunningBatch(manager, MultiGroupPageTable(3, 64, 64, [4] * len(manager.kv_cache_groups)))
+    for tokens in ([7] * 9, [8] * 5):
+        batch.admit(2, tokens)
+        batch.release([2])
+    batch.admit(0, list(range(13)), num_tokens=12, session_id="s")
+    batch.admit(1, list(range(10)), session_id="t")
+    return batch
+
+
+@pytest.mark.parametrize("seconds", [None, 30, math.inf])
+@pytest.mark.parametrize("rows", [[0], [0, 1], [1, 0]])
+def test_a_page_that_somebody_else_gave_back(
+    rows: list[int], seconds: float | None, manager: CacheManager, batch: RunningBatch
+) -> None:
+    """Once: it lacks a reference for the second row, or, twice, for any."""
+    pages = batch.get_page_ids(0)[0]
+    for _ in range(1 if len(rows) == 2 else 2):
+        manager.page_pool.free_page_ids(pages[:1])
+    with refused(lambda: state_of(manager, batch), DoubleFreeError, f"page {pages[0]} "):
+        batch.release(rows, seconds=seconds)
+
+
+def test_a_page_of_a_row_that_is_swapped_out(manager: CacheManager, batch: RunningBatch) -> None:
+    manager.page_pool.free_page_ids(batch.get_page_ids(0)[0][1:2] * 2)
+    with refused(lambda: state_of(manager, batch), DoubleFreeError, "given back by somebody else"):
+        batch.swap_out(0)
+    assert manager.take_transfers().save_src.size == 0
+
+
+@pytest.mark.parametrize("seconds", [None, 30])
+def test_a_page_of_a_request(seconds: float | None, manager: CacheManager, batch: RunningBatch) -> None:
+    request = EngineRequest("a", [9] * 9)
+    pages = manager.allocate_slots(request, 9)
+    assert pages is not None
+    manager.page_pool.free_page_ids(pages.get_page_ids()[0][:1])
+    with refused(lambda: state_of(manager, batch), DoubleFreeError, "freed more often than it is held"):
+        manager.free(request, seconds=seconds)
+
+
+CALLS: dict[str, tuple[Callable[[RunningBatch], object], type[Exception]]] = {
+    "a row twice": (lambda batch: batch.release([0, 1, 0], seconds=[1, 2, 3]), ArgumentError),
+    "a free row": (lambda batch: batch.release([0, 2], seconds=3), ArgumentError),
+    "no row": (lambda batch: batch.release([0, 9], seconds=3), RowIndexError),
+    "seconds below 0": (lambda batch: batch.release([0, 1], seconds=[3, -1]), ArgumentError),
+    "seconds that are none": (lambda batch: batch.release([0, 1], seconds=[3, "x"]), ArgumentTypeError),
+    "too few seconds": (lambda batch: batch.release([0, 1, 1], seconds=[3, 4]), ArgumentError),
+    "tokens that are not computed": (lambda batch: batch.release([0, 1], [12, 99], seconds=3), ArgumentError),
+    "a session that is none": (lambda batch: batch.admit(2, [1, 2], session_id=7, tenant="x"), ArgumentTypeError),
+    "a tenant that is none": (lambda batch: batch.admit(2, [1, 2], session_id="u", tenant=7), ArgumentTypeError),
+    "a fork twice": (lambda batch: batch.fork(0, [2, 2]), ArgumentError),
+    "a cut too long": (lambda batch: batch.trim([1, 0], [3, 99]), ArgumentError),
+    "growth of a free row": (lambda batch: batch.grow([0, 2]), ArgumentError),
+    "a token too many": (lambda batch: batch.append([0, 2], [1, 1]), ArgumentError),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_argument_of_a_later_row(name: str, manager: CacheManager, batch: RunningBatch) -> None:
+    call, error = CALLS[name]
+    with refused(lambda: state_of(manager, batch), error):
+        call(batch)
+
+
+def test_a_row_that_is_not_swapped_in_ends_no_expectation() -> None:
+    """And its hits stay where they were in the order of eviction, and no other session's pages become shared."""
+    manager = CacheManager(12, [FULL], 64, host_tier=HostTier(64))
+    batch = RunningBatch(manager, MultiGroupPageTable(3, 64, 64, [4]))
+    batch.admit(0, list(range(20)), session_id="s")
+    assert batch.swap_out(0)
+    manager.complete_transfers(manager.take_transfers().number)
+    batch.admit(1, list(range(9)), session_id="t")
+    batch.release([1], seconds=100)
+    batch.admit(1, [5] * 4 * 8)
+    state = state_of(manager, batch)
+    assert batch.swap_in(0) is None
+    assert state_of(manager, batch) == state
