@@ -769,10 +769,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Say in how many seconds the pages of a session are wanted again: see `expect`. Returns the number of these pages; 0
         for an id that is not known.
 
-        Requests with the same `session_id`, and rows, are a session. A cached page belongs to the one that has cached it, or
-        used it first since it belonged to none. A page that two sessions have used, or a session and a request without one, is
-        shared until it loses its prefix entry: it belongs to none, and `expect` and `free` can only bring its return forward.
-        An id without requests, rows and pages is forgotten. ArgumentTypeError unless the id is a string. O(pages of it).
+        Requests with the same `session_id`, and rows, are a session, of whichever tenants. A cached page belongs to the one
+        that has cached it. A page that two sessions have used, or a session and a request without one, is shared until it loses
+        its prefix entry: it belongs to none, and `expect` and `free` can only bring its return forward. An id without requests,
+        rows and pages is forgotten. ArgumentTypeError unless the id is a string. O(pages of it).
         """
         if session_id is None:
             raise ArgumentTypeError("session_id: got None, allowed: a string")
@@ -799,11 +799,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Set the shares of the pool that tenants keep. All other requests have the rest together, also those of tenants that
         are no longer named.
 
-        Each page that is held or cached is charged to the `tenant` of the request or row that took it; once another tenant has
-        used it, to all others together, until it loses its prefix entry. Pages without an entry are evicted first. Of the
-        tenants above their share the one then gives a page whose next page, in the order of `expect`, nobody wants again, or
-        was released earliest; a tenant with no more than its share gives one only if nobody else has free ones. Room that a
-        tenant leaves unused serves all, and no request is refused for a share.
+        Each page that is held or cached is charged to the `tenant` of the request or row that took it, if it had a share then;
+        once another tenant has used it, to all others together, until it loses its prefix entry. Pages without an entry are
+        evicted first. Of the tenants above their share the one then gives a page whose next page, in the order of `expect`,
+        nobody wants again, or was released earliest; a tenant with no more than its share gives one only if nobody else has
+        free ones. Room that a tenant leaves unused serves all, and no request is refused for a share.
 
         ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most 63, each
         above 0, and at most 0.95 in all. Memory is 6 bytes a page from the first call on. O(num_pages), and O(sessions).

@@ -954,7 +954,7 @@ class OracleManager:
     def expect_session(self, session_id: str, *, seconds: float | None) -> int:
         """Say when the pages of a session are wanted."""
         term = term_of_seconds(seconds)
-        if term != UNKNOWN and any(holder.session_id == session_id for holder in self.page_pool.expected.sessions):
+        if term != UNKNOWN and session_id in self.page_pool.expected.sessions:
             self.page_pool.expected.begin()
         return self.page_pool.expected.expect_session(session_id, term)
 

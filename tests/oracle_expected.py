@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oracle_tenants import Holder, Supply
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds
 
 UNKNOWN, LAST_TERM, NEVER = 0, 18, 19  # term n is less than 2**n seconds
-SHARED = Holder("")  # owner of what two sessions have used
+SHARED = object()  # owner of what two sessions have used
 SECOND = 16
 START = 1000 * SECOND  # time when a test begins
 
@@ -43,8 +43,8 @@ class Expectations:
         self.are_used = False
         self.terms: dict[int, int] = {}
         self.stamps: dict[int, int] = {}  # when a page was released, or got its term
-        self.sessions: dict[Holder, dict[int, None]] = {}  # the pages of each that has any
-        self.owner: dict[int, Holder] = {}  # session of a page, or SHARED
+        self.sessions: dict[str, dict[int, None]] = {}  # the pages of each that has any
+        self.owner: dict[int, Any] = {}  # session of a page, or that which it had until it was closed, in a tuple, or SHARED
         self.counts: Counter[str] = Counter()
 
     def begin(self) -> None:
@@ -99,39 +99,37 @@ class Expectations:
     def own(self, page: int, holder: Holder) -> None:
         """A page without an owner comes to the session of a holder, if there is one."""
         if holder.session_id is not None:
-            self.owner[page] = holder
-            self.sessions.setdefault(holder, {})[page] = None
+            self.owner[page] = holder.session_id
+            self.sessions.setdefault(holder.session_id, {})[page] = None
 
     def use(self, pages: Iterable[int], holder: Holder) -> None:
         """Let cached pages be used in a session, or in none."""
         self.pool.tenants.use(pages, holder)
         for page in pages:
             owner = self.owner.get(page)
-            if page not in self.pool.entry_of_page or owner in (holder, SHARED):
+            if page not in self.pool.entry_of_page or owner in (holder.session_id, SHARED):
                 continue
-            if owner is None:
+            self.leave(page)
+            if owner == (holder.session_id,):
                 self.own(page, holder)
             else:
-                self.leave(page)
                 self.owner[page] = SHARED
 
     def leave(self, page: int) -> None:
         """A page belongs to nobody any more."""
         owner = self.owner.pop(page, SHARED)
-        if owner != SHARED:
+        if owner in self.sessions:
             del self.sessions[owner][page]
             if not self.sessions[owner]:
                 del self.sessions[owner]
 
     def expect_session(self, session_id: str, term: int) -> int:
-        """Say when the pages of a session are wanted, the last one first; tenant by tenant."""
-        holders = [holder for holder in self.sessions if holder.session_id == session_id]
-        pages = []
-        for holder in sorted(holders, key=lambda holder: holder.tenant or ""):
-            pages += reversed(self.sessions[holder])
+        """Say when the pages of a session are wanted, the last one first."""
+        pages = list(reversed(self.sessions.get(session_id, {})))
         for page in pages:
             if term == NEVER:
                 self.leave(page)
+                self.owner[page] = (session_id,)
             self.expect(page, term)
         return len(pages)
 

@@ -47,8 +47,7 @@ class Tenants:
 
     def holder_of(self, request: Any) -> Holder:
         """Return who a request is when it takes its first pages."""
-        session_id, tenant = getattr(request, "session_id", None), getattr(request, "tenant", None)
-        return NOBODY if session_id is None and tenant not in self.shares else Holder(session_id, tenant)
+        return Holder(getattr(request, "session_id", None), getattr(request, "tenant", None))
 
     def tenant_of(self, holder: Holder) -> str | None:
         return holder.tenant if holder.tenant in self.shares else COMMON

@@ -213,6 +213,33 @@ def test_what_others_use_is_not_closed(pages: Pages) -> None:
     assert pages.list_evicted("ab") == "ba"
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_common_page_that_no_session_cached_belongs_to_none(is_closed: bool, pages: Pages) -> None:
+    """Whoever cached it, and whether sessions were known then: a session that hits it does not close it."""
+    if is_closed:
+        pages.leave("z", "before")
+    pages.leave("a")
+    pages.leave("a", "s")
+    pages.leave("b", "s")
+    pages.leave("a", "s", seconds=math.inf)
+    assert pages.manager.close_session("s") == 1
+    assert pages.list_evicted("ab") == "ba"
+
+
+def test_what_a_closed_session_cached_is_its_own_again_or_shared(pages: Pages) -> None:
+    for name in "abc":
+        pages.leave(name, "s")
+    assert pages.manager.close_session("s") == 3
+    pages.leave("a", "t")
+    pages.leave("b")
+    pages.leave("c", "s")
+    assert pages.manager.stats().num_sessions == 1
+    pages.leave("a", "s")
+    pages.manager.check()
+    assert [pages.manager.close_session(name) for name in "tss"] == [0, 1, 0]
+    assert pages.list_evicted("abc") == "cba"
+
+
 def test_shared_pages_are_only_brought_forward(pages: Pages) -> None:
     for session_id in "st":
         pages.leave("a", session_id, seconds=600)

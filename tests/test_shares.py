@@ -118,20 +118,57 @@ def test_a_page_of_two_tenants_is_common(tenants: Tenants) -> None:
     assert tenants.charged["x"] == 2
 
 
-def test_sessions_of_two_tenants_are_two_that_are_closed_together(tenants: Tenants) -> None:
-    tenants.manager.set_shares({"x": 0.3})
-    tenants.run("ab", "x", session_id="s")
-    tenants.run("c", session_id="s")
-    assert tenants.manager.stats().num_sessions == 2
-    assert tenants.manager.close_session("s") == 3
-    tenants.run("d", "x")
+@pytest.mark.parametrize("shares", [None, {"x": 0.3, "y": 0.2}])
+def test_the_requests_of_all_tenants_with_an_id_are_a_session(shares: dict[str, float] | None, tenants: Tenants) -> None:
+    """So a page that several of them use stays its own, though it is charged to no tenant."""
+    if shares:
+        tenants.manager.set_shares(shares)
+    for names, tenant in (("ab", "x"), ("c", None), ("ad", "y"), ("b", "z")):
+        tenants.run(names, tenant, session_id="s")
+    assert tenants.manager.stats().num_sessions == 1
+    assert tenants.charged == ({"x": 0, "y": 1} if shares else {})
+    assert [tenants.manager.close_session("s") for _ in range(2)] == [4, 0]
+    tenants.run("e", "x")
     assert tenants.manager.stats().num_sessions == 0
+
+
+@pytest.mark.parametrize("session_id", [None, "s"])
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_tenant_is_charged_for_what_it_takes_while_it_has_a_share(is_row: bool, session_id: str | None) -> None:
+    """What was taken before stays common."""
+    tenants = Tenants(20)
+    batch = RunningBatch(tenants.manager, PageTable(1, 16, 64))
+    request = EngineRequest("a", list(range(9 * PAGE_SIZE)), tenant="t", session_id=session_id)
+    found = []
+
+    def grow(num_pages: int) -> None:
+        num_tokens = num_pages * PAGE_SIZE
+        if not is_row:
+            assert tenants.manager.allocate_slots(request, num_tokens) is not None
+            request.num_computed_tokens += num_tokens
+        elif not batch.is_admitted[0]:
+            batch.admit(0, request.all_token_ids, num_tokens=num_tokens, tenant="t", session_id=session_id)
+        else:
+            batch.grow([0], num_tokens)
+        found.append(tenants.charged.get("t"))
+
+    grow(1)
+    for shares in ({"t": 0.3}, {"t": 0.4, "u": 0.1}, {"u": 0.1}, {"u": 0.1, "t": 0.2}):
+        tenants.manager.set_shares(shares)
+        found.append(tenants.charged.get("t"))
+        grow(2 if shares == {"t": 0.3} else 1)
+        tenants.manager.check()
+    assert found == [None, 0, 2, 2, 3, None, None, 0, 1]
+    (batch.release([0]) if is_row else tenants.manager.free(request))
+    assert tenants.charged == {"u": 0, "t": 1}
+    tenants.manager.check()
 
 
 def test_a_tenant_without_a_session_is_no_session(tenants: Tenants) -> None:
     tenants.manager.set_shares({"x": 0.3})
     tenants.run("a", "x")
-    tenants.run("a", "x", session_id="s")
+    assert tenants.manager.stats().num_sessions == 0
+    tenants.run("ab", "x", session_id="s")
     assert tenants.manager.close_session("s") == 1
 
 

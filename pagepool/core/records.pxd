@@ -33,7 +33,7 @@ cdef enum:
     NEVER = 19                # term of a page that nobody expects back
     SECOND = 16               # units of the clock of stamps
     NO_SESSION = 0
-    SHARED = -1               # owner of a page that two sessions have used
+    SHARED = -1               # owner of a page that two sessions have used; less n: it was session n's until that was closed
     COMMON = 0                # tenant of all pages that belong to none
     MAX_TENANTS = 64          # with the common one
     NO_TENANT = 255           # of free pages without an entry
@@ -126,12 +126,13 @@ cdef struct Expectations:     # when pages are expected back
     int64_t num_late          # that were used later
     int64_t num_unused        # that lost their entry
 
-cdef struct Session:
+cdef struct Session:          # or the rows and requests of a tenant in one, or in none
     int32_t first             # of its pages; NULL_PAGE: it has none
     int32_t num_pages
-    int32_t num_holders       # rows, requests, and callers that are about to make some
+    int32_t num_closed        # pages that were its own until it was closed
+    int32_t num_holders       # rows, requests, and callers that are about to make some; of all its tenants
+    int32_t main              # number of the session that has the pages, perhaps itself; NO_SESSION: none has
     uint8_t tenant            # to which the pages of rows and requests are charged
-    uint8_t is_nameless       # it stands for the requests of a tenant that are in no session
 
 cdef struct Sessions:         # see `owners.pxd`
     Links *links              # [num_pages] rings of the pages of a session; NULL: there were none

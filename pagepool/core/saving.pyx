@@ -32,7 +32,7 @@ DTYPES = {                        # in the order of `list_arrays`; notes have th
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
     "terms": np.dtype("u1"), "stamps": np.dtype("u4"), "owners": np.dtype("i4"), "owner_links": np.dtype(LINKS),
     "sessions": np.dtype(
-        [("first", "i4"), ("num_pages", "i4"), ("num_holders", "i4"), ("tenant", "u1"), ("is_nameless", "u1"), ("", "u2")]
+        [(name, "i4") for name in ("first", "num_pages", "num_closed", "num_holders", "main")] + [("tenant", "u1"), ("", "V3")]
     ),
     "tenants": np.dtype("u1"),
 }

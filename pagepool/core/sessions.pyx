@@ -1,11 +1,11 @@
-"""Sessions: rows and requests with the same id and tenant, and the pages that they have cached. Shares of tenants."""
+"""Sessions: rows and requests with the same id, and the pages that they have cached. Shares of tenants."""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport float_of, term_of_seconds
 from pagepool.core.ids cimport PageIds
-from pagepool.core.owners cimport hold_session, is_live, leave_session
+from pagepool.core.owners cimport close_page, hold_session, is_live
 from pagepool.core.queue cimport expect_page, join_common, link_shards, now_of
 from pagepool.core.records cimport COMMON, MAX_TENANTS, NEVER, NO_SESSION, Pool, Session
 from pagepool.core.store cimport PageStore
@@ -61,24 +61,36 @@ cdef class PageSessions:
         raise ArgumentTypeError("the sessions of a pool cannot be pickled")
 
     def hold(self, session_id, tenant=None) -> int:
-        """Return the number of a session of a tenant, valid until `release`; 0 for no session and no tenant with a share,
-        and without caching. Amortised O(1); the first call O(num_pages).
+        """Return the number of a session for a tenant, valid until `release`; 0 for no session and no tenant, and without
+        caching. Amortised O(1); the first call O(num_pages).
         """
-        cdef object number, checked = require_name("session_id", session_id), name = require_name("tenant", tenant)
-        cdef int32_t charged = self.tenants.get(name, COMMON)
-        if (checked is None and charged == COMMON) or not self.store.enable_caching:
+        cdef object checked = require_name("session_id", session_id), name = require_name("tenant", tenant)
+        cdef int32_t main = NO_SESSION, number
+        if (checked is None and name is None) or not self.store.enable_caching:
             return NO_SESSION
-        number = self.numbers.get(checked, {}).get(name)
-        if number is None:
-            if self.num_known >= self.num_at_sweep:
-                self.forget()
-            number = self.unused.pop() if self.unused else self.store.add_session()
-            self.numbers.setdefault(checked, {})[name] = number
-            self.num_known += 1
+        if self.num_known >= self.num_at_sweep:
+            self.forget()
+        if checked is not None:
+            main = self.find_or_add(checked, None, NO_SESSION)
+        number = main if name is None else self.find_or_add(checked, name, main)
         with self.store.lock:
-            self.store.pool.sessions.items[<int32_t>number].tenant = charged
-            self.store.pool.sessions.items[<int32_t>number].is_nameless = checked is None
             hold_session(&self.store.pool, number, 1)
+        return number
+
+    cdef int32_t find_or_add(self, object session_id, object tenant, int32_t main) except -1:
+        """Return the number of a session for a tenant, which leads to the `main` one; for no tenant it is that itself."""
+        cdef dict numbers = self.numbers.setdefault(session_id, {})
+        cdef object known = numbers.get(tenant)
+        cdef int32_t number
+        if known is not None:
+            return known
+        is_reused = self.unused and (session_id is None or self.store.pool.sessions.links != NULL)
+        number = self.unused.pop() if is_reused else self.store.add_session(session_id is not None)
+        numbers[tenant] = number
+        self.num_known += 1
+        with self.store.lock:
+            self.store.pool.sessions.items[number].main = number if tenant is None else main
+            self.store.pool.sessions.items[number].tenant = self.tenants.get(tenant, COMMON)
         return number
 
     def release(self, number) -> None:
@@ -90,13 +102,15 @@ cdef class PageSessions:
 
     cdef int forget(self) except -1:
         """Forget the sessions that are not live."""
+        cdef const Session *session
         cdef int32_t number
         cdef bint is_gone
         for session_id, numbers in list(self.numbers.items()):
             for tenant in list(numbers):
                 number = numbers[tenant]
                 with self.store.lock:
-                    is_gone = not is_live(&self.store.pool.sessions.items[number])
+                    session = &self.store.pool.sessions.items[number]
+                    is_gone = not is_live(session) and session.num_closed == 0
                 if is_gone:
                     self.unused.append(numbers.pop(tenant))
                     self.num_known -= 1
@@ -109,9 +123,9 @@ cdef class PageSessions:
         """Say in how many seconds the pages of a session are wanted (None: nobody knows), the last page first; with infinity
         they belong to it no more. Returns how many pages. O(pages).
         """
-        cdef object numbers = self.numbers.get(require_name("session_id", session_id), {})
+        cdef object number = self.numbers.get(require_name("session_id", session_id), {}).get(None)
         cdef int32_t term = term_of_seconds(seconds)
-        return sum([self.expect_number(numbers[tenant], term) for tenant in sorted(numbers, key=lambda name: name or "")])
+        return 0 if number is None else self.expect_number(number, term)
 
     cdef int32_t expect_number(self, int32_t number, int32_t term) except -1:
         cdef Pool *pool = &self.store.pool
@@ -128,7 +142,7 @@ cdef class PageSessions:
             for _ in range(num_pages if has_room else 0):
                 following = pool.sessions.links[page_id].prev
                 if term == NEVER:
-                    leave_session(pool, page_id)
+                    close_page(pool, page_id)
                 expect_page(pool, page_id, term, now)
                 page_id = following
         if not has_room:

@@ -46,7 +46,7 @@ cdef class PageStore:
     cdef int check_fixed(self) except -1
     cdef int32_t checked_context(self, object context) except -1
     cdef int32_t checked_session(self, object session) except -1
-    cdef int32_t add_session(self) except -1
+    cdef int32_t add_session(self, bint has_pages) except -1
     cdef int32_t count_holders(self, int32_t page_id) noexcept
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1

@@ -479,24 +479,26 @@ cdef class PageStore:
         """The number of a session."""
         return <int32_t>size_of(session, "session", 0, max(1, self.read(&self.pool.sessions.num)) - 1)
 
-    cdef int32_t add_session(self) except -1:
-        """Return the number of a new session without pages and holders."""
+    cdef int32_t add_session(self, bint has_pages) except -1:
+        """Return the number of a new session without pages and holders, to be told to what it leads. Unless it `has_pages`,
+        none of its pages get an owner.
+        """
         cdef Sessions *sessions = &self.pool.sessions
         cdef Py_ssize_t number = 0, n = self.pool.num_pages
         cdef bint has_room
         with self.lock:
-            if sessions.links == NULL:
+            if sessions.links == NULL and has_pages:
                 sessions.links = <Links *>calloc(n, sizeof(Links) + sizeof(int32_t))
                 sessions.owners = <int32_t *>(sessions.links + n) if sessions.links != NULL else <int32_t *>NULL
-            has_room = sessions.links != NULL and reserve_items(
+            has_room = (sessions.links != NULL or not has_pages) and reserve_items(
                 <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
             )
             if has_room and sessions.num == 0:
-                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0, COMMON, False)
+                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0, 0, NO_SESSION, COMMON)
                 sessions.num = 1
             if has_room:
                 number = sessions.num
-                sessions.items[number] = Session(NULL_PAGE, 0, 0, COMMON, False)
+                sessions.items[number] = Session(NULL_PAGE, 0, 0, 0, NO_SESSION, COMMON)
                 sessions.num += 1
         if not has_room:
             raise MemoryError(f"sessions of {n} pages")

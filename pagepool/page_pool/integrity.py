@@ -266,11 +266,17 @@ class Records(SimpleNamespace):
 
     def check_sessions(self) -> None:
         """Each session has the ring of its pages, which are cached. Shared ones are in none."""
-        owners, sessions = self.owners, self.sessions
-        is_wrong = (owners < SHARED) | (owners >= len(sessions)) | (owners != 0) & (self.group == NO_GROUP)
+        owners, sessions, numbers = self.owners, self.sessions, np.arange(len(self.sessions))
+        least = SHARED - len(sessions) + 1
+        is_wrong = (owners < least) | (owners >= len(sessions)) | (owners != 0) & (self.group == NO_GROUP)
         text = " has owner {}, allowed: 0 unless it is cached, else {} to {}"
-        self.refuse(is_wrong, range(self.num_pages), text, owners, SHARED, len(sessions) - 1)
-        counts, firsts = np.bincount(owners[owners > 0], minlength=len(sessions)), sessions["first"]
+        self.refuse(is_wrong, range(self.num_pages), text, owners, least, len(sessions) - 1)
+        closed = np.bincount(SHARED - owners[owners < SHARED], minlength=len(sessions))
+        counts, firsts, mains = np.bincount(owners[owners > 0], minlength=len(sessions)), sessions["first"], sessions["main"]
+        is_wrong = (mains != numbers) & (mains != 0) & (mains.take(mains, mode="clip") != mains)
+        is_wrong |= (closed != sessions["num_closed"]) | (mains != numbers) & (counts + closed > 0)
+        text = "session {} leads to {}, and {} pages were its own, {} say so"
+        self.refuse(is_wrong, None, text, numbers, mains, sessions["num_closed"], closed)
         is_wrong = (counts != sessions["num_pages"]) | (sessions["num_holders"] < 0) | ((firsts == 0) != (counts == 0))
         text = "session {} has {} pages, the first {}, and {} holders, {} pages say that they are its own"
         columns = range(len(sessions)), sessions["num_pages"], firsts, sessions["num_holders"], counts
@@ -280,7 +286,7 @@ class Records(SimpleNamespace):
         expected = np.repeat(np.arange(len(sessions)), counts)
         self.require_count(len(ids), len(expected), "pages are in the rings of sessions")
         self.refuse(found != expected, ids, " is in the ring of session {}, its owner is {}", expected, found)
-        num_live = np.count_nonzero((counts + sessions["num_holders"])[sessions["is_nameless"] == 0])
+        num_live = np.count_nonzero((counts + sessions["num_holders"])[mains == numbers][1:])
         self.require_count(num_live, self.num_live, "sessions have pages or holders")
 
     def check_journal(self) -> None:
