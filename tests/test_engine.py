@@ -147,7 +147,9 @@ def test_requests_that_cannot_run_are_refused(
 def test_requests_larger_than_the_pool_are_refused() -> None:
     engine = Engine(WEIGHTS, **{**LIMITS, "num_pages": 5})
     engine.add([1] * 10, SamplingParams(7))
-    with pytest.raises(RequestTooLargeError, match=r"^a request of 17 tokens needs 5 pages, the pool has 4$"):
+    with pytest.raises(
+        RequestTooLargeError, match=r"^a request of 17 tokens in steps of up to 16 needs 5 pages, the pool has 4$"
+    ):
         engine.add([1] * 10, SamplingParams(8))
     assert len(engine.scheduler.waiting) == 1
 
@@ -236,7 +238,7 @@ def test_the_command_chats_with_a_hybrid(
         ([""], "prompt: got no tokens"),
         (["Große Seiten"], "text: got 'ß'"),
         (["page " * 60], "request: got 331 tokens with its answer, allowed: 256"),
-        (["--num-pages", "4", "page " * 10], "a request of 81 tokens needs 11 pages, the pool has 3"),
+        (["--num-pages", "4", "page " * 10], "a request of 81 tokens in steps of up to 64 needs 11 pages, the pool has 3"),
         (["--stop", "ab"], "--stop: got 'ab'"),
         (["--stop", "é"], "text: got 'é'"),
         (["--max-tokens", "0"], "max_tokens: got 0"),
