@@ -165,10 +165,14 @@ class Books:
         return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
 
     def list_needed(self, job: Job, stop: int) -> list[Content]:
-        """Return the contents of pages that a request needs which resumes at the last place up to `stop`, states aside."""
+        """Return the contents of pages that a request needs which resumes at the last place up to `stop`."""
         length = self._find_resumption(min(stop, job.num_tokens))
-        kinds = self._list_attention() if length > 0 else []
-        return [content for kind in kinds for content in self._list_read(kind, job.list_histories(length), length)]
+        return [
+            content
+            for kind in self.kinds
+            if length > 0
+            for content in self._list_read(kind, job.list_histories(length), length)
+        ]
 
     def _list_attention(self) -> list[Group]:
         return [kind for kind in self.kinds if kind.kind != "mamba"]
