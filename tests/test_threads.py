@@ -741,7 +741,7 @@ class Lessee:
 
     def lease(self) -> None:
         request, stop = self.rng.choice(self.requests), self.rng.choice((8, 40, None))
-        with suppress(LeaseBudgetError):
+        with suppress(LeaseBudgetError, ArgumentError):  # it is too much, or gone
             self.leases.append(self.manager.lease(request, stop=stop, seconds=self.rng.choice((0.1, 1, 2, 5))))
 
     def extend(self) -> None:
