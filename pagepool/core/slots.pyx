@@ -155,7 +155,6 @@ cdef class SlotAllocator:
         cdef object request_id = None
         cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0
         cdef bint is_delayed, is_plain = False
-        cdef object pages = None
         try:
             request_id = request.request_id
             held = find_held(self.requests, request_id)
@@ -195,21 +194,26 @@ cdef class SlotAllocator:
         if not lock.acquire():
             lock.__enter__()  # raises: the lock was lost in a fork
         try:
-            pages = self.allocate_due(
+            return self.allocate_or_doubt(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
             )
         finally:
-            if pages is None:
-                self.doubt_hashes(request_id)
             lock.release()
-        return pages
 
-    cdef int doubt_hashes(self, object request_id) except -1:
-        """Note that tokens of a request that was refused may change."""
-        cdef RequestHashes hashes = self.hashes.get(request_id)
-        if hashes is not None:
-            hashes.are_unsure = True
-        return 0
+    cdef object allocate_or_doubt(
+        self, object request, object request_id, Counts *counts, object hits, bint is_delayed, object hint, object size
+    ):
+        """Allocate with the manager's lock. After None, or an error, tokens may change: hashes are unsure."""
+        cdef RequestHashes hashes
+        cdef object pages = None
+        try:
+            pages = self.allocate_due(request, request_id, counts, hits, is_delayed, hint, size)
+        finally:
+            if pages is None:
+                hashes = self.hashes.get(request_id)
+                if hashes is not None:
+                    hashes.are_unsure = True
+        return pages
 
     def cache_pages(self, request, num_computed_tokens) -> None:
         """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
