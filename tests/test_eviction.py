@@ -17,7 +17,7 @@ from settings import NUM_OPERATIONS, SETTINGS
 from twins import Twins
 
 import pagepool
-from pagepool.errors import IntegrityError
+from pagepool.errors import IntegrityError, RequestTooLargeError
 
 NUM_POOL_CALLS = max(NUM_OPERATIONS // (20 * len(POLICIES)), 500)
 MAX_CALLS_PER_SEED = 3000
@@ -116,10 +116,13 @@ def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
     setting = next(setting for setting in SETTINGS if setting.name == "full 2 shards")
     manager = setting.manager(pagepool.CacheManager, setting.cache_groups(pagepool), 8, eviction="adaptive")
     request = pagepool.EngineRequest("long", list(range(20)))
-    counts = [describe_policy(manager.page_pool.store)["counts"]]
-    assert manager.allocate_slots(request, 20, dp_shard_hint=1, data_parallel_size=2) is None
-    counts.append(describe_policy(manager.page_pool.store)["counts"])
-    assert counts[0] == counts[1] == [0, 0, 0, 0]
+    with pytest.raises(RequestTooLargeError, match="its shard has 4"):
+        manager.allocate_slots(request, 20, dp_shard_hint=1, data_parallel_size=2)
+    assert describe_policy(manager.page_pool.store)["counts"] == [0, 0, 0, 0]
+    manager.page_pool.get_new_page_ids(7)
+    counts = describe_policy(manager.page_pool.store)["counts"]
+    assert manager.allocate_slots(request, 16, dp_shard_hint=1, data_parallel_size=2) is None
+    assert describe_policy(manager.page_pool.store)["counts"] == counts
 
 
 def test_a_decision_outlives_its_shard() -> None:

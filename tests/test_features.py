@@ -214,7 +214,8 @@ def test_a_feature_costs_as_much_beside_many(
 
 def test_a_request_that_comes_back_reads_no_feature() -> None:
     """Neither at a look-up or another refusal, nor after a preemption, nor at a probe."""
-    manager = make_manager(num_pages=8)
+    manager = make_manager(num_pages=16)
+    manager.page_pool.get_new_page_ids(8)  # so that pages are short
     request = EngineRequest("r", [7] * 41, mm_features=make_images(10, "in order"))
     assert count_reads(lambda: manager.get_computed_pages(request)) == 10
 
