@@ -107,22 +107,31 @@ def is_closed(subscriber: EventSubscriber) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_callback_that_raises_closes_the_subscriber(index: PrefixIndex) -> None:
-    """No call waits for the thread, which has ended."""
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_callback_that_raises_is_logged_and_one_that_exits_closes(
+    index: PrefixIndex, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No call waits for a thread that has ended."""
 
     def fail(worker: int) -> None:
-        raise RuntimeError(f"worker {worker}")
+        raise error(f"worker {worker}")
 
-    subscriber = EventSubscriber(index, on_report=fail)
     manager = make_manager()
     publisher = EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01)
+    subscriber = EventSubscriber(index, on_report=fail)
     try:
         subscriber.connect(0, publisher.endpoint, publisher.replay_endpoint)
         for step in range(10):
             run(manager, str(step), Random(step))
             publisher.flush()
             time.sleep(0.02)
-        wait_for(lambda: is_closed(subscriber))
+        if error is SystemExit:
+            wait_for(lambda: is_closed(subscriber))
+        else:
+            manager.allocate_slots(EngineRequest("last", list(range(100, 164))), 64)
+            publisher.flush()
+            wait_for(lambda: index.find_tokens(list(range(100, 165))).tolist() == [64])
+            assert "on_report failed for worker 0" in caplog.text
     finally:
         publisher.close()
         subscriber.close()

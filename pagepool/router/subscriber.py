@@ -1,6 +1,7 @@
 """The thread that follows the events of many workers over ZeroMQ."""
 
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -20,6 +21,8 @@ from pagepool.router.index import PrefixIndex, require_worker
 from pagepool.router.streams import StreamStats, WorkerStream
 
 __all__ = ["EventSubscriber", "StreamStats"]
+
+logger = logging.getLogger(__name__)
 
 NUMBER_SIZE = 8  # bytes of a batch's number
 END = (1 << 64) - 1  # the number of the end of a replay
@@ -74,8 +77,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         max_message_bytes: int = 1 << 28,
     ) -> None:
         """The thread calls `on_report` with a worker after its batches or heartbeats, if none are missing: for example
-        `PrefixRouter.note_report`. It may call all methods of the subscriber, but not wait for threads that do. If it raises,
-        the subscriber is closed. ArgumentError or ArgumentTypeError for other values than these.
+        `PrefixRouter.note_report`. It may call all methods of the subscriber, but not wait for threads that do. What it
+        raises is logged, and the subscriber goes on. ArgumentError or ArgumentTypeError for other values than these.
         """
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
@@ -223,13 +226,20 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
                     if not self._is_open or self._connections.get(worker) is not each:  # `on_report` has closed it
                         continue
                     is_due = now >= each.due_at or not ready.isdisjoint((each.monitor, each.replayed or each.published))
-                    if is_due and self._serve(each) and self._on_report is not None and each.stream.stats.is_complete:
-                        self._on_report(worker)
+                    if is_due and self._serve(each) and each.stream.stats.is_complete:
+                        self._report(worker)
         finally:
             self._end()
             while not self._calls.empty():
                 self._calls.get()[1].set_exception(ArgumentError("the subscriber is closed"))
             self._context.destroy()
+
+    def _report(self, worker: int) -> None:
+        if self._on_report is not None:
+            try:
+                self._on_report(worker)
+            except Exception:  # of the caller: to follow no worker any more would leave the index as it is, without a word
+                logger.exception("on_report failed for worker %d", worker)
 
     def _wait(self) -> "set[zmq.Socket[bytes]]":
         """Wait for a call, a message, or the time when something is due. Returns the sockets with messages."""
