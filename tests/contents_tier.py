@@ -140,6 +140,8 @@ class TierBooks:
         """Record that a page was taken into which a load is due."""
         self.due_loads[page_id] = content
         self.loading[page_id] = self.last_number + 1
+        if self.writes_through:  # the tier had it
+            self.saved.add(page_id)
 
     def find_load_number(self, page_ids: Iterable[int]) -> int:
         """Return the last list by which one of the pages is loaded, 0 for none."""
