@@ -1,7 +1,7 @@
 """The plug for Ray Serve: requests go where their prefixes are cached.
 
 Tested with Ray 2.54 and 2.60, whose interface for request routers is alpha. With a newer one the import warns, and raises
-CompatError if something that is used is gone; with others it raises CompatError.
+CompatError if something that is used is gone; with others it raises CompatError, and without Serve ImportError.
 """
 
 import asyncio
@@ -24,6 +24,10 @@ from pagepool.router.index import PrefixIndex
 from pagepool.router.subscriber import EventSubscriber
 
 ALLOWED = "2.54, or 2.60 and later, with Serve (ray[serve])"
+try:
+    import ray.serve
+except ImportError as error:
+    raise ImportError(f"the request router needs Ray Serve: pip install 'pagepool[serve]' ({error})") from None
 try:
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError as error:
