@@ -10,7 +10,7 @@ cdef struct Kinds:            # of groups, those that hit alike together
     Py_ssize_t num
     Py_ssize_t num_hit_hashes  # of which hits have a multiple; 0: nothing hits, because a group is never cached
     bint use_eagle            # the last page of a hit is dropped
-    Py_ssize_t num_later_drops  # kinds of windows, each of which drops one with eagle, behind full attention
+    Py_ssize_t num_later_drops  # with eagle: kinds of windows behind full attention, each drops one page
 
 
 @cython.final

@@ -25,7 +25,7 @@ cdef struct Peak:             # a request, and its steps
     Py_ssize_t num_groups
     int64_t num_tokens
     int64_t num_new           # in a step, at most
-    int64_t num_ahead         # that get slots behind these
+    int64_t num_ahead         # lookahead: slots behind the new tokens
     int64_t max_num_slots
 
 
@@ -153,7 +153,7 @@ cdef int64_t find_peak(const Peak *peak, int64_t num_last, int64_t period) noexc
 
 
 cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
-    """Return an upper bound of what `find_peak` finds: the most pages of each group, which it may hold in different steps."""
+    """Return an upper bound of `find_peak`: each group's most pages, though groups may hold theirs in different steps."""
     cdef const Rules *rules
     cdef int64_t num_pages, reach, most = 0
     cdef Py_ssize_t g

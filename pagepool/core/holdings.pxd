@@ -794,7 +794,7 @@ cdef inline bint enter_state(
 
 
 cdef inline void note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Let windows stay at a checkpoint, as far as they leave from now on."""
+    """Keep the window pages of a checkpoint that are still held."""
     cdef Py_ssize_t g
     add_boundary(holding.boundaries, num_computed)
     for g in range(holding.num_groups):

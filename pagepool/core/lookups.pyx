@@ -128,8 +128,8 @@ cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
 
 
 cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Count the tokens that would hit if groups with windows and chunks hit as far as all groups of full attention, where the
-    hit is only `num_hashes`; 0 where it is as long.
+    """Count the tokens that all groups of full attention hit, if those with windows and chunks end the hit earlier, at
+    `num_hashes`; 0 if they do not.
     """
     cdef Py_ssize_t num_most = query.num_full_hashes - query.kinds.num_later_drops * query.kinds.num_hit_hashes
     return num_most * query.hash_size if num_most > num_hashes else 0

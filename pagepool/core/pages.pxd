@@ -147,7 +147,7 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
-    """`claim`, of which the policy gets to know, if there is one."""
+    """`claim`, and tell the policy, if there is one."""
     if pool.pages[page_id].group != NO_GROUP and pool.policy != NULL:
         remember_evicted(pool, page_id)
     claim(pool, page_id)

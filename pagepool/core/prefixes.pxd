@@ -368,8 +368,8 @@ cdef inline void clear_bit(Table *table, Space *space, uint32_t entry, int32_t p
 cdef inline void store_blocks(
     Table *table, Space *space, const uint64_t *hashes, Py_ssize_t num, uint32_t last, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has blocks, or further copies of them, each behind the one before; `last` is the entry of what is
-    before them, 0: unknown.
+    """Record blocks of a worker, or further copies of them, each behind the one before. `last` is the entry before the first;
+    0: unknown.
     """
     cdef Py_ssize_t i
     for i in range(num):

@@ -308,7 +308,7 @@ cdef const char *agree(const Table *table, Batch *batch, Py_ssize_t page_size, i
     return NULL
 
 
-cdef struct Change:           # of a block
+cdef struct Change:           # what a batch does to a block
     uint64_t block_hash
     int32_t group
     int32_t plane
@@ -527,7 +527,7 @@ cdef void store_net(
 
 
 cdef const char *apply_events(Table *table, Batch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
-    """Apply a batch whose groups agree with the index. Returns the reason if it cannot be, or NULL.
+    """Apply a batch, if its groups agree with the index. Return NULL, or the reason why it is refused.
 
     Only a batch after which the worker may have too many blocks has its net changes worked out.
     """

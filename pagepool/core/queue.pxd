@@ -6,8 +6,8 @@
 # Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
 # policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
 #
-# A page is evicted that is blank, or that nobody expects back; else the one whose return is furthest off: of the oldest page of
-# each term, and the page that the policy picks, which counts as expected in twice the time that it has been idle. They are
+# Blank pages, and pages that nobody expects back, are evicted first; then the page with the furthest return among the oldest of
+# each term and the one that the policy picks, which counts as expected in twice the time that it has been idle. They are
 # compared by terms, and of equal ones the one that was released earlier goes. With shares that is so in each tenant; of the
 # tenants above their share the one gives a page whose page was released earliest.
 #
@@ -223,7 +223,7 @@ cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
 
 
 cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
-    """The term of a page of which nothing is known but how long it has been idle: it is expected in twice that time."""
+    """Return the term of a page without an expectation: it is expected in twice its idle time."""
     return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
 
 

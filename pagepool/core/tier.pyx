@@ -503,7 +503,7 @@ cdef Py_ssize_t look_up(
 
 
 cdef Py_ssize_t count_hit_pages(const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Count the pages that a request needs of a hit of so many hashes."""
+    """Count the pages that a request takes from a hit of `num_hashes` hashes."""
     cdef Py_ssize_t g, count = 0
     for g in range(query.num_groups):
         count += num_hashes // query.groups[g].stride - find_first_hit_page(query, &query.groups[g], num_hashes)

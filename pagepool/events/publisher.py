@@ -512,7 +512,7 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
 
 
 def require_ports(name: str, endpoint: str) -> None:
-    """Raise EndpointError for a TCP address whose port is none; libzmq would take it modulo 2**16, or its first digits."""
+    """Raise EndpointError for a TCP address with a wrong port; libzmq would take it modulo 2**16, or its first digits."""
     for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
         port = part.rpartition(":")[2]
         is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT

@@ -1,4 +1,4 @@
-"""The `config.json` of a Hugging Face model, its numbers, and the fields that models name otherwise than most.
+"""The `config.json` of a Hugging Face model, its numbers, and other names of its fields.
 
 `read_config` returns the fields of the text model by their usual names: KV heads under `num_key_value_heads`, layers without
 attention under `layer_types`.

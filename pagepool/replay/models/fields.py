@@ -51,7 +51,7 @@ STATE_FIELDS = _names(
     use_shared_mlp_lora
     """
 )
-"""Read by `layers` and `states`, or without influence there, in a model with states or whose layers are listed."""
+"""Fields of models with states, or with listed layers, that `layers` and `states` read or may ignore."""
 
 LISTED_FIELDS = frozenset({"global_attn_every_n_layers", "order_of_interleaved_layers"})
 """Fields that say what `layer_types` lists."""
