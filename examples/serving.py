@@ -1,6 +1,6 @@
 """Two engines on Ray Serve, chats over HTTP, and what they hit behind three request routers.
 
-``pip install 'pagepool[serve]' jax`` has what it needs.
+In a clone ``pip install --editable '.[jax,serve]'`` installs what it needs.
 
 ``python examples/serving.py`` starts a local Ray. ``--routers`` selects from ``ray`` (Ray's default), ``ray-prefix`` (its own
 prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns.
