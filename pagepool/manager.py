@@ -371,7 +371,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         start, stop = find_shard_bounds(self.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
         num_usable = usable_pages_count(self.num_pages)
         num_here = num_usable if stop is None else stop - start
-        num_pages = self.coordinator.groups.count_peak_pages(num_tokens, max(1, num_new_tokens), num_ahead, self.max_model_len)
+        count_peak_pages = self.coordinator.groups.count_peak_pages
+        num_pages = count_peak_pages(num_tokens, max(1, num_new_tokens), num_ahead, self.max_model_len)
         if num_pages <= num_here and num_pages + num_reserved <= num_usable:
             return
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
@@ -379,6 +380,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
         has = f"the pool has {num_usable:,}" if stop is None else f"the shard has {num_here:,}"
         kept = f", and {num_reserved:,} of the pool's {num_usable:,} stay free" if num_reserved else ""
+        if most is None and count_peak_pages(num_tokens, 1, num_ahead, self.max_model_len) < num_pages:
+            kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"
         raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
     def _cache_due(self, request: Request, num_computed_tokens: int) -> None:

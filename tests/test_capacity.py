@@ -549,3 +549,14 @@ def test_the_smallest_pool_of_a_plan_runs_the_trace(is_chunked: bool, step_token
         assert scheduler.run().requests == num_run
         assert len(scheduler.skipped) == 3 - num_run
     assert f"in steps of up to {step_tokens:,} needs {smallest - 1:,} pages" in scheduler.skipped[0][1]
+
+
+def test_a_refusal_without_the_tokens_of_a_step_says_where_they_are_named() -> None:
+    """Of a model whose windows keep all that a step computes."""
+    window = SlidingWindowSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=9)
+    manager = CacheManager(17, [CacheGroupSpec(window)], 1000)
+    with pytest.raises(RequestTooLargeError, match="; in steps of fewer tokens it needs less: name max_num_new_tokens"):
+        manager.require_capacity(1000)
+    with pytest.raises(RequestTooLargeError, match=r"the pool has 16$"):
+        manager.require_capacity(1000, max_num_new_tokens=900)
+    manager.require_capacity(1000, max_num_new_tokens=32)
