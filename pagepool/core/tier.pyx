@@ -390,7 +390,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     """
     cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
-    if not is_done and tier.fresh_numbers != NULL:
+    if not is_done and tier.fresh_numbers != NULL and tier.fresh_numbers[transfer.page_id] == SAVED:
         if has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
             tier.fresh_numbers[transfer.page_id] = UNSAVED
     tier.fills[page_id] = FILLED if is_done else UNFILLED
