@@ -42,6 +42,7 @@ from twins import OracleTwin, PackageTwin, State, Twin, Twins
 from workload import RandomWorkload
 
 import pagepool
+from pagepool.compat import easydel
 
 reference_manager = pytest.importorskip("easydel.inference.esurge.core.manager")
 reference_coordinator = pytest.importorskip("easydel.inference.esurge.core.coordinator")
@@ -123,15 +124,22 @@ def reference_over_our_pool(setting: Setting, num_pages: int) -> Twins:
     return twins
 
 
+class EngineOracle(OracleManager):
+    """Returns None for what can never fit, as the engine's manager and the drop-in for it do."""
+
+    def require_fit(self, *_: Any) -> None:
+        pass
+
+
 def oracle_against_reference(setting: Setting, num_pages: int) -> Twins:
-    oracle = OracleTwin(setting.manager(OracleManager, setting.cache_groups(reference_specs), num_pages))
+    oracle = OracleTwin(setting.manager(EngineOracle, setting.cache_groups(reference_specs), num_pages))
     return Twins(oracle, reference_twin(setting, num_pages))
 
 
 def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]:
     def make(setting: Setting, num_pages: int) -> Twins:
         groups = setting.cache_groups(pagepool)
-        package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **options))
+        package = PackageTwin(setting.manager(easydel.CacheManager, groups, num_pages, **options))
         return Twins(reference_twin(setting, num_pages), package)
 
     return make
