@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from easydel.inference.sampling_params import SamplingParams
 from flax import nnx
+
+sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 from tiny_engine import NUM_WORDS, make_engine, make_prompts, make_tokenizer, stop
 
 NUM_PAGES = 256
