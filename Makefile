@@ -66,7 +66,7 @@ sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehavior
 
 .PHONY: test-core
 test-core:  ## the same tests on the build that VENV has
-	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(CORE_TESTS:%=$(CURDIR)/tests/test_%.py)
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(CORE_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
 # Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
 FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
@@ -90,14 +90,14 @@ tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without 
 	else \
 	    export CC=clang PAGEPOOL_TSAN=1 && $(call INSTALL,$(TSAN_VENV)) pytest-benchmark && \
 	    TSAN_OPTIONS='suppressions=$(CURDIR)/tests/tsan.supp history_size=4 exitcode=66' \
-	    $(RUN) $(TSAN_VENV)/bin/python -m pytest --capture=sys $(PYTEST_ARGS) $(CURDIR)/tests/test_threads.py; \
+	    $(RUN) $(TSAN_VENV)/bin/python -m pytest --capture=sys $(PYTEST_ARGS) $(CURDIR)/tests/core/test_threads.py; \
 	fi
 
 # Coverage leads the fuzzer where there is clang, and an atheris for this Python; else it goes by seeds, on a plain build.
 FUZZ_VENV ?= .venv-fuzz
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
-FUZZ = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/tests $(1)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) $(FUZZ_ARGS)
+FUZZ = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/tests/models $(1)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) $(FUZZ_ARGS)
 WITH_CLANG := PAGEPOOL_FUZZ=1 CC=clang LDSHARED="clang -shared"
 FUZZ_ASAN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024 \
     LD_PRELOAD="$$(echo $(CURDIR)/$(FUZZ_VENV)/lib/python3*/site-packages/asan_with_fuzzer.so)"
@@ -113,11 +113,12 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 # is short too: what calls back from there, forks, lets allocations fail, measures memory or is a tracer itself is left out. So are
 # threads, since the tracer lets another one run where the core counts on the GIL, and the documents' commands, which take minutes
 # under it. Cython's plugin looks for the C file of a header under the header's name, so one that includes it is linked there.
-UNTRACED = --deselect=tests/test_host_tier.py::test_interrupted_calls_lose_nothing \
-    --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
-    --deselect=tests/test_host_tier.py::test_threads_share_a_tier \
-    --deselect=tests/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
-TRACED = pagepool docs README.md $(filter-out $(foreach name,fork fuzz interrupts memory operating threads,tests/test_$(name).py),$(wildcard tests/test_*.py))
+UNTRACED = --deselect=tests/core/test_host_tier.py::test_interrupted_calls_lose_nothing \
+    --deselect=tests/core/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
+    --deselect=tests/core/test_host_tier.py::test_threads_share_a_tier \
+    --deselect=tests/replay/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
+UNTRACED_FILES = $(foreach name,fork fuzz interrupts memory operating threads,$(wildcard tests/*/test_$(name).py))
+TRACED = pagepool docs README.md $(filter-out $(UNTRACED_FILES),$(wildcard tests/*/test_*.py))
 
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 97 % and 95 %
 	cd $< && rm -f .coverage* && printf '%s\n' $(TRACED) | xargs -P "$$(nproc)" -n 4 \
@@ -139,10 +140,10 @@ SOAK_SECONDS ?= 60
 SOAK_SEED ?= 0
 
 soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
-	$(RUN) PYTHONPATH=$(CURDIR)/tests $(VENV)/bin/python $(CURDIR)/tests/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
+	$(RUN) PYTHONPATH=$(CURDIR)/tests/models $(VENV)/bin/python $(CURDIR)/tests/models/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 planted: $(DEV_VENV)/installed  ## whether tests catch bugs that are planted in a copy: PLANTED_ARGS=--help
-	$(DEV_VENV)/bin/python tests/planted_bugs.py $(PLANTED_ARGS)
+	$(DEV_VENV)/bin/python tests/models/planted_bugs.py $(PLANTED_ARGS)
 
 lint: $(VENV)/with-lint  ## style, types, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
 	$(VENV)/bin/ruff check
@@ -150,7 +151,7 @@ lint: $(VENV)/with-lint  ## style, types, whether the stub agrees with the compi
 	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pagepool
 	$(VENV)/bin/mypy
 	$(VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
-	$(PYTEST) $(CURDIR)/tests/test_style.py
+	$(PYTEST) $(CURDIR)/tests/project/test_style.py
 
 .PHONY: actionlint
 WORKFLOW_SCHEMAS = github-workflows:workflows/*.yml dependabot:dependabot.yml github-issue-config:ISSUE_TEMPLATE/config.yml \
@@ -217,7 +218,7 @@ bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json an
 # EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
 test-easydel: easydel-environment  ## the tests with easydel, which is large: in an environment of its own
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
-	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
+	    $(foreach name,compat easydel reference reference_names request specs,tests/*/test_$(name).py)
 
 # The file `complete` says that all of it is there, and of this tree.
 easydel-environment:  ## the environment of test-easydel and bench-results
@@ -233,15 +234,15 @@ test-ray:  ## the tests with Ray Serve, each version in an environment of its ow
 test-ray-%:
 	mkdir -p $(RAY_VENV)-$* && echo 'ray==$*.*' > $(RAY_VENV)-$*/ray.txt
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
-	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_ray_serve.py
+	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
 # VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
 # runs.
-VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
+VLLM_OWN_TESTS ?= tests/models/vllm_own_tests.py
 
 test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
 test-vllm: vllm-environment  ## the tests with vllm, which is large, in an environment of its own: VLLM_VERSION=0.32.0
-	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
+	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/*/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # What a new vLLM changes: CANARY_VERSION= is the newest of the index. The differential test runs whatever was found before it.
@@ -252,8 +253,8 @@ canary-vllm: export VLLM_TARGET_DEVICE = cpu
 canary-vllm:  ## what the newest vLLM changed of what the adapter relies on; fails if a part fell away: CANARY_VERSION=0.30.0
 	$(MAKE) vllm-environment VLLM_VENV=$(CANARY_VENV) VLLM_VERSION=$(CANARY_VERSION)
 	rm -rf $(CANARY_VENV)/recorded && $(CANARY_VENV)/bin/pip install --quiet --no-deps --target $(CANARY_VENV)/recorded vllm==0.33.0
-	$(RUN) $(CANARY_VENV)/bin/python $(CURDIR)/tests/vllm_canary.py $(CANARY_VENV)/recorded; found=$$?; \
-	    $(RUN) $(CANARY_VENV)/bin/python -m pytest $(PYTEST_ARGS) -k "not planted" $(CURDIR)/tests/test_vllm_differential.py && exit $$found
+	$(RUN) $(CANARY_VENV)/bin/python $(CURDIR)/tests/models/vllm_canary.py $(CANARY_VENV)/recorded; found=$$?; \
+	    $(RUN) $(CANARY_VENV)/bin/python -m pytest $(PYTEST_ARGS) -k "not planted" $(CURDIR)/tests/engines/test_vllm_differential.py && exit $$found
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
 vllm-environment:  ## the environment of test-vllm and bench-vllm
@@ -284,13 +285,13 @@ wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for
 
 wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 test-wheel:  ## the same tests, on what PYTHON has installed: pagepool, and the dependency group test-wheel
-	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/test_%.py)
+	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
 LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages compilation_cache events event_publisher \
     vllm_hashes metrics commands fleet fleet_command
 
 test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
-	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)
+	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
 # The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
 DOCS_VENV ?= .venv-docs
@@ -313,7 +314,7 @@ build/api.md: $(VENV)/api-tools $(wildcard tools/*.py)
 
 api-check: $(VENV)/api-tools  ## whether what broke since the last tag is in the changelog
 	$(VENV)/bin/python tools/api_check.py
-	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_api_tools.py
+	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/project/test_api_tools.py
 
 typing: $(VENV)/api-tools  ## programs of users against the types of the wheel: mypy --strict and pyright, and lines that must fail
 	cd tests/typing && $(abspath $(VENV))/bin/mypy --cache-dir=$(CURDIR)/.mypy_cache
@@ -387,7 +388,7 @@ $(VENV)/api-tools: $(VENV)/installed
 
 # A copy of the source tree, installed in place with the dependency group of that name: for what reads or changes the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
-.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py docs/* examples/*.py)
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py tests/*/*.py docs/* examples/*.py)
 	$(NEW_ENVIRONMENT)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@

@@ -18,7 +18,7 @@ RESULTS = pytest.StashKey[list[Result]]()
 LIMIT = pytest.StashKey[Limit]()
 REMARKS = pytest.StashKey[list[Remark]]()
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))  # the oracle lives there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

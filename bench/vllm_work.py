@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from bench.memory import read_resident_bytes
 from bench.workload import random_tokens
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builder lives there
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))  # the builder lives there
 
 import vllm_engine as engine
 from vllm.v1.request import RequestStatus

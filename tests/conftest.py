@@ -11,8 +11,9 @@ import pytest
 
 from pagepool.hashing import extra_keys
 
-collect_ignore = ["ray_fleet.py", "easydel_scheduler.py", "tiny_engine.py", "typing"]
-collect_ignore += ["vllm_core.py", "vllm_planted.py", "vllm_side.py", "vllm_state.py", "vllm_workload.py"]
+ENGINES_NEEDED = ["easydel_scheduler", "ray_fleet", "tiny_engine"]
+ENGINES_NEEDED += ["vllm_core", "vllm_planted", "vllm_side", "vllm_state", "vllm_workload"]
+collect_ignore = ["typing", *(f"models/{name}.py" for name in ENGINES_NEEDED)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs vLLM's own tests of its managers with and without pagepool: ``python tests/vllm_own_tests.py FOLDER [ARGS]``.
+"""Runs vLLM's own tests of its managers with and without pagepool: ``python tests/models/vllm_own_tests.py FOLDER [ARGS]``.
 
 FOLDER is the folder ``tests`` of vLLM's source distribution, of the installed version. ARGS are for pytest, with paths relative
 to FOLDER's parent; `TESTS` by default. Fails if a test fails with pagepool that passes without.

@@ -1,4 +1,4 @@
-"""Shows what an installed vLLM changed of what the adapter relies on: ``python tests/vllm_canary.py FOLDER``.
+"""Shows what an installed vLLM changed of what the adapter relies on: ``python tests/models/vllm_canary.py FOLDER``.
 
 FOLDER has the package of vLLM that `DIGESTS` were recorded from. Prints the parts, and a diff of each definition that is not as
 recorded. Exits with 1 if a part is left to vLLM.

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "tests" / "models"
 INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
 on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
 UNSANITIZED = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs memory of its own")

@@ -16,7 +16,7 @@ from typing import Any
 import fake_easydel
 import pytest
 from fake_vllm import write_distribution
-from sources import INSTALLED
+from sources import INSTALLED, MODELS
 
 from pagepool.compat.vllm import STRICT, VARIABLE, VERSIONS
 from pagepool.compat.vllm.checks import version_of
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     not any(fnmatchcase(version_of(), one) for one in VERSIONS), reason="the executor is one for the known versions of vLLM"
 )
 
-PROGRAM = Path(__file__).with_name("vllm_core.py")
+PROGRAM = MODELS / "vllm_core.py"
 PROCESSES = {"inproc": "_MainProcess", "fork": "ForkProcess", "spawn": "SpawnProcess"}
 THEIRS = [["vllm.v1.core.kv_cache_utils"]]
 CONFIG = {

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from settings import NUM_OPERATIONS
 
-TESTS = Path(__file__).parent
 ASAN_OPTIONS = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024"
 
 
 def run_fuzz(*options: str) -> str:
     """Run the fuzzer and return its output; a finding, a crash or a hang fails the test and names the seed."""
-    path = os.pathsep.join(filter(None, (str(TESTS), *sys.path)))
-    env = os.environ | {"PYTHONPATH": path, "ASAN_OPTIONS": ASAN_OPTIONS}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "ASAN_OPTIONS": ASAN_OPTIONS}
     process = subprocess.run([sys.executable, "-m", "fuzz", *options], env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sources import ROOT, run_python
+from sources import MODELS, ROOT, run_python
 
 from pagepool import PageTable
 from pagepool.device import LEAST_JAX, import_jax
@@ -23,7 +23,7 @@ jax = pytest.importorskip("jax")
 
 def test_a_second_process_computes_the_same(tmp_path: Path) -> None:
     """The first compiles all programs, the second reads them."""
-    program = Path(__file__).with_name("reading_programs.py")
+    program = MODELS / "reading_programs.py"
     counts = []
     for _ in range(2):
         process = run_python(program, tmp_path, JAX_PLATFORMS="cpu")

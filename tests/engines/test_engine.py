@@ -215,7 +215,7 @@ def test_the_program_answers_as_the_command(capsys: pytest.CaptureFixture[str], 
     options = ["--max-tokens", "4", "--max-num-batched-tokens", "16", "Who owns page 7?", "Who else?"]
     command.main(options)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # the example finds its files beside it
-    program = Program("../examples/engine.py", *options, "--attention", "pallas", "--num-devices", "8", num_devices=8)
+    program = Program("../../examples/engine.py", *options, "--attention", "pallas", "--num-devices", "8", num_devices=8)
     code = program.process.wait(timeout=300)
     assert (code, capsys.readouterr().out in program.end()) == (0, True)
 

@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 from fleets import HAS_RAY, SETTINGS, make_fleet, make_records
 from replays import make_manager
 from settings import scale
-from sources import run_python
+from sources import MODELS, run_python
 
 from pagepool.errors import PagePoolError
 from pagepool.replay import Scheduler, TraceRecord, make_requests
@@ -156,5 +156,5 @@ def test_on_ray(check: str, tmp_path: Path) -> None:
     """In a process of its own: Ray forks, and other tests have started the threads of jax. Its actors import from the folder in
     which it starts, so not among the sources.
     """
-    process = run_python(Path(__file__).with_name("ray_fleet.py"), check, timeout=300, cwd=tmp_path)
+    process = run_python(MODELS / "ray_fleet.py", check, timeout=300, cwd=tmp_path)
     assert (process.returncode, process.stdout.splitlines()[-1:]) == (0, ["done"]), process.stderr

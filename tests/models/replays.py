@@ -23,7 +23,7 @@ from pagepool.replay import Plan, PolicyFigures, PoolFigures
 pytest.importorskip("click")
 
 
-SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+SHARED_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 
 
 def make_manager(

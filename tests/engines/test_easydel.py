@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sources import INSTALLED
+from sources import INSTALLED, MODELS, ROOT
 
 from pagepool.compat import easydel
 
@@ -72,8 +72,8 @@ def run_engine(
     folder: Path, launcher: tuple[str, ...], *pools: str, program_name: str = "tiny_engine.py"
 ) -> list[dict[str, Any]]:
     """Return what a program with an engine prints, in a separate process: what `tiny_engine` generates in these pools."""
-    program = Path(__file__).with_name(program_name)
-    path = [] if INSTALLED else [str(Path(__file__).parents[1])]
+    program = MODELS / program_name
+    path = [] if INSTALLED else [str(ROOT)]
     env = os.environ | {
         "ENABLE_DISTRIBUTED_INIT": "0",
         "JAX_PLATFORMS": "cpu",

@@ -26,7 +26,7 @@ from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.simulation.allocator import HASH_SEED
 
-TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_TRACED, MAX_DIFFERENCE = 3000, 0.003
 MAX_MODEL_LEN = 1 << 20
 

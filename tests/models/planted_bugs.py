@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 PLATFORM = "pagepool/core/platform.pxd"
 SWITCH = '''
@@ -449,9 +449,9 @@ def build(tree: Path) -> None:
 
 def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, float]:
     """Run the simulation; return its failure, empty if it found nothing, and the seconds it took."""
-    program = str(ROOT / "tests" / "contents.py")
+    program = str(ROOT / "tests" / "models" / "contents.py")
     command = [sys.executable, program, "--unchecked", f"--seconds={seconds}", f"--seed={seed}"]
-    paths = os.pathsep.join([str(tree / "built"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(tree / "built"), str(ROOT / "tests" / "models")])
     variables = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
     start = time.monotonic()
     try:
@@ -476,7 +476,7 @@ def run_order_tests(tree: Path, number: int) -> tuple[str, float]:
         "-qx",
         "-p",
         "no:cacheprovider",
-        *(ROOT / "tests" / name for name in ORDER_TESTS),
+        *(ROOT / "tests" / "core" / name for name in ORDER_TESTS),
     ]
     variables = os.environ | {"PYTHONPATH": str(tree / "built"), "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
     start = time.monotonic()

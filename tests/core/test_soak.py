@@ -109,7 +109,7 @@ def test_a_failing_round_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(Faults, "inject", lambda faults: faults.rng.choices([]))
     with pytest.raises(IndexError):
         Soak(41, []).run_round(FULL_4)
-    assert "python tests/soak.py --kind 'full 4' --seed 41 --rounds 1" in capsys.readouterr().out
+    assert "python tests/models/soak.py --kind 'full 4' --seed 41 --rounds 1" in capsys.readouterr().out
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

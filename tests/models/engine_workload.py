@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from devices import count_compilations
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 

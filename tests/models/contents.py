@@ -5,7 +5,7 @@ of each token into its slot, through the page ids and slot mappings that pagepoo
 attend to. Which prefix must hit is worked out from the tokens. Steps and transfers fail, jobs are preempted in the middle of a
 schedule, pools are saved and restored.
 
-``python tests/contents.py --seconds 60 --seed 1``; a round that fails prints the line that repeats it.
+``python tests/models/contents.py --seconds 60 --seed 1``; a round that fails prints the line that repeats it.
 """
 
 from __future__ import annotations
@@ -797,7 +797,7 @@ def run_round(
     except Exception as error:
         fronts = ", ".join(type(front).__name__ for front in simulation.fronts)
         where = f"step {simulation.counts['steps']}, {simulation.num_pages} pages, {fronts}, {' '.join(simulation.features)}"
-        repeat = f"to repeat: python tests/contents.py --setting {setting.name!r} --seed {seed} --rounds 1"
+        repeat = f"to repeat: python tests/models/contents.py --setting {setting.name!r} --seed {seed} --rounds 1"
         repeat += "" if features is None else f" --features {','.join(features)!r}"
         raise ContentsError(f"{where}\n{repeat}\n{type(error).__name__}: {error}") from error
 

@@ -53,7 +53,7 @@ def test_an_empty_seed_is_refused(hash_algo: Any, hash_seed: Any) -> None:
 
 
 def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Python. `tests/test_vllm_hashes.py` tests vLLM's rule, which `sha256_cbor` follows."""
+    """As in Python. `tests/engines/test_vllm_hashes.py` tests vLLM's rule, which `sha256_cbor` follows."""
     program = (
         "from pagepool.hashing import NONE_HASH, get_siphash_key; import os\n"
         "print(get_siphash_key().hex(), NONE_HASH, hash('a'))"

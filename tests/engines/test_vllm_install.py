@@ -32,7 +32,7 @@ from fake_vllm import (
     write_customization,
     write_engine,
 )
-from sources import ROOT, on_the_wheel
+from sources import MODELS, on_the_wheel
 
 from pagepool.compat import children, vllm
 from pagepool.compat.vllm import checks, plugin
@@ -694,7 +694,7 @@ def test_the_canary_shows_what_changed(folder: Path) -> None:
     """A part that fell away, and a diff of the definition in it."""
     write_customization(folder)
     shutil.copytree(folder / "vllm", folder / "recorded" / "vllm")
-    canary = str(ROOT / "tests" / "vllm_canary.py")
+    canary = str(MODELS / "vllm_canary.py")
     process = run_python(folder, canary, "recorded")
     assert (process.returncode, process.stdout.split()[:4]) == (0, ["vLLM", "0.33.0", "blocks", "used"])
     edit(folder, MANAGER, "def allocate_slots(self", "def allocate_slots(self, other")

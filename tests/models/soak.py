@@ -33,7 +33,7 @@ from twin_engine import NUM_FAMILIES, VOCABULARY
 import pagepool
 from pagepool.replay import SimulatedRequest, TraceRecord, generate_chats, make_requests, read_trace
 
-TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 LIBC = ctypes.CDLL(None)
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
@@ -263,7 +263,7 @@ class Soak:
         try:
             work.run()
         except Exception:
-            print(f"failed; to repeat: python tests/soak.py --kind {kind.name!r} --seed {seed} --rounds 1", flush=True)
+            print(f"failed; to repeat: python tests/models/soak.py --kind {kind.name!r} --seed {seed} --rounds 1", flush=True)
             raise
         self.num_rounds += 1
         self.counts += work.counts
