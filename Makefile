@@ -132,7 +132,7 @@ coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of
 	    ../bin/coverage report --include='*.pyx,*.pxd' --omit='*/_memoryviews.pyx' --fail-under=95 && exit $$facade
 
 mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
-mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/coordinator.py: of one file
+mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/group_rules.py: of one file
 	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
 	cd $< && ../bin/mutmut results
 

@@ -50,7 +50,7 @@ from pagepool.arguments import (
     require_name,
     require_share,
 )
-from pagepool.coordinator import CacheCoordinator
+from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher

@@ -29,7 +29,7 @@ from pagepool import (
 )
 from pagepool._core import CacheGroups, PageRules
 from pagepool.compat import easydel
-from pagepool.coordinator import CacheCoordinator
+from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, RequestTooLargeError
 from pagepool.replay import TraceRecord, make_requests
 from pagepool.replay.models.caches import Reach

@@ -219,7 +219,7 @@ def test_wrong_places_to_resume_are_refused(resume_at: Any) -> None:
 )
 def test_the_default_interval_depends_on_the_model(groups: tuple[tuple[str, int], ...], interval: int) -> None:
     specs = [Group(kind, 16, span).spec(pagepool, "float16") for kind, span in groups]
-    assert pagepool.coordinator.find_interval(specs) == interval
+    assert pagepool.group_rules.find_interval(specs) == interval
 
 
 def test_a_restored_pool_keeps_what_it_has() -> None:

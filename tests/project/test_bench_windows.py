@@ -11,7 +11,7 @@ from oracle import OracleManager
 from small_traces import BLOCK_SIZE, make_records
 from sources import ROOT
 
-from pagepool.coordinator import find_interval
+from pagepool.group_rules import find_interval
 from pagepool.replay import SimulatedRequest, TraceRecord
 
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported

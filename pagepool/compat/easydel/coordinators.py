@@ -7,7 +7,7 @@ from typing import Any
 
 from pagepool._core import HashChain, PageIds, find_prefix
 from pagepool.arguments import require_flag
-from pagepool.coordinator import CacheCoordinator, kind_of
+from pagepool.group_rules import CacheCoordinator, kind_of
 from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
 from pagepool.specs import CacheGroupSpec

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import gcd, lcm
 
 from pagepool._core import CacheGroups
-from pagepool.coordinator import CacheCoordinator
+from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, count_of
 from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
 from pagepool.replay.models.config import Config, read_config

@@ -20,7 +20,7 @@ from pagepool._core import (
     take_transfers,
 )
 from pagepool.arguments import require_int
-from pagepool.coordinator import CacheCoordinator
+from pagepool.group_rules import CacheCoordinator
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
 from pagepool.replay.models.pages import ModelPages
