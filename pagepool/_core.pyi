@@ -167,7 +167,15 @@ class RequestHashes:
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
     sessions: Final[PageSessions]
-    def _begin(self, coordinator: Any, hashes: dict[str, RequestHashes], restores_states: bool) -> None: ...
+    def _begin(
+        self,
+        page_pool: Any,
+        rules: Any,
+        max_model_len: int,
+        requests: dict[str, RequestPages],
+        hashes: dict[str, RequestHashes],
+        restores_states: bool,
+    ) -> None: ...
     def allocate_slots(
         self,
         request: Request,

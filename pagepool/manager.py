@@ -50,11 +50,12 @@ from pagepool.arguments import (
     require_name,
     require_share,
 )
-from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
+from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
 from pagepool.page_pool import PagePool
+from pagepool.page_pool.pool import choose_pool
 from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
@@ -205,47 +206,36 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.use_eagle = require_flag("use_eagle", use_eagle)
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
-        if page_pool is None:
-            page_pool = PagePool(num_pages, self.enable_caching, eviction="lru" if eviction is None else eviction)
-        elif isinstance(page_pool, PagePool) and eviction is not None:
-            if not isinstance(eviction, str):
-                raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-            if eviction != page_pool.eviction:
-                allowed = f"None, or its own, {page_pool.eviction!r}"
-                raise ArgumentError(f"eviction: got {shown(eviction)}, allowed with page_pool: {allowed}")
-        self.coordinator = CacheCoordinator(
-            num_pages,
-            kv_cache_groups,
-            self.max_model_len,
-            self.use_eagle,
-            self.enable_caching,
-            page_pool,
-            windows,
-            window_slack,
-            window_interval,
-        )
-        self.page_pool = self.coordinator.page_pool
+        self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching, eviction)
+        self._rules = make_rules(kv_cache_groups, self.use_eagle, self.enable_caching, windows, window_slack, window_interval)
         self.num_pages = self.page_pool.num_pages
         self.max_num_leased_pages = int(max_leased_share * (self.num_pages - 1))
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
-        self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
+        self.hasher = make_page_hasher(hash_algo, self._rules.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
-            num_kept, num_needed = self._store.num_kept_token_ids, self.coordinator.max_cached_page_size
+            num_kept, num_needed = self._store.num_kept_token_ids, self._rules.max_cached_page_size
             if 0 < num_kept < num_needed and not keep_token_ids:
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            self.page_pool._bind(self.hasher.describe() | self.coordinator.describe())
-            if self.coordinator.checkpoint_interval is not None:
+            self.page_pool._bind(self.hasher.describe() | self._rules.configuration)
+            if self._rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
         self._hashes: dict[str, RequestHashes] = {}
         self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
-        self._requests = self.coordinator.requests
-        self._begin(self.coordinator, self._hashes, require_flag("restores_states", restores_states))
+        self._requests: dict[str, RequestPages] = {}
+        self._begin(
+            self.page_pool,
+            self._rules,
+            self.max_model_len,
+            self._requests,
+            self._hashes,
+            require_flag("restores_states", restores_states),
+        )
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         if host_tier is not None:
@@ -305,7 +295,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
                 hashes.refusal, context, session = None, 0, 0
-                if hashes.are_unsure or len(hashes.chain) * self.coordinator.hash_page_size > num_queried_tokens:
+                if hashes.are_unsure or len(hashes.chain) * self._rules.hash_page_size > num_queried_tokens:
                     hashes.cut(self._count_sure_hashes(request))
                     hashes = self._extend_hashes(request, num_queried_tokens)
                 try:
@@ -314,7 +304,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                         context = self._hold_context(hashes.extra_keys, getattr(request, "session_id", None))
                         session = self._hold_session_of(request)
                     pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
-                        store, self.coordinator.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
+                        store, self._rules.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
                 finally:
                     self._release_context(context)
@@ -330,8 +320,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
         chain = self._hash_apart(request, num_queried)
-        _, num_tokens = find_prefix(self._store, self.coordinator.groups, chain, num_queried, reaches_tier=True)
-        is_all = num_queried - num_tokens <= self.coordinator.hash_page_size
+        _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
+        is_all = num_queried - num_tokens <= self._rules.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
 
@@ -371,7 +361,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         start, stop = find_shard_bounds(self.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
         num_usable = usable_pages_count(self.num_pages)
         num_here = num_usable if stop is None else stop - start
-        count_peak_pages = self.coordinator.groups.count_peak_pages
+        count_peak_pages = self._rules.groups.count_peak_pages
         num_pages = count_peak_pages(num_tokens, max(1, num_new_tokens), num_ahead, self.max_model_len)
         if num_pages <= num_here and num_pages + num_reserved <= num_usable:
             return
@@ -430,7 +420,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             hashes = self._hashes[request.request_id] = self.hasher.start(request)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self._count_sure_hashes(request))
-        self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+        self.hasher.extend(hashes, request, num_tokens // self._rules.hash_page_size)
         return hashes
 
     def _count_sure_hashes(self, request: Request) -> int:
@@ -440,7 +430,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def _share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
         """Keep hashes of a new request that goes on from `num_tokens` tokens of another; False unless these are the same."""
-        known, size = self._extend_hashes(request, num_tokens), self.coordinator.hash_page_size
+        known, size = self._extend_hashes(request, num_tokens), self._rules.hash_page_size
         hashes = self.hasher.start(new_request)
         if known.extra_keys is not None and known.extra_keys.has_nonce:
             hashes.extra_keys = known.extra_keys
@@ -456,7 +446,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _hash_apart(self, request: Request, num_tokens: int) -> HashChain:
         """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
         hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
-        self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+        self.hasher.extend(hashes, request, num_tokens // self._rules.hash_page_size)
         return hashes.chain
 
     def _hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
@@ -493,7 +483,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         context = 0 if held is None or hashes is None else self._hold_context(hashes.extra_keys, held.session_id)
         try:
             if hashes is not None and hashes.page_hashes:
-                stop = num_tokens // self.coordinator.hash_page_size
+                stop = num_tokens // self._rules.hash_page_size
                 self.hasher.name_pages(self._store.names, hashes, max(0, start - 1), stop)
             yield context
         finally:
@@ -536,7 +526,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     @property
     def checkpoint_interval(self) -> int | None:
         """The tokens between checkpoints: the least common multiple of page sizes and state intervals; None without any."""
-        return self.coordinator.checkpoint_interval
+        return self._rules.checkpoint_interval
 
     def find_next_checkpoint(self, request: Request) -> int:
         """Return the next token count at which a chunk has to end to leave a checkpoint; at most ``max_model_len``."""
@@ -565,7 +555,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if self.enable_caching and not self._share_hashes(request, new_request, num_tokens):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
-            target = RequestPages(self._store, self.coordinator.groups, self.max_model_len)
+            target = RequestPages(self._store, self._rules.groups, self.max_model_len)
             self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
@@ -665,7 +655,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_tokens > num_most_tokens:
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
             held.require_copies_taken()
-            if is_failed and self.coordinator.has_state:
+            if is_failed and self._rules.has_state:
                 held.give_back()
                 del self._requests[request.request_id]
                 return 0
@@ -731,7 +721,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the span of a request, with hashes up to its end. Without hashes no page is cached."""
         num_tokens = read_count(request, "num_tokens")
         chain = self._hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
-        return span.of_request(self._store, self.coordinator.groups, chain, num_tokens, self._requests.get(request.request_id))
+        return span.of_request(self._store, self._rules.groups, chain, num_tokens, self._requests.get(request.request_id))
 
     # Expectations.
 
@@ -846,7 +836,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentError("events: got a manager without prefix caching, which has none")
         with self._lock:
             if self.event_source is None:
-                self._store.keep_token_ids(self.coordinator.max_cached_page_size)
+                self._store.keep_token_ids(self._rules.max_cached_page_size)
                 source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
                 self.event_source = source
                 self.hasher.keep_token_ids = True
@@ -896,7 +886,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_last_tokens:
                 hashes = self._extend_hashes(request, num_last_tokens)
             chain = None if hashes is None else hashes.chain
-            start = num_last_tokens // self.coordinator.hash_page_size - 1  # the checkpoint has a name, and its parent
+            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint has a name, and its parent
             held = self._requests.get(request.request_id)
             with self._naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 if held is not None:

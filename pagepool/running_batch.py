@@ -83,14 +83,14 @@ class RunningBatch(RunningRows):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
-        hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
+        hash_page_size = manager._rules.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
         if manager.enable_caching and not manager.hasher.is_native:
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
         super().__init__(
             manager.page_pool.store,
             tables,
-            manager.coordinator.groups,
+            manager._rules.groups,
             manager.max_model_len,
             hash_page_size,
             manager.hasher.siphash_key,
@@ -179,7 +179,7 @@ class RunningBatch(RunningRows):
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         has_places = type(resume_at) is not tuple or resume_at
-        places = self._manager.coordinator.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
+        places = self._manager._rules.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
@@ -275,7 +275,7 @@ class RunningBatch(RunningRows):
         IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
         says, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_holders(self._manager.page_pool.store, list(self._manager.coordinator.requests.values()), self)
+        check_holders(self._manager.page_pool.store, list(self._manager._requests.values()), self)
         self._manager.page_pool.check()
 
 

@@ -82,7 +82,8 @@ cdef class SlotAllocator:
 
     cdef PageStore store
     cdef CacheGroups groups
-    cdef object coordinator
+    cdef object page_pool
+    cdef object rules               # `GroupRules`
     cdef dict requests              # request id -> RequestPages
     cdef dict hashes                # request id -> RequestHashes
     cdef readonly object sessions   # `PageSessions`
@@ -97,18 +98,20 @@ cdef class SlotAllocator:
     cdef bint refuses_too_large     # what can never fit raises; else it is None, and the façade warns
     cdef bint hashes_natively
 
-    def _begin(self, coordinator, dict hashes not None, bint restores_states) -> None:
-        """`coordinator` has the pages of requests, `hashes` their hashes, both by request id."""
-        self.coordinator = coordinator
-        self.store, self.groups = coordinator.page_pool.store, coordinator.groups
-        self.requests, self.hashes = coordinator.requests, hashes
+    def _begin(
+        self, page_pool, rules, max_model_len, dict requests not None, dict hashes not None, bint restores_states
+    ) -> None:
+        """`requests` has the pages of requests, `hashes` their hashes, both by request id."""
+        self.page_pool, self.rules = page_pool, rules
+        self.store, self.groups = page_pool.store, rules.groups
+        self.requests, self.hashes = requests, hashes
         self._no_ids, self.sessions = new_ids(self.groups.num), PageSessions(self.store)
-        self.max_num_tokens = coordinator.max_model_len
-        self.hash_page_size = coordinator.hash_page_size
-        self.interval, self.restores_states = coordinator.checkpoint_interval or 0, restores_states
-        self.enables_caching = coordinator.enable_caching
+        self.max_num_tokens = max_model_len
+        self.hash_page_size = rules.hash_page_size
+        self.interval, self.restores_states = rules.checkpoint_interval or 0, restores_states
+        self.enables_caching = self.store.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
-        self.has_state = coordinator.has_state
+        self.has_state = rules.has_state
         self.refuses_too_large = self._refuses_too_large
         self.hashes_natively = self.hasher.is_native
 
@@ -237,7 +240,7 @@ cdef class SlotAllocator:
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Tell what a request holds at which numbers of tokens others can resume."""
         cdef int64_t junction = 0
-        places = self.coordinator.require_resume_at(
+        places = self.rules.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
@@ -296,7 +299,7 @@ cdef class SlotAllocator:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
-            found = find_shard(self.coordinator.page_pool.num_pages, hint, data_parallel_size)
+            found = find_shard(self.store.pool.num_pages, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
@@ -355,7 +358,7 @@ cdef class SlotAllocator:
             if step.session != NO_SESSION:
                 self.sessions.release(step.session)
         if hashes is not None and hashes.page_hashes:
-            self.coordinator.page_pool._forget_evicted_names()
+            self.page_pool._forget_evicted_names()
         if outcome == TOO_FEW:
             self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
@@ -456,7 +459,7 @@ cdef class SlotAllocator:
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
         """Return into how many shards the pool has to be divided for a request; 0: any page will do."""
-        cdef object num_pages = self.coordinator.page_pool.num_pages
+        cdef object num_pages = self.store.pool.num_pages
         pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
             return 0

@@ -17,7 +17,7 @@ from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats
 
-__all__ = ["PagePool", "PageProbe"]
+__all__ = ["PagePool", "PageProbe", "choose_pool"]
 
 logger = logging.getLogger(__package__)
 
@@ -396,3 +396,21 @@ def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
     return page_ids
+
+
+def choose_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool, eviction: str | None = None) -> PagePool:
+    """Return `page_pool`, or for None a new pool. ArgumentError for a pool of another size or with other options."""
+    if page_pool is None:
+        return PagePool(num_pages, enable_caching, eviction="lru" if eviction is None else eviction)
+    if not isinstance(page_pool, PagePool):
+        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
+    if eviction is not None and not isinstance(eviction, str):
+        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+    if eviction is not None and eviction != page_pool.eviction:
+        raise ArgumentError(
+            f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {page_pool.eviction!r}"
+        )
+    if (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
+        got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"
+        raise ArgumentError(f"page_pool: got {got}; allowed: {shown(num_pages)} pages, caching {enable_caching}")
+    return page_pool

@@ -29,8 +29,8 @@ from pagepool import (
 )
 from pagepool._core import CacheGroups, PageRules
 from pagepool.compat import easydel
-from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.group_rules import make_rules
 from pagepool.replay import TraceRecord, make_requests
 from pagepool.replay.models.caches import Reach
 from pagepool.replay.models.pages import ModelPages, Windows
@@ -102,11 +102,11 @@ def test_the_peak_is_that_of_the_worst_step() -> None:
     rng = Random(5)
     for _ in range(3000):
         specs, is_cached = draw_specs(rng), rng.random() < 0.7
-        coordinator = CacheCoordinator(2, [CacheGroupSpec(spec) for spec in specs], 10**6, False, is_cached)
+        rules = make_rules([CacheGroupSpec(spec) for spec in specs], False, is_cached)
         num_tokens, most, num_ahead = rng.randint(0, 80), rng.randint(1, 40), rng.choice((0, 0, 1, 5))
         max_num_slots = num_tokens + rng.choice((0, 1, 3, 50))
         expected = count_peak([*map(kind_of, specs)], num_tokens, most, num_ahead, max_num_slots, is_cached=is_cached)
-        found = coordinator.groups.count_peak_pages(num_tokens, most, num_ahead, max_num_slots)
+        found = rules.groups.count_peak_pages(num_tokens, most, num_ahead, max_num_slots)
         assert found == expected, (specs, is_cached, num_tokens, most, num_ahead, max_num_slots)
 
 
@@ -236,8 +236,8 @@ def make_pool(rng: Random, specs: list[Any], work: Work, num_missing: int, *, is
     max_model_len = work.num_tokens + rng.choice((0, 2, 40))
     windows = "all" if num_missing else rng.choice(("ends", "all"))
     groups = [CacheGroupSpec(spec) for spec in specs]
-    coordinator = CacheCoordinator(2, groups, max_model_len, use_eagle, is_cached, windows=windows)
-    num_pages = coordinator.groups.count_peak_pages(work.num_tokens, work.most, work.num_ahead, max_model_len)
+    rules = make_rules(groups, use_eagle, is_cached, windows)
+    num_pages = rules.groups.count_peak_pages(work.num_tokens, work.most, work.num_ahead, max_model_len)
     num_pages += 1 + work.num_reserved + work.num_leased - num_missing
     num_pages *= 1 + work.has_shards
     has_tier = is_cached and not num_missing and not work.num_leased and rng.random() < 0.4

@@ -260,7 +260,7 @@ def test_a_manager_says_what_it_was_made_with(enable_caching, page_size):
     groups = [CacheGroupSpec(full(8)), CacheGroupSpec(full(4))]
     manager = CacheManager(16, groups, 1, enable_caching, True)
     assert (manager.num_pages, manager.kv_cache_groups, manager.num_kv_cache_groups) == (16, groups, 2)
-    assert (manager.max_model_len, manager.coordinator.max_model_len) == (1, 1)
+    assert manager.max_model_len == 1
     assert (manager.enable_caching, manager.use_eagle, manager.page_size) == (enable_caching, True, page_size)
 
 
@@ -274,8 +274,8 @@ def test_tokens_and_shards_are_kept_only_if_asked_for():
 
 
 def test_without_a_group_that_is_cached_a_hash_is_of_one_token():
-    assert make_manager(STATE).coordinator.hash_page_size == 1
-    assert make_manager(full(6), sliding(5, 4), STATE).coordinator.hash_page_size == 2
+    assert make_manager(STATE)._rules.hash_page_size == 1
+    assert make_manager(full(6), sliding(5, 4), STATE)._rules.hash_page_size == 2
 
 
 def test_without_prefix_caching_the_coordinator_finds_nothing():
@@ -328,7 +328,7 @@ def test_engines_own_spec_classes_are_known_by_name():
         sliding_window = 6
 
     manager = make_manager(SlidingWindowSpec())
-    assert manager.coordinator.describe()["kv_cache_groups[0].kind"] == "SlidingWindow"
+    assert manager._rules.configuration["kv_cache_groups[0].kind"] == "SlidingWindow"
     request, _ = admit(manager, "a", range(12))
     assert manager.allocate_slots(request, 1) is not None
     assert manager.get_page_ids("a")[0][0] == 0  # behind the window

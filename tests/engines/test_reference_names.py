@@ -50,7 +50,9 @@ DIFFERENCES = {
     "MultiGroupPageTable.page_tables": READ_ONLY,
 }
 """Names of the engine that pagepool lacks or changes, with the reason."""
-OURS = SimpleNamespace(**{name: getattr(module, name) for module in (easydel, pagepool) for name in module.__all__})
+OURS = SimpleNamespace(
+    **{name: getattr(module, name) for module in (easydel, pagepool) for name in module.__all__} | easydel.REPLACEMENTS
+)
 """What programs of the engine import instead."""
 
 
@@ -106,7 +108,8 @@ def differing_parameters(theirs: Any, ours: Any) -> list[str]:
     ]
     positional = [name for name, parameter in wanted.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     moved = [name for name, other in zip(positional, mine, strict=False) if name != other]
-    required = [name for name in mine.keys() - wanted.keys() if mine[name].default is inspect.Parameter.empty]
+    added = [mine[name] for name in mine.keys() - wanted.keys() if mine[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    required = [parameter.name for parameter in added if parameter.default is inspect.Parameter.empty]
     return sorted({*differing, *moved, *required})
 
 

@@ -130,7 +130,7 @@ BUGS = read_bugs("""
 
 # What is hit.
 == the last token hits too
-                        store, self.coordinator.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
+                        store, self._rules.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
 == a hit is one page too long
         return CachePages(pages, store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
 

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -132,6 +133,13 @@ class CacheManager(manager.CacheManager):
     ) -> None:
         options = {"windows": read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"} | options
         super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
+
+    @cached_property
+    def coordinator(self) -> CacheCoordinator:
+        """The groups and their pool, as the engine knows them; made when it is first read."""
+        return get_kv_cache_coordinator(
+            self.num_pages, self.kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, self.page_pool
+        )
 
     def _warn_if_too_large(self, held: Sequence[PageIds], num_new_pages: int) -> None:
         """Log a warning if a request needs more pages at once than the pool has."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from pagepool._core import HashChain, PageIds, find_prefix
 from pagepool.arguments import require_flag
-from pagepool.group_rules import CacheCoordinator, kind_of
 from pagepool.errors import ArgumentError
+from pagepool.group_rules import kind_of, make_rules
 from pagepool.page_pool import PagePool
+from pagepool.page_pool.pool import choose_pool
 from pagepool.specs import CacheGroupSpec
 
 __all__ = [
@@ -64,17 +65,38 @@ def get_manager_for_kv_cache_spec(kv_cache_spec: Any, **kwargs: Any) -> SingleTy
     return by_name[f"{kind_of(kv_cache_spec)}Manager"](kv_cache_spec, **kwargs)
 
 
+class CacheCoordinator:
+    """The groups of a model, and the pool of their pages."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+        page_pool: PagePool | None = None,
+    ) -> None:
+        """See `CacheManager`. ArgumentError for a pool of another size or with another `enable_caching`."""
+        self.kv_cache_groups = kv_cache_groups
+        self.max_model_len = max_model_len
+        self.use_eagle = require_flag("use_eagle", use_eagle)
+        self.enable_caching = require_flag("enable_caching", enable_caching)
+        self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching)
+        self.num_pages = self.page_pool.num_pages
+        self._rules = make_rules(kv_cache_groups, self.use_eagle, self.enable_caching)
+
+
 class HybridCacheCoordinator(CacheCoordinator):
     """Any number of groups of any kinds, page sizes and order."""
 
     @cached_property
     def single_type_managers(self) -> tuple[SingleTypeCacheManager, ...]:
         """The manager of each group, made when it is first read."""
-        described = self.describe()
         managers = []
         for i, group in enumerate(self.kv_cache_groups):
             manager = get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=i)
-            manager.num_hashes_per_page = int(described[f"kv_cache_groups[{i}].num_hashes_per_page"] or 1)
+            manager.num_hashes_per_page = int(self._rules.configuration[f"kv_cache_groups[{i}].num_hashes_per_page"] or 1)
             managers.append(manager)
         return tuple(managers)
 
@@ -82,11 +104,11 @@ class HybridCacheCoordinator(CacheCoordinator):
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
         page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
         """
-        return find_prefix(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1)
+        return find_prefix(self.page_pool.store, self._rules.groups, chain, max_cache_hit_length + 1)
 
     def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
         """Return the length of the longest prefix that is cached in the pool or its host tier, in tokens."""
-        return find_prefix(self.page_pool.store, self.groups, chain, max_cache_hit_length + 1, reaches_tier=True)[1]
+        return find_prefix(self.page_pool.store, self._rules.groups, chain, max_cache_hit_length + 1, reaches_tier=True)[1]
 
 
 class UnitaryCacheCoordinator(HybridCacheCoordinator):

@@ -12,8 +12,8 @@ from functools import lru_cache
 from math import gcd, lcm
 
 from pagepool._core import CacheGroups
-from pagepool.group_rules import CacheCoordinator
 from pagepool.errors import ArgumentError, count_of
+from pagepool.group_rules import make_rules
 from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
 from pagepool.replay.models.config import Config, read_config
 from pagepool.replay.models.layers import list_state_layers, list_types
@@ -182,7 +182,7 @@ def _rules_of(model: ModelPages) -> CacheGroups:
 
 
 def _make_rules(groups: Sequence[CacheGroupSpec]) -> CacheGroups:
-    return CacheCoordinator(2, groups, LONG, use_eagle=False, enable_caching=True, windows="ends").groups
+    return make_rules(groups, use_eagle=False, enable_caching=True, windows="ends").groups
 
 
 def list_intervals(page_size: int) -> list[int]:

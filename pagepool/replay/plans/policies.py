@@ -20,7 +20,7 @@ from pagepool._core import (
     take_transfers,
 )
 from pagepool.arguments import require_int
-from pagepool.group_rules import CacheCoordinator
+from pagepool.group_rules import make_rules
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
 from pagepool.replay.models.pages import ModelPages
@@ -87,9 +87,8 @@ class PolicySimulator:
         return hit_tokens, HostFigures(*moved)
 
     def _run_all(self, steps: "Steps", windows: str, on_request: Progress | None) -> int:
-        max_model_len = max((request.num_slots for request in self._requests), default=1)
         pool, hit_tokens = steps.pool, 0
-        groups = CacheCoordinator(pool.num_pages, self._groups, max_model_len, False, True, pool, windows).groups
+        groups = make_rules(self._groups, False, True, windows).groups
         for num_done, (request, chain) in enumerate(zip(self._requests, self._chains, strict=True), start=1):
             if self._num_pages[num_done - 1] < pool.num_pages:
                 held = RequestPages(steps.store, groups, request.num_slots)
