@@ -13,6 +13,9 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in
+`memory.pxd`           arrays that grow
+`vectors.pxd`          arrays of ids, several values at once
+`limits.pxd`           the largest values that a caller may give, and terms
 `siphash.pxd`          digests of pages
 `adaptive.pxd`         the policy that learns when pages are used again, and remembers keys of evicted pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency

@@ -16,22 +16,24 @@ from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed, fin
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
+from pagepool.core.limits cimport MAX_TOKENS, UNKNOWN
+from pagepool.core.memory cimport reserve_items
 from pagepool.core.owners cimport enter_session, use_in_session
 from pagepool.core.pages cimport (
-    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share,
-    take_from, take_this, touch_all,
+    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take_from,
+    take_this, touch_all,
 )
 from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )
 from pagepool.core.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, UNKNOWN, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
-    ids_in_shard, is_free, reserve_items, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
+    ids_in_shard, is_free, shard_of,
 )
 from pagepool.core.rules cimport (
-    MAX_TOKENS, Group, Rules, first_hit_page, first_held_page, first_useful_page, full_entries, full_pages, has_window,
-    hits_leading_pages, is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
+    Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
+    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest, hash_two_after
 

@@ -4,6 +4,8 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 
 from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.index cimport drop, drop_all, find, home_of
+from pagepool.core.limits cimport NEVER, UNKNOWN
+from pagepool.core.memory cimport reserve_items
 from pagepool.core.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.queue cimport (
@@ -11,8 +13,8 @@ from pagepool.core.queue cimport (
     put_back, record_behind, start_of_part, use_page,
 )
 from pagepool.core.records cimport (
-    FILLING, FLAGS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SAVED, TWIN, UNKNOWN, WATCHED, Histogram,
-    LeasedSpan, Page, Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, reserve_items, term_of,
+    FILLING, FLAGS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SAVED, TWIN, WATCHED, Histogram, LeasedSpan, Page,
+    Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, term_of,
 )
 from pagepool.core.siphash cimport Digest
 
@@ -191,25 +193,6 @@ cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssi
     if signs < 0:
         for i in range(n):
             if not 0 <= ids[i] <= last:
-                return i
-    return -1
-
-
-cdef inline int32_t signs_of(const int32_t *values, Py_ssize_t n) noexcept nogil:
-    """A value below 0 if any of the values is."""
-    cdef Py_ssize_t i
-    cdef int32_t signs = 0
-    for i in range(n):  # several at once, for there is no way out
-        signs |= values[i]
-    return signs
-
-
-cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
-    """Index of a value below 0, or -1."""
-    cdef Py_ssize_t i
-    if signs_of(values, n) < 0:
-        for i in range(n):
-            if values[i] < 0:
                 return i
     return -1
 

@@ -10,9 +10,10 @@ from pagepool.core.chain cimport HashChain
 from pagepool.core.event_batch cimport (
     MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
 )
+from pagepool.core.limits cimport MAX_TOKENS
 from pagepool.core.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
 from pagepool.core.platform cimport go_on, let_others_run, rare, raw_calloc, raw_free
-from pagepool.core.rules cimport MAX_TOKENS, Rules, count_run_pages
+from pagepool.core.rules cimport Rules, count_run_pages
 
 import os
 

@@ -12,7 +12,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 from pagepool.core.adaptive cimport NEW, NUM_PARTS, Policy
-from pagepool.core.platform cimport raw_realloc
+from pagepool.core.limits cimport NEVER, UNKNOWN
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -25,12 +25,7 @@ cdef enum:
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
     KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
     FLAGS = TWIN | WATCHED | KEPT
-    MAX_GROUP = KEPT - 1
-    MAX_PAGES = 1 << 30
     NO_PART = -1
-    UNKNOWN = 0               # term of a page of which nobody said when it is expected back
-    LAST_TERM = 18            # term n: in less than 2**n seconds; this one and longer times
-    NEVER = 19                # term of a page that nobody expects back
     SECOND = 16               # units of the clock of stamps
     NO_SESSION = 0
     SHARED = -1               # owner of a page that two sessions have used; less n: it was session n's until that was closed
@@ -263,25 +258,6 @@ cdef struct Pool:
     Tenants tenants
     Copies copies
     Tier *tier                # NULL: none
-
-
-cdef inline bint resize(void **memory, size_t size) noexcept nogil:
-    """Reallocate an array; False, and nothing changed, where memory is short."""
-    cdef void *resized = raw_realloc(memory[0], size)
-    if resized != NULL:
-        memory[0] = resized
-    return resized != NULL
-
-
-cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
-    """Make room for `num` items of a size in an array that doubles; False, and nothing changed, where memory is short."""
-    cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
-    if num <= capacity[0]:
-        return True
-    if not resize(items, increased * size):
-        return False
-    capacity[0] = increased
-    return True
 
 
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:

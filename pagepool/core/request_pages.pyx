@@ -15,15 +15,17 @@ from pagepool.core.holdings cimport (
     find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
     limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.ids cimport new_ids, ids_in
+from pagepool.core.ids cimport ids_in, new_ids
 from pagepool.core.index cimport is_entered_otherwise
+from pagepool.core.limits cimport MAX_TOKENS, NEVER, UNKNOWN
+from pagepool.core.memory cimport resize
 from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport give_back, is_worthless, touch_all
 from pagepool.core.platform cimport GIL_DISABLED, rare
 from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NEVER, NO_GROUP, NO_SESSION, NULL_PAGE, UNKNOWN, count_changes, resize, shard_of
+from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
 from pagepool.core.rules cimport (
-    MAX_TOKENS, full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
+    full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )
 
 from pagepool.errors import (

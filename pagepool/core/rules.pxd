@@ -2,10 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from pagepool.core.limits cimport MAX_TOKENS
 from pagepool.core.records cimport NO_GROUP
-
-cdef enum:
-    MAX_TOKENS = 1 << 30      # of a request
 
 cdef struct Rules:            # which pages a cache group needs
     int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page

@@ -9,10 +9,11 @@ from pagepool.core.adaptive cimport (
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
+from pagepool.core.limits cimport MAX_GROUP
 from pagepool.core.queue cimport now_of, pull, push, push_marked, put_back
 from pagepool.core.records cimport (
-    KEPT, MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts,
-    count_queue_links, count_remembered, is_free, num_slots_of,
+    KEPT, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links,
+    count_remembered, is_free, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of

@@ -14,7 +14,9 @@ from pagepool.core.arguments cimport (
 from pagepool.core.index cimport (
     drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
+from pagepool.core.limits cimport MAX_PAGES, NEVER, UNKNOWN
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
+from pagepool.core.memory cimport reserve_items, resize
 from pagepool.core.pages cimport (
     count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
     take_from, touch_all,
@@ -25,9 +27,9 @@ from pagepool.core.queue cimport (
     link_shards, now_of, page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.records cimport (
-    COMMON, FLAGS, MAX_PAGES, MAX_TENANTS, NEVER, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, UNKNOWN,
-    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts,
-    count_queue_links, count_remembered, digest_of, is_free, is_leased, reserve_items, resize,
+    COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Expectations, Histogram,
+    Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
+    count_remembered, digest_of, is_free, is_leased,
 )
 from pagepool.core.siphash cimport Digest
 

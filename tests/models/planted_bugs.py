@@ -402,7 +402,7 @@ def plant_in(texts: dict[Path, str], bug: Bug, switch: str = "") -> dict[Path, s
 
 
 def is_of_core(files: Iterable[Path]) -> bool:
-    return all(file.parent.name == "core" for file in files)
+    return all("core" in file.parts for file in files)
 
 
 def plant_all(texts: dict[Path, str]) -> dict[Path, str]:

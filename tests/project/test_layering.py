@@ -13,7 +13,7 @@ from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
 
 # Where the order is written: a row of files or a folder, and what they do; and a file of the core.
 DESIGN_ROW = re.compile(r"^\| (`.*?) \| (.*) \|$", re.MULTILINE)
-CORE_ROW = re.compile(r"^`(\w+)\.p(?:xd|yx)` +\S", re.MULTILINE)
+CORE_ROW = re.compile(r"^`([\w/]+)\.p(?:xd|yx)` +\S", re.MULTILINE)
 FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
 FOLDERS = {"compat"}  # its files may import one another
 PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
@@ -30,7 +30,8 @@ def listed_files() -> Iterator[str]:
     for listed, text in DESIGN_ROW.findall((ROOT / "docs/design.md").read_text()):
         folder = listed.strip("`").rstrip("/").replace("/", ".")
         if listed == "`core/`":
-            yield from (f"core.{name}" for name in CORE_ROW.findall((ROOT / "pagepool/_core.pyx").read_text()))
+            rows = CORE_ROW.findall((ROOT / "pagepool/_core.pyx").read_text())
+            yield from (f"core.{name}".replace("/", ".") for name in rows)
         elif folder in FOLDERS:
             yield folder
         elif folder.split(".")[0] not in FOLDERS:
@@ -121,7 +122,8 @@ def test_imports_are_absolute_and_only_of_files_above() -> None:
 
 def core_imports(path: Path) -> set[str]:
     """Return the modules and headers of the core that a file of it imports."""
-    return {".".join(name.split(".")[1:3]) for name in imports_of(path) if name.startswith("pagepool.core.")}
+    names = (name.removeprefix("pagepool.") for name in imports_of(path))
+    return {ORDER[place_of(name)] for name in names if name.startswith("core.")}
 
 
 def test_headers_import_headers_only() -> None:
@@ -131,7 +133,7 @@ def test_headers_import_headers_only() -> None:
 
 
 def test_python_imports_the_core_through_its_door() -> None:
-    outside = [path for path in PYTHON_FILES if path.parent.name != "core"]
+    outside = [path for path in PYTHON_FILES if not module_of(path).startswith("core")]
     assert [name_of(path) for path in outside if core_imports(path)] == []
 
 

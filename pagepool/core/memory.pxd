@@ -1,0 +1,22 @@
+# Arrays that grow.
+
+from pagepool.core.platform cimport raw_realloc
+
+
+cdef inline bint resize(void **memory, size_t size) noexcept nogil:
+    """Reallocate an array; False, and nothing changed, where memory is short."""
+    cdef void *resized = raw_realloc(memory[0], size)
+    if resized != NULL:
+        memory[0] = resized
+    return resized != NULL
+
+
+cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
+    """Make room for `num` items of a size in an array that doubles; False, and nothing changed, where memory is short."""
+    cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
+    if num <= capacity[0]:
+        return True
+    if not resize(items, increased * size):
+        return False
+    capacity[0] = increased
+    return True
