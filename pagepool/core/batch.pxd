@@ -13,6 +13,9 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
+from pagepool.core.base.platform cimport GUARDS, rare, raw_free
+from pagepool.core.base.siphash cimport Digest, hash_after
+from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.holdings cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
@@ -24,12 +27,9 @@ from pagepool.core.index cimport drop, find_within, is_journaled
 from pagepool.core.owners cimport use_in_session
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pages cimport find_unheld, find_untouchable, touch_all
-from pagepool.core.platform cimport GUARDS, rare, raw_free
 from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.rules cimport Group, full_pages, is_state
-from pagepool.core.siphash cimport Digest, hash_after
-from pagepool.core.vectors cimport signs_of
 
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens

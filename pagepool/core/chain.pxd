@@ -2,9 +2,9 @@
 
 cimport cython
 
+from pagepool.core.base.locks cimport LockNode
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.ids cimport PageIds
-from pagepool.core.locks cimport LockNode
-from pagepool.core.siphash cimport Digest
 
 
 cdef Digest extra_key_of(bytes key) except *

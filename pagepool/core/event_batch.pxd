@@ -7,8 +7,8 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.memory cimport reserve_items
-from pagepool.core.platform cimport rare, raw_free
+from pagepool.core.base.memory cimport reserve_items
+from pagepool.core.base.platform cimport rare, raw_free
 
 cdef enum:
     MAX_EVENT_GROUPS = 64

@@ -4,6 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.batch cimport (
     Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
 )
@@ -14,7 +15,6 @@ from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.running cimport RunningRows
-from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
 import numpy as np

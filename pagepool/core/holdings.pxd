@@ -12,18 +12,19 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
+from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
+from pagepool.core.base.memory cimport reserve_items
+from pagepool.core.base.platform cimport GUARDS, fetch, rare
+from pagepool.core.base.siphash cimport Digest, hash_two_after
 from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
 from pagepool.core.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
-from pagepool.core.limits cimport MAX_TOKENS, UNKNOWN
-from pagepool.core.memory cimport reserve_items
 from pagepool.core.owners cimport enter_session, use_in_session
 from pagepool.core.pages cimport (
     count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take_from,
     take_this, touch_all,
 )
-from pagepool.core.platform cimport GUARDS, fetch, rare
 from pagepool.core.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )
@@ -35,7 +36,6 @@ from pagepool.core.rules cimport (
     Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
     is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
-from pagepool.core.siphash cimport Digest, hash_two_after
 
 cdef struct Held:             # in one group
     int32_t *ids              # of its pages, in token order

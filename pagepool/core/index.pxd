@@ -15,16 +15,16 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport BLANK, NEW, hash_key, is_sampled, recall
-from pagepool.core.limits cimport MAX_GROUP, UNKNOWN
-from pagepool.core.memory cimport resize
+from pagepool.core.base.limits cimport MAX_GROUP, UNKNOWN
+from pagepool.core.base.memory cimport resize
+from pagepool.core.base.platform cimport rare
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.owners cimport leave_session
-from pagepool.core.platform cimport rare
 from pagepool.core.queue cimport lose_term, pull, push, take_out
 from pagepool.core.records cimport (
     FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin, Page, Pool, Range,
     Ranking, Removal, Slot, digest_of, is_free, link_after, num_slots_of, shard_of, term_of, unlink,
 )
-from pagepool.core.siphash cimport Digest
 
 
 # The journal. Only the net change is recorded, so that its size is bounded: a new key that goes again leaves nothing behind.

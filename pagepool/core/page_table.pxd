@@ -8,8 +8,8 @@
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.platform cimport GUARDS
-from pagepool.core.vectors cimport find_negative
+from pagepool.core.base.platform cimport GUARDS
+from pagepool.core.base.vectors cimport find_negative
 
 cdef enum:
     WINDOW = 64               # columns of a page table that are sent to the device together

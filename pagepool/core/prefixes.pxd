@@ -16,9 +16,9 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
+from pagepool.core.base.memory cimport reserve_items, resize
+from pagepool.core.base.platform cimport fetch, rare, raw_calloc, raw_free
 from pagepool.core.event_batch cimport MAX_EVENT_GROUPS, Spec
-from pagepool.core.memory cimport reserve_items, resize
-from pagepool.core.platform cimport fetch, rare, raw_calloc, raw_free
 
 cdef enum:
     MAX_MEDIA = 8

@@ -7,6 +7,9 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, size_of
+from pagepool.core.base.limits cimport MAX_TOKENS, NEVER, UNKNOWN
+from pagepool.core.base.memory cimport resize
+from pagepool.core.base.platform cimport GIL_DISABLED, rare
 from pagepool.core.boundaries cimport Boundaries, add_boundary, find_resumption
 from pagepool.core.holdings cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
@@ -17,11 +20,8 @@ from pagepool.core.holdings cimport (
 )
 from pagepool.core.ids cimport ids_in, new_ids
 from pagepool.core.index cimport is_entered_otherwise
-from pagepool.core.limits cimport MAX_TOKENS, NEVER, UNKNOWN
-from pagepool.core.memory cimport resize
 from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport give_back, is_worthless, touch_all
-from pagepool.core.platform cimport GIL_DISABLED, rare
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
 from pagepool.core.rules cimport (

@@ -7,6 +7,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_list, as_shard, size_of
+from pagepool.core.base.limits cimport MAX_TOKENS
+from pagepool.core.base.platform cimport go_on, let_others_run
+from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.batch cimport (
     Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
     set_context, show_row, take_pages, tokens_of,
@@ -16,19 +19,16 @@ from pagepool.core.holdings cimport (
     fit, price, reserve_copies,
 )
 from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
-from pagepool.core.limits cimport MAX_TOKENS
 from pagepool.core.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
 )
 from pagepool.core.owners cimport set_session
-from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 from pagepool.core.tier cimport look_up
-from pagepool.core.vectors cimport signs_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from pagepool.core.limits cimport MAX_TOKENS
+from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.records cimport NO_GROUP
 
 cdef struct Rules:            # which pages a cache group needs

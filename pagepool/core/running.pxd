@@ -3,9 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.base.locks cimport LockNode
 from pagepool.core.batch cimport Batch
 from pagepool.core.groups cimport CacheGroups
-from pagepool.core.locks cimport LockNode
 from pagepool.core.store cimport PageStore
 
 

@@ -9,6 +9,10 @@ from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
+from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
+from pagepool.core.base.locks cimport BATCH_LOCK, delist_lock, enlist_lock
+from pagepool.core.base.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.batch cimport (
     Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
     can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
@@ -26,22 +30,18 @@ from pagepool.core.holdings cimport (
 )
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
-from pagepool.core.limits cimport MAX_TOKENS, UNKNOWN
-from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.owners cimport set_session, use_in_session
 from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pages cimport (
     find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
 )
-from pagepool.core.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
 from pagepool.core.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
-from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
 

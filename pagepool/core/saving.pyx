@@ -7,15 +7,15 @@ from pagepool.core.adaptive cimport (
     BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
 )
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
+from pagepool.core.base.limits cimport MAX_GROUP
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.limits cimport MAX_GROUP
 from pagepool.core.queue cimport now_of, pull, push, push_marked, put_back
 from pagepool.core.records cimport (
     KEPT, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links,
     count_remembered, is_free, num_slots_of,
 )
-from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore, counters_of
 
 import numpy as np

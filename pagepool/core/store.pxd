@@ -4,9 +4,9 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.base.locks cimport LockNode
 from pagepool.core.chain cimport HashChain
 from pagepool.core.ids cimport PageIds
-from pagepool.core.locks cimport LockNode
 from pagepool.core.records cimport Links, Page, Pool, Range
 
 

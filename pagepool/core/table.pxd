@@ -4,8 +4,8 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t
 
+from pagepool.core.base.locks cimport LockNode
 from pagepool.core.ids cimport PageIds
-from pagepool.core.locks cimport LockNode
 from pagepool.core.page_table cimport Table
 
 

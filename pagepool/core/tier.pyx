@@ -8,16 +8,17 @@ from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, require_instance, size_of
+from pagepool.core.base.limits cimport MAX_TOKENS
+from pagepool.core.base.memory cimport reserve_items
+from pagepool.core.base.siphash cimport Digest
 from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.limits cimport MAX_TOKENS
 from pagepool.core.lookups cimport (
     Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
-from pagepool.core.memory cimport reserve_items
 from pagepool.core.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
@@ -28,7 +29,6 @@ from pagepool.core.records cimport (
 )
 from pagepool.core.request_pages cimport RequestPages, contents_of
 from pagepool.core.rules cimport Group, last_hash
-from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
 import numpy as np

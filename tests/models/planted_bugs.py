@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-PLATFORM = "pagepool/core/platform.pxd"
+PLATFORM = "pagepool/core/base/platform.pxd"
 SWITCH = '''
 cdef extern from *:
     """
@@ -35,7 +35,7 @@ cdef extern from *:
     """
     int planted_bug "pagepool_planted_bug" () noexcept nogil
 '''
-IMPORT = "from pagepool.core.platform cimport planted_bug\n"
+IMPORT = "from pagepool.core.base.platform cimport planted_bug\n"
 FIRST_IMPORT = re.compile(r"^(?=from [\w.]+ c?import |cimport )", re.MULTILINE)
 TIMEOUT_SECONDS = 60  # on top of the simulation's own time
 MARKED = re.compile(r"\[-(.*?)-\]|\{\+(.*?)\+\}", re.DOTALL)

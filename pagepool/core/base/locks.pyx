@@ -7,7 +7,7 @@ lock runs no Python code and waits for nothing but other such locks, so it alway
 
 cimport cython
 
-from pagepool.core.platform cimport GIL_DISABLED
+from pagepool.core.base.platform cimport GIL_DISABLED
 
 import os
 

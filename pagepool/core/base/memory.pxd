@@ -1,6 +1,6 @@
 # Arrays that grow.
 
-from pagepool.core.platform cimport raw_realloc
+from pagepool.core.base.platform cimport raw_realloc
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept nogil:

@@ -1,0 +1,1 @@
+"""What every room stands on: the platform, locks, arrays and limits."""
