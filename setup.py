@@ -124,8 +124,8 @@ HOT = {
     f"pagepool.{name}"
     for name in (
         "compat.vllm.hasher",
-        "core.chain",
-        "core.ids",
+        "core.values.chain",
+        "core.values.ids",
         "core.lookups",
         "core.prefixes",
         "core.request_pages",

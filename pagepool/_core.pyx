@@ -11,54 +11,54 @@ the child.
 This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
 without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
 
-===================  ====================================================================================================
-`base/platform.pxd`  memory hints, the clock, whether guards are compiled in
-`base/memory.pxd`    arrays that grow
-`base/vectors.pxd`   arrays of ids, several values at once
-`base/limits.pxd`    the largest values that a caller may give, and terms
-`base/siphash.pxd`   digests of pages
-`base/locks.pyx`     locks across a fork
-`adaptive.pxd`       the policy that learns when pages are used again, and remembers keys of evicted pages
-`records.pxd`        the records of a pool: pages, index slots, journal, residency
-`rules.pxd`          which pages tokens need, by kind of attention
-`boundaries.pxd`     numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`owners.pxd`         which session a page belongs to, and to which tenant it is charged
-`queue.pxd`          the free queue and its parts, which page is evicted next, terms; references given back
-`index.pxd`          the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pages.pxd`          pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
-`holdings.pxd`       what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
-`page_table.pxd`     rows of a page table
-`batch.pxd`          records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
-`event_batch.pxd`    batches of events, read from msgpack
-`arguments.pyx`      values from Python, checked
-`groups.pyx`         `CacheGroups` of a model, and the `PageRules` of each
-`ids.pyx`            `PageIds`: page ids and token ids
-`chain.pyx`          `HashChain`
-`store.pyx`          `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
-`sessions.pyx`       `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
-`journal.pyx`        `EntryJournal`: changes of the prefix index
-`saving.pyx`         `copy_records`: a pool copied, to be checked or saved; `load_store`
-`lookups.pyx`        `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
-`request_pages.pyx`  `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
-`slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
-`tier.pyx`           `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
-`table.pyx`          `TableRows`, `GroupedRows`
-`running.pyx`        `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
-`copies.pyx`         `PageCopies` that are due
-`row_request.pyx`    `RowRequest`: a row is admitted, or refused
-`holders.pyx`        `check_holders`
-`spans.pyx`          `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
-`prefixes.pyx`       `PrefixTable`: a router's index of which workers have a block, read by many threads at once
-===================  ====================================================================================================
+======================  =================================================================================================
+`base/platform.pxd`     memory hints, the clock, whether guards are compiled in
+`base/memory.pxd`       arrays that grow
+`base/vectors.pxd`      arrays of ids, several values at once
+`base/limits.pxd`       the largest values that a caller may give, and terms
+`base/siphash.pxd`      digests of pages
+`base/locks.pyx`        locks across a fork
+`values/arguments.pyx`  values from Python, checked
+`values/ids.pyx`        `PageIds`: page ids and token ids
+`values/chain.pyx`      `HashChain`
+`adaptive.pxd`          the policy that learns when pages are used again, and remembers keys of evicted pages
+`records.pxd`           the records of a pool: pages, index slots, journal, residency
+`rules.pxd`             which pages tokens need, by kind of attention
+`boundaries.pxd`        numbers of tokens at which a request can resume, and the pages of windows that it needs there
+`owners.pxd`            which session a page belongs to, and to which tenant it is charged
+`queue.pxd`             the free queue and its parts, which page is evicted next, terms; references given back
+`index.pxd`             the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
+`pages.pxd`             pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
+`holdings.pxd`          what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
+`page_table.pxd`        rows of a page table
+`batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
+`event_batch.pxd`       batches of events, read from msgpack
+`groups.pyx`            `CacheGroups` of a model, and the `PageRules` of each
+`store.pyx`             `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`sessions.pyx`          `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
+`journal.pyx`           `EntryJournal`: changes of the prefix index
+`saving.pyx`            `copy_records`: a pool copied, to be checked or saved; `load_store`
+`lookups.pyx`           `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
+`request_pages.pyx`     `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
+`slots.pyx`             `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
+`tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
+`table.pyx`             `TableRows`, `GroupedRows`
+`running.pyx`           `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
+`copies.pyx`            `PageCopies` that are due
+`row_request.pyx`       `RowRequest`: a row is admitted, or refused
+`holders.pyx`           `check_holders`
+`spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
+`prefixes.pyx`          `PrefixTable`: a router's index of which workers have a block, read by many threads at once
+======================  =================================================================================================
 """
 
 from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS
 
-from pagepool.core.chain import HashChain, siphash128
+from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.copies import PageCopies, take_copies
 from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders
-from pagepool.core.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
+from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.prefixes import PrefixTable, time_of_batch

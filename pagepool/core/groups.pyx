@@ -6,13 +6,13 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.boundaries cimport Boundaries
 from pagepool.core.records cimport NO_GROUP
 from pagepool.core.rules cimport (
     Group, Rules, count_run_pages, count_step_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, pages_for,
 )
+from pagepool.core.values.arguments cimport as_list, group_of, size_of
 
 from math import lcm
 

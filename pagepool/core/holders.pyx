@@ -3,7 +3,6 @@
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport as_list
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.batch cimport (
     Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
@@ -16,6 +15,7 @@ from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.arguments cimport as_list
 
 import numpy as np
 

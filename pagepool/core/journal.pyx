@@ -8,15 +8,15 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.arguments cimport int_of_digest
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport add_context, end_journal, find, is_first, is_journaled
 from pagepool.core.records cimport (
     FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
 )
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.arguments cimport int_of_digest
+from pagepool.core.values.ids cimport PageIds
 
 import numpy as np
 

@@ -5,12 +5,12 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups, Kinds
-from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool, Range
 from pagepool.core.rules cimport Group
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.chain cimport HashChain
+from pagepool.core.values.ids cimport PageIds
 
 cdef struct Query:            # a look-up of the longest prefix
     const Group *groups       # [num_groups] that must all hit

@@ -5,15 +5,15 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport go_on, let_others_run, rare, raw_calloc, raw_free
-from pagepool.core.chain cimport HashChain
 from pagepool.core.event_batch cimport (
     MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
 )
 from pagepool.core.rules cimport Rules, count_run_pages
+from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
+from pagepool.core.values.chain cimport HashChain
 
 import os
 

@@ -6,7 +6,6 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.arguments cimport as_list, size_of
 from pagepool.core.base.limits cimport MAX_TOKENS, NEVER, UNKNOWN
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport GIL_DISABLED, rare
@@ -18,7 +17,6 @@ from pagepool.core.holdings cimport (
     find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
     limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.ids cimport ids_in, new_ids
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.owners cimport set_session
 from pagepool.core.pages cimport give_back, is_worthless, touch_all
@@ -27,6 +25,8 @@ from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_change
 from pagepool.core.rules cimport (
     full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )
+from pagepool.core.values.arguments cimport as_list, size_of
+from pagepool.core.values.ids cimport ids_in, new_ids
 
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError, StateAheadError,

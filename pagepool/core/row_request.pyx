@@ -6,7 +6,6 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.vectors cimport signs_of
@@ -18,7 +17,6 @@ from pagepool.core.holdings cimport (
     FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, find_excess,
     fit, price, reserve_copies,
 )
-from pagepool.core.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 from pagepool.core.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
 )
@@ -29,6 +27,8 @@ from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport QueryCounter
 from pagepool.core.tier cimport look_up
+from pagepool.core.values.arguments cimport as_list, as_shard, size_of
+from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 

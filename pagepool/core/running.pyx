@@ -8,7 +8,6 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
 from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
 from pagepool.core.base.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
@@ -21,14 +20,12 @@ from pagepool.core.batch cimport (
     uncount, undo_row, unify_pages,
 )
 from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
     count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, enter_waiting, find_load_number,
     find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages,
     record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
-from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
 from pagepool.core.index cimport find, find_within
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.owners cimport set_session, use_in_session
@@ -44,6 +41,9 @@ from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first, re
 from pagepool.core.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
+from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
+from pagepool.core.values.chain cimport extra_key_of
+from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
 
 from numbers import Real
 

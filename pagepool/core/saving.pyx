@@ -6,10 +6,8 @@ from libc.string cimport memcpy
 from pagepool.core.adaptive cimport (
     BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
 )
-from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.queue cimport now_of, pull, push, push_marked, put_back
 from pagepool.core.records cimport (
@@ -17,6 +15,8 @@ from pagepool.core.records cimport (
     count_remembered, is_free, num_slots_of,
 )
 from pagepool.core.store cimport PageStore, counters_of
+from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
+from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
 
 import numpy as np
 

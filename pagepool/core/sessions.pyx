@@ -3,13 +3,13 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.arguments cimport float_of, term_of_seconds
 from pagepool.core.base.limits cimport NEVER
-from pagepool.core.ids cimport PageIds
 from pagepool.core.owners cimport close_page, hold_session, is_live
 from pagepool.core.queue cimport expect_page, join_common, link_shards, now_of
 from pagepool.core.records cimport COMMON, MAX_TENANTS, NO_SESSION, Pool, Session
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.arguments cimport float_of, term_of_seconds
+from pagepool.core.values.ids cimport PageIds
 
 from collections.abc import Mapping
 

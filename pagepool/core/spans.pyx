@@ -4,15 +4,12 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.arguments cimport float_of, size_of, term_of_seconds
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.batch cimport RowRecord, digests_of, hash_row, held_by
 from pagepool.core.boundaries cimport Boundaries, find_resumption
-from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Held
-from pagepool.core.ids cimport PageIds, as_own_ids
 from pagepool.core.index cimport find, has_key
 from pagepool.core.pages cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
 from pagepool.core.queue cimport expect_page, now_of
@@ -21,6 +18,9 @@ from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.arguments cimport float_of, size_of, term_of_seconds
+from pagepool.core.values.chain cimport HashChain
+from pagepool.core.values.ids cimport PageIds, as_own_ids
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError, PageIdError, shown
 

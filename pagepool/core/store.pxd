@@ -5,9 +5,9 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.locks cimport LockNode
-from pagepool.core.chain cimport HashChain
-from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Links, Page, Pool, Range
+from pagepool.core.values.chain cimport HashChain
+from pagepool.core.values.ids cimport PageIds
 
 
 cdef tuple counters_of(Pool pool)

@@ -8,9 +8,6 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
-from pagepool.core.arguments cimport (
-    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
-)
 from pagepool.core.base.limits cimport MAX_PAGES, NEVER, UNKNOWN
 from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
@@ -31,6 +28,9 @@ from pagepool.core.records cimport (
     COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Expectations, Histogram,
     Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
     count_remembered, digest_of, is_free, is_leased,
+)
+from pagepool.core.values.arguments cimport (
+    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
 )
 
 import os

@@ -5,8 +5,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base.locks cimport LockNode
-from pagepool.core.ids cimport PageIds
 from pagepool.core.page_table cimport Table
+from pagepool.core.values.ids cimport PageIds
 
 
 cdef class TableGroup:

@@ -5,16 +5,16 @@ from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
-from pagepool.core.arguments cimport as_list, explained, int32_of, require_matrix, size_of
 from pagepool.core.base.limits cimport MAX_PAGES
 from pagepool.core.base.locks cimport TABLE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport CACHE_LINE
 from pagepool.core.base.vectors cimport find_negative
-from pagepool.core.ids cimport as_page_ids
 from pagepool.core.page_table cimport (
     WINDOW, Put, RowChange, Table, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows, pack_windows,
     put_all, swap_rows,
 )
+from pagepool.core.values.arguments cimport as_list, explained, int32_of, require_matrix, size_of
+from pagepool.core.values.ids cimport as_page_ids
 
 import numpy as np
 

@@ -5,10 +5,10 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents
-from pagepool.core.ids cimport PageIds
 from pagepool.core.lookups cimport Query
 from pagepool.core.records cimport Pool, Tier
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.ids cimport PageIds
 
 
 @cython.final

@@ -7,14 +7,11 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.arguments cimport as_list, require_instance, size_of
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.chain cimport HashChain
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
-from pagepool.core.ids cimport PageIds, new_ids
 from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first
 from pagepool.core.lookups cimport (
     Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
@@ -30,6 +27,9 @@ from pagepool.core.records cimport (
 from pagepool.core.request_pages cimport RequestPages, contents_of
 from pagepool.core.rules cimport Group, last_hash
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.arguments cimport as_list, require_instance, size_of
+from pagepool.core.values.chain cimport HashChain
+from pagepool.core.values.ids cimport PageIds, new_ids
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 from libc.stdint cimport int32_t
 
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue
-from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Ranking
 from pagepool.core.store cimport PageStore
+from pagepool.core.values.ids cimport PageIds
 
 
 cdef class PolicyQueue(FreeQueue):

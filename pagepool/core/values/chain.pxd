@@ -4,7 +4,7 @@ cimport cython
 
 from pagepool.core.base.locks cimport LockNode
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.ids cimport PageIds
+from pagepool.core.values.ids cimport PageIds
 
 
 cdef Digest extra_key_of(bytes key) except *

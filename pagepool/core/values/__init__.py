@@ -1,0 +1,1 @@
+"""What a caller may give: arguments, ids, hash chains."""
