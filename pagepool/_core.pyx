@@ -21,23 +21,23 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `values/arguments.pyx`  values from Python, checked
 `values/ids.pyx`        `PageIds`: page ids and token ids
 `values/chain.pyx`      `HashChain`
-`adaptive.pxd`          the policy that learns when pages are used again, and remembers keys of evicted pages
-`records.pxd`           the records of a pool: pages, index slots, journal, residency
+`pool/policy.pxd`       the policy that learns when pages are used again, and remembers keys of evicted pages
+`pool/records.pxd`      the records of a pool: pages, index slots, journal, residency
+`pool/owners.pxd`       which session a page belongs to, and to which tenant it is charged
+`pool/queue.pxd`        the free queue and its parts, which page is evicted next, terms; references given back
+`pool/index.pxd`        the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
+`pool/pages.pxd`        pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
+`pool/store.pyx`        `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`pool/sessions.pyx`     `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
+`pool/journal.pyx`      `EntryJournal`: changes of the prefix index
+`pool/saving.pyx`       `copy_records`: a pool copied, to be checked or saved; `load_store`
 `rules.pxd`             which pages tokens need, by kind of attention
 `boundaries.pxd`        numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`owners.pxd`            which session a page belongs to, and to which tenant it is charged
-`queue.pxd`             the free queue and its parts, which page is evicted next, terms; references given back
-`index.pxd`             the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pages.pxd`             pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
 `holdings.pxd`          what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `page_table.pxd`        rows of a page table
 `batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `event_batch.pxd`       batches of events, read from msgpack
 `groups.pyx`            `CacheGroups` of a model, and the `PageRules` of each
-`store.pyx`             `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
-`sessions.pyx`          `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
-`journal.pyx`           `EntryJournal`: changes of the prefix index
-`saving.pyx`            `copy_records`: a pool copied, to be checked or saved; `load_store`
 `lookups.pyx`           `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
 `request_pages.pyx`     `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
 `slots.pyx`             `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
@@ -59,17 +59,17 @@ from pagepool.core.copies import PageCopies, take_copies
 from pagepool.core.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
-from pagepool.core.journal import EntryJournal
+from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.prefixes import PrefixTable, time_of_batch
 from pagepool.core.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
-from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
-from pagepool.core.sessions import PageSessions
+from pagepool.core.pool.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
-from pagepool.core.store import CachePage, PageStore, QueryCounter
+from pagepool.core.pool.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (
     FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_prefix, rewind_request,

@@ -23,12 +23,12 @@ from pagepool.core.holdings cimport (
     find_restart, forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from,
     restart_from, skip_pages, take_missing,
 )
-from pagepool.core.index cimport drop, find_within, is_journaled
-from pagepool.core.owners cimport use_in_session
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
-from pagepool.core.pages cimport find_unheld, find_untouchable, touch_all
-from pagepool.core.queue cimport count_free_in, put_back_all, put_back_held
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
+from pagepool.core.pool.index cimport drop, find_within, is_journaled
+from pagepool.core.pool.owners cimport use_in_session
+from pagepool.core.pool.pages cimport find_unheld, find_untouchable, touch_all
+from pagepool.core.pool.queue cimport count_free_in, put_back_all, put_back_held
+from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.rules cimport Group, full_pages, is_state
 
 

@@ -7,7 +7,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memmove
 
-from pagepool.core.records cimport Range
+from pagepool.core.pool.records cimport Range
 from pagepool.core.rules cimport Group, first_hit_page
 
 cdef enum:

@@ -4,8 +4,8 @@ cimport cython
 from libc.stdint cimport int32_t
 
 from pagepool.core.holdings cimport end_copies
-from pagepool.core.records cimport Pool
-from pagepool.core.store cimport PageStore
+from pagepool.core.pool.records cimport Pool
+from pagepool.core.pool.store cimport PageStore
 
 import numpy as np
 

@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.records cimport NO_GROUP
+from pagepool.core.pool.records cimport NO_GROUP
 from pagepool.core.rules cimport (
     Group, Rules, count_run_pages, count_step_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, pages_for,
 )

@@ -10,11 +10,11 @@ from pagepool.core.batch cimport (
 from pagepool.core.boundaries cimport find_needed
 from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.page_table cimport Table
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
+from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
+from pagepool.core.pool.store cimport PageStore
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.running cimport RunningRows
-from pagepool.core.store cimport PageStore
 from pagepool.core.values.arguments cimport as_list
 
 import numpy as np

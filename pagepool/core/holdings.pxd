@@ -11,24 +11,24 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest, hash_two_after
 from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
-from pagepool.core.index cimport (
+from pagepool.core.pool.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
-from pagepool.core.owners cimport enter_session, use_in_session
-from pagepool.core.pages cimport (
+from pagepool.core.pool.owners cimport enter_session, use_in_session
+from pagepool.core.pool.pages cimport (
     count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take_from,
     take_this, touch_all,
 )
-from pagepool.core.queue cimport (
+from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
+from pagepool.core.pool.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )
-from pagepool.core.records cimport (
+from pagepool.core.pool.records cimport (
     FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
     ids_in_shard, is_free, shard_of,
 )

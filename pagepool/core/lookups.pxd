@@ -6,9 +6,9 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.groups cimport CacheGroups, Kinds
-from pagepool.core.records cimport Pool, Range
+from pagepool.core.pool.records cimport Pool, Range
+from pagepool.core.pool.store cimport PageStore
 from pagepool.core.rules cimport Group
-from pagepool.core.store cimport PageStore
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds
 

@@ -17,11 +17,11 @@ from pagepool.core.holdings cimport (
     find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
     limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
-from pagepool.core.index cimport is_entered_otherwise
-from pagepool.core.owners cimport set_session
-from pagepool.core.pages cimport give_back, is_worthless, touch_all
-from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
+from pagepool.core.pool.index cimport is_entered_otherwise
+from pagepool.core.pool.owners cimport set_session
+from pagepool.core.pool.pages cimport give_back, is_worthless, touch_all
+from pagepool.core.pool.queue cimport count_free_in, find_held_free
+from pagepool.core.pool.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
 from pagepool.core.rules cimport (
     full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )

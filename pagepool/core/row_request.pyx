@@ -20,12 +20,12 @@ from pagepool.core.holdings cimport (
 from pagepool.core.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
 )
-from pagepool.core.owners cimport set_session
-from pagepool.core.queue cimport find_held_free
-from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.pool.owners cimport set_session
+from pagepool.core.pool.queue cimport find_held_free
+from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.pool.store cimport QueryCounter
 from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.running cimport RunningRows
-from pagepool.core.store cimport QueryCounter
 from pagepool.core.tier cimport look_up
 from pagepool.core.values.arguments cimport as_list, as_shard, size_of
 from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative

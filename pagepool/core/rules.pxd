@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.records cimport NO_GROUP
+from pagepool.core.pool.records cimport NO_GROUP
 
 cdef struct Rules:            # which pages a cache group needs
     int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page

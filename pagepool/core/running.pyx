@@ -26,15 +26,15 @@ from pagepool.core.holdings cimport (
     find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages,
     record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
-from pagepool.core.index cimport find, find_within
 from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
-from pagepool.core.owners cimport set_session, use_in_session
 from pagepool.core.page_table cimport Table, blank
-from pagepool.core.pages cimport (
+from pagepool.core.pool.index cimport find, find_within
+from pagepool.core.pool.owners cimport set_session, use_in_session
+from pagepool.core.pool.pages cimport (
     find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
 )
-from pagepool.core.queue cimport count_free, count_free_in, find_held_free, has_free_pages
-from pagepool.core.records cimport (
+from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
+from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead

@@ -12,21 +12,21 @@ from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.groups cimport CacheGroups
 from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
-from pagepool.core.index cimport drop, enter_alone, find, has_key, is_first
 from pagepool.core.lookups cimport (
     Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
-from pagepool.core.pages cimport (
+from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
+from pagepool.core.pool.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
-from pagepool.core.queue cimport count_free, has_free_pages, let_go, put_back, take_out
-from pagepool.core.records cimport (
+from pagepool.core.pool.queue cimport count_free, has_free_pages, let_go, put_back, take_out
+from pagepool.core.pool.records cimport (
     FILLED, FLAGS, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
     count_pages_in, digest_of, is_free,
 )
+from pagepool.core.pool.store cimport PageStore
 from pagepool.core.request_pages cimport RequestPages, contents_of
 from pagepool.core.rules cimport Group, last_hash
-from pagepool.core.store cimport PageStore
 from pagepool.core.values.arguments cimport as_list, require_instance, size_of
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, new_ids

@@ -2,18 +2,18 @@
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.adaptive cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.base.limits cimport NEVER, UNKNOWN
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport GUARDS, fetch, monotonic_ns, rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.index cimport drop, drop_all, find, home_of
-from pagepool.core.owners cimport begin_charge, charge, tenant_of
-from pagepool.core.queue cimport (
+from pagepool.core.pool.index cimport drop, drop_all, find, home_of
+from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of
+from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
+from pagepool.core.pool.queue cimport (
     Supply, begin_supply, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
     put_back, record_behind, start_of_part, use_page,
 )
-from pagepool.core.records cimport (
+from pagepool.core.pool.records cimport (
     FILLING, FLAGS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SAVED, TWIN, WATCHED, Histogram, LeasedSpan, Page,
     Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, term_of,
 )

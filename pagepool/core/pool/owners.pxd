@@ -13,7 +13,7 @@
 from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base.platform cimport rare
-from pagepool.core.records cimport (
+from pagepool.core.pool.records cimport (
     COMMON, NO_GROUP, NO_SESSION, NO_TENANT, NULL_PAGE, SHARED, Links, Pool, Session, link_after, unlink,
 )
 

@@ -14,14 +14,14 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport BLANK, NEW, hash_key, is_sampled, recall
 from pagepool.core.base.limits cimport MAX_GROUP, UNKNOWN
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.owners cimport leave_session
-from pagepool.core.queue cimport lose_term, pull, push, take_out
-from pagepool.core.records cimport (
+from pagepool.core.pool.owners cimport leave_session
+from pagepool.core.pool.policy cimport BLANK, NEW, hash_key, is_sampled, recall
+from pagepool.core.pool.queue cimport lose_term, pull, push, take_out
+from pagepool.core.pool.records cimport (
     FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin, Page, Pool, Range,
     Ranking, Removal, Slot, digest_of, is_free, link_after, num_slots_of, shard_of, term_of, unlink,
 )

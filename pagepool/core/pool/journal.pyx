@@ -10,11 +10,11 @@ from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.index cimport add_context, end_journal, find, is_first, is_journaled
-from pagepool.core.records cimport (
+from pagepool.core.pool.index cimport add_context, end_journal, find, is_first, is_journaled
+from pagepool.core.pool.records cimport (
     FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
 )
-from pagepool.core.store cimport PageStore
+from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport int_of_digest
 from pagepool.core.values.ids cimport PageIds
 

@@ -7,24 +7,24 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.base.limits cimport MAX_PAGES, NEVER, UNKNOWN
 from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
 from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.index cimport (
+from pagepool.core.pool.index cimport (
     drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
-from pagepool.core.pages cimport (
+from pagepool.core.pool.pages cimport (
     count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
     take_from, touch_all,
 )
-from pagepool.core.queue cimport (
+from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
+from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
     link_shards, now_of, page_before, page_behind, pick, push, push_all,
 )
-from pagepool.core.records cimport (
+from pagepool.core.pool.records cimport (
     COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Expectations, Histogram,
     Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
     count_remembered, digest_of, is_free, is_leased,

@@ -3,18 +3,18 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.adaptive cimport (
-    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
-)
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.index cimport enter, keep_tokens
-from pagepool.core.queue cimport now_of, pull, push, push_marked, put_back
-from pagepool.core.records cimport (
+from pagepool.core.pool.index cimport enter, keep_tokens
+from pagepool.core.pool.policy cimport (
+    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
+)
+from pagepool.core.pool.queue cimport now_of, pull, push, push_marked, put_back
+from pagepool.core.pool.records cimport (
     KEPT, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links,
     count_remembered, is_free, num_slots_of,
 )
-from pagepool.core.store cimport PageStore, counters_of
+from pagepool.core.pool.store cimport PageStore, counters_of
 from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
 

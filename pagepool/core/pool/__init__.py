@@ -1,0 +1,1 @@
+"""Pages, the free queue, the prefix index, and which page is evicted next."""
