@@ -126,12 +126,12 @@ HOT = {
         "compat.vllm.hasher",
         "core.values.chain",
         "core.values.ids",
-        "core.lookups",
+        "core.holding.lookups",
         "core.prefixes",
-        "core.request_pages",
+        "core.holding.request_pages",
         "core.row_request",
         "core.running",
-        "core.slots",
+        "core.holding.slots",
         "core.pool.store",
     )
 }

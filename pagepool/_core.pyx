@@ -11,63 +11,63 @@ the child.
 This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
 without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
 
-======================  =================================================================================================
-`base/platform.pxd`     memory hints, the clock, whether guards are compiled in
-`base/memory.pxd`       arrays that grow
-`base/vectors.pxd`      arrays of ids, several values at once
-`base/limits.pxd`       the largest values that a caller may give, and terms
-`base/siphash.pxd`      digests of pages
-`base/locks.pyx`        locks across a fork
-`values/arguments.pyx`  values from Python, checked
-`values/ids.pyx`        `PageIds`: page ids and token ids
-`values/chain.pyx`      `HashChain`
-`pool/policy.pxd`       the policy that learns when pages are used again, and remembers keys of evicted pages
-`pool/records.pxd`      the records of a pool: pages, index slots, journal, residency
-`pool/owners.pxd`       which session a page belongs to, and to which tenant it is charged
-`pool/queue.pxd`        the free queue and its parts, which page is evicted next, terms; references given back
-`pool/index.pxd`        the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pool/pages.pxd`        pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
-`pool/store.pyx`        `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
-`pool/sessions.pyx`     `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
-`pool/journal.pyx`      `EntryJournal`: changes of the prefix index
-`pool/saving.pyx`       `copy_records`: a pool copied, to be checked or saved; `load_store`
-`rules.pxd`             which pages tokens need, by kind of attention
-`boundaries.pxd`        numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`holdings.pxd`          what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
-`page_table.pxd`        rows of a page table
-`batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
-`event_batch.pxd`       batches of events, read from msgpack
-`groups.pyx`            `CacheGroups` of a model, and the `PageRules` of each
-`lookups.pyx`           `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
-`request_pages.pyx`     `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
-`slots.pyx`             `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
-`tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
-`table.pyx`             `TableRows`, `GroupedRows`
-`running.pyx`           `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
-`copies.pyx`            `PageCopies` that are due
-`row_request.pyx`       `RowRequest`: a row is admitted, or refused
-`holders.pyx`           `check_holders`
-`spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
-`prefixes.pyx`          `PrefixTable`: a router's index of which workers have a block, read by many threads at once
-======================  =================================================================================================
+===========================  ============================================================================================
+`base/platform.pxd`          memory hints, the clock, whether guards are compiled in
+`base/memory.pxd`            arrays that grow
+`base/vectors.pxd`           arrays of ids, several values at once
+`base/limits.pxd`            the largest values that a caller may give, and terms
+`base/siphash.pxd`           digests of pages
+`base/locks.pyx`             locks across a fork
+`values/arguments.pyx`       values from Python, checked
+`values/ids.pyx`             `PageIds`: page ids and token ids
+`values/chain.pyx`           `HashChain`
+`pool/policy.pxd`            the policy that learns when pages are used again, and remembers keys of evicted pages
+`pool/records.pxd`           the records of a pool: pages, index slots, journal, residency
+`pool/owners.pxd`            which session a page belongs to, and to which tenant it is charged
+`pool/queue.pxd`             the free queue and its parts, which page is evicted next, terms; references given back
+`pool/index.pxd`             the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
+`pool/pages.pxd`             pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
+`pool/store.pyx`             `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`pool/sessions.pyx`          `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
+`pool/journal.pyx`           `EntryJournal`: changes of the prefix index
+`pool/saving.pyx`            `copy_records`: a pool copied, to be checked or saved; `load_store`
+`holding/rules.pxd`          which pages tokens need, by kind of attention
+`holding/boundaries.pxd`     numbers of tokens at which a request can resume, and the pages of windows that it needs there
+`holding/holding.pxd`        what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
+`holding/groups.pyx`         `CacheGroups` of a model, and the `PageRules` of each
+`holding/lookups.pyx`        `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
+`holding/request_pages.pyx`  `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
+`holding/slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
+`page_table.pxd`             rows of a page table
+`batch.pxd`                  records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
+`event_batch.pxd`            batches of events, read from msgpack
+`tier.pyx`                   `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
+`table.pyx`                  `TableRows`, `GroupedRows`
+`running.pyx`                `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
+`copies.pyx`                 `PageCopies` that are due
+`row_request.pyx`            `RowRequest`: a row is admitted, or refused
+`holders.pyx`                `check_holders`
+`spans.pyx`                  `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
+`prefixes.pyx`               `PrefixTable`: a router's index of which workers have a block, read by many threads at once
+===========================  ============================================================================================
 """
 
 from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.copies import PageCopies, take_copies
-from pagepool.core.groups import CacheGroups, PageRules
+from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
-from pagepool.core.lookups import Refusal, RequestHashes, find_prefix
+from pagepool.core.holding.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.prefixes import PrefixTable, time_of_batch
-from pagepool.core.request_pages import RequestPages
+from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.pool.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.pool.sessions import PageSessions
-from pagepool.core.slots import CachePages, SlotAllocator
+from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

@@ -16,20 +16,20 @@ from libc.string cimport memcmp, memcpy
 from pagepool.core.base.platform cimport GUARDS, rare, raw_free
 from pagepool.core.base.siphash cimport Digest, hash_after
 from pagepool.core.base.vectors cimport signs_of
-from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.holdings cimport (
+from pagepool.core.holding.boundaries cimport Boundaries
+from pagepool.core.holding.holding cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
     enter_full_pages, enter_states, enter_waiting, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
     find_restart, forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from,
     restart_from, skip_pages, take_missing,
 )
+from pagepool.core.holding.rules cimport Group, full_pages, is_state
 from pagepool.core.page_table cimport Table, blank, clear_from, mark, write_ids
 from pagepool.core.pool.index cimport drop, find_within, is_journaled
 from pagepool.core.pool.owners cimport use_in_session
 from pagepool.core.pool.pages cimport find_unheld, find_untouchable, touch_all
 from pagepool.core.pool.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
-from pagepool.core.rules cimport Group, full_pages, is_state
 
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens

@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.holdings cimport end_copies
+from pagepool.core.holding.holding cimport end_copies
 from pagepool.core.pool.records cimport Pool
 from pagepool.core.pool.store cimport PageStore
 

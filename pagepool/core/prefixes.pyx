@@ -11,7 +11,7 @@ from pagepool.core.base.platform cimport go_on, let_others_run, rare, raw_calloc
 from pagepool.core.event_batch cimport (
     MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
 )
-from pagepool.core.rules cimport Rules, count_run_pages
+from pagepool.core.holding.rules cimport Rules, count_run_pages
 from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.values.chain cimport HashChain
 

@@ -13,18 +13,18 @@ from pagepool.core.batch cimport (
     Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
     set_context, show_row, take_pages, tokens_of,
 )
-from pagepool.core.holdings cimport (
+from pagepool.core.holding.holding cimport (
     FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, find_excess,
     fit, price, reserve_copies,
 )
-from pagepool.core.lookups cimport (
+from pagepool.core.holding.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
 )
+from pagepool.core.holding.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.pool.owners cimport set_session
 from pagepool.core.pool.queue cimport find_held_free
 from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.pool.store cimport QueryCounter
-from pagepool.core.request_pages cimport begin_boundaries, list_hits
 from pagepool.core.running cimport RunningRows
 from pagepool.core.tier cimport look_up
 from pagepool.core.values.arguments cimport as_list, as_shard, size_of

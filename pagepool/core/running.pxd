@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.locks cimport LockNode
 from pagepool.core.batch cimport Batch
-from pagepool.core.groups cimport CacheGroups
+from pagepool.core.holding.groups cimport CacheGroups
 from pagepool.core.pool.store cimport PageStore
 
 

@@ -19,14 +19,16 @@ from pagepool.core.batch cimport (
     is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
     uncount, undo_row, unify_pages,
 )
-from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.holdings cimport (
+from pagepool.core.holding.boundaries cimport Boundaries
+from pagepool.core.holding.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
     count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, enter_waiting, find_load_number,
     find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages,
     record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
-from pagepool.core.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
+from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session, use_in_session
@@ -37,8 +39,6 @@ from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free,
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
-from pagepool.core.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads
 from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds

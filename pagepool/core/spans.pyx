@@ -7,16 +7,16 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.batch cimport RowRecord, digests_of, hash_row, held_by
-from pagepool.core.boundaries cimport Boundaries, find_resumption
-from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Held
+from pagepool.core.holding.boundaries cimport Boundaries, find_resumption
+from pagepool.core.holding.groups cimport CacheGroups
+from pagepool.core.holding.holding cimport Held
+from pagepool.core.holding.request_pages cimport RequestPages
+from pagepool.core.holding.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.pool.index cimport find, has_key
 from pagepool.core.pool.pages cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
 from pagepool.core.pool.queue cimport expect_page, now_of
 from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
-from pagepool.core.request_pages cimport RequestPages
-from pagepool.core.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.running cimport RunningRows
 from pagepool.core.values.arguments cimport float_of, size_of, term_of_seconds
 from pagepool.core.values.chain cimport HashChain

@@ -3,9 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Contents
-from pagepool.core.lookups cimport Query
+from pagepool.core.holding.groups cimport CacheGroups
+from pagepool.core.holding.holding cimport Contents
+from pagepool.core.holding.lookups cimport Query
 from pagepool.core.pool.records cimport Pool, Tier
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.ids cimport PageIds

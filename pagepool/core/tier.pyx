@@ -10,11 +10,13 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
-from pagepool.core.lookups cimport (
+from pagepool.core.holding.groups cimport CacheGroups
+from pagepool.core.holding.holding cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
+from pagepool.core.holding.lookups cimport (
     Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
+from pagepool.core.holding.request_pages cimport RequestPages, contents_of
+from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
 from pagepool.core.pool.pages cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
@@ -25,8 +27,6 @@ from pagepool.core.pool.records cimport (
     count_pages_in, digest_of, is_free,
 )
 from pagepool.core.pool.store cimport PageStore
-from pagepool.core.request_pages cimport RequestPages, contents_of
-from pagepool.core.rules cimport Group, last_hash
 from pagepool.core.values.arguments cimport as_list, require_instance, size_of
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, new_ids

@@ -4,12 +4,12 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.groups cimport CacheGroups
-from pagepool.core.holdings cimport Contents, Demand, Hits, Holding, Limits
+from pagepool.core.holding.boundaries cimport Boundaries
+from pagepool.core.holding.groups cimport CacheGroups
+from pagepool.core.holding.holding cimport Contents, Demand, Hits, Holding, Limits
+from pagepool.core.holding.rules cimport Group
 from pagepool.core.pool.records cimport Pool
 from pagepool.core.pool.store cimport PageStore
-from pagepool.core.rules cimport Group
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds
 

@@ -15,7 +15,11 @@ from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest, hash_two_after
-from pagepool.core.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
+from pagepool.core.holding.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
+from pagepool.core.holding.rules cimport (
+    Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
+    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
+)
 from pagepool.core.pool.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
@@ -31,10 +35,6 @@ from pagepool.core.pool.queue cimport (
 from pagepool.core.pool.records cimport (
     FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
     ids_in_shard, is_free, shard_of,
-)
-from pagepool.core.rules cimport (
-    Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
-    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 
 cdef struct Held:             # in one group

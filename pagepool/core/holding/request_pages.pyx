@@ -1,4 +1,4 @@
-"""What requests hold, and how they come to hold it: by the rules of `pagepool.core.holdings`, as running rows do."""
+"""What requests hold, and how they come to hold it: by the rules of `pagepool.core.holding.holding`, as running rows do."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -9,22 +9,22 @@ from libc.stdint cimport INT64_MAX
 from pagepool.core.base.limits cimport MAX_TOKENS, NEVER, UNKNOWN
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport GIL_DISABLED, rare
-from pagepool.core.boundaries cimport Boundaries, add_boundary, find_resumption
-from pagepool.core.holdings cimport (
+from pagepool.core.holding.boundaries cimport Boundaries, add_boundary, find_resumption
+from pagepool.core.holding.holding cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
     find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
     limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
+from pagepool.core.holding.rules cimport (
+    full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
+)
 from pagepool.core.pool.index cimport is_entered_otherwise
 from pagepool.core.pool.owners cimport set_session
 from pagepool.core.pool.pages cimport give_back, is_worthless, touch_all
 from pagepool.core.pool.queue cimport count_free_in, find_held_free
 from pagepool.core.pool.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
-from pagepool.core.rules cimport (
-    full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
-)
 from pagepool.core.values.arguments cimport as_list, size_of
 from pagepool.core.values.ids cimport ids_in, new_ids
 

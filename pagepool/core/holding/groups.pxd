@@ -2,8 +2,8 @@
 
 cimport cython
 
-from pagepool.core.boundaries cimport Boundaries
-from pagepool.core.rules cimport Group
+from pagepool.core.holding.boundaries cimport Boundaries
+from pagepool.core.holding.rules cimport Group
 
 cdef struct Kinds:            # of groups, those that hit alike together
     const Group **items       # [num] the first group of each kind; full attention first: it bounds the others at the least cost

@@ -1,0 +1,1 @@
+"""What requests and rows hold, and how they come to hold it."""
