@@ -38,13 +38,13 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `holding/lookups.pyx`        `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
 `holding/request_pages.pyx`  `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
 `holding/slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
+`tier/tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
+`tier/copies.pyx`            `PageCopies` that are due
 `page_table.pxd`             rows of a page table
 `batch.pxd`                  records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `event_batch.pxd`            batches of events, read from msgpack
-`tier.pyx`                   `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `table.pyx`                  `TableRows`, `GroupedRows`
 `running.pyx`                `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
-`copies.pyx`                 `PageCopies` that are due
 `row_request.pyx`            `RowRequest`: a row is admitted, or refused
 `holders.pyx`                `check_holders`
 `spans.pyx`                  `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
@@ -55,7 +55,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.values.chain import HashChain, siphash128
-from pagepool.core.copies import PageCopies, take_copies
+from pagepool.core.tier.copies import PageCopies, take_copies
 from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.holders import check_holders
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
@@ -71,7 +71,7 @@ from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
-from pagepool.core.tier import (
+from pagepool.core.tier.tier import (
     FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_prefix, rewind_request,
     take_transfers,
 )

@@ -26,7 +26,7 @@ from pagepool.core.pool.queue cimport find_held_free
 from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.pool.store cimport QueryCounter
 from pagepool.core.running cimport RunningRows
-from pagepool.core.tier cimport look_up
+from pagepool.core.tier.tier cimport look_up
 from pagepool.core.values.arguments cimport as_list, as_shard, size_of
 from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 

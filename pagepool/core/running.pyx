@@ -40,7 +40,7 @@ from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.tier cimport FailedLoads
+from pagepool.core.tier.tier cimport FailedLoads
 from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
 from pagepool.core.values.chain cimport extra_key_of
 from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative

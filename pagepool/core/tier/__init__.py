@@ -1,0 +1,1 @@
+"""Pages behind a pool, and copies between pages."""
