@@ -40,10 +40,10 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `holding/slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
 `tier/tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
 `tier/copies.pyx`            `PageCopies` that are due
-`page_table.pxd`             rows of a page table
+`tables/page_table.pxd`      rows of a page table
+`tables/table.pyx`           `TableRows`, `GroupedRows`
 `batch.pxd`                  records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
 `event_batch.pxd`            batches of events, read from msgpack
-`table.pyx`                  `TableRows`, `GroupedRows`
 `running.pyx`                `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
 `row_request.pyx`            `RowRequest`: a row is admitted, or refused
 `holders.pyx`                `check_holders`
@@ -70,7 +70,7 @@ from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import CachePage, PageStore, QueryCounter
-from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
+from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier.tier import (
     FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_prefix, rewind_request,
     take_transfers,

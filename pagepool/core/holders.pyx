@@ -11,10 +11,10 @@ from pagepool.core.holding.boundaries cimport find_needed
 from pagepool.core.holding.holding cimport Held, Holding
 from pagepool.core.holding.request_pages cimport RequestPages
 from pagepool.core.holding.rules cimport Group, full_pages, is_state, pages_for
-from pagepool.core.page_table cimport Table
 from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.running cimport RunningRows
+from pagepool.core.tables.page_table cimport Table
 from pagepool.core.values.arguments cimport as_list
 
 import numpy as np

@@ -29,7 +29,6 @@ from pagepool.core.holding.holding cimport (
 from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
-from pagepool.core.page_table cimport Table, blank
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session, use_in_session
 from pagepool.core.pool.pages cimport (
@@ -39,7 +38,8 @@ from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free,
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
+from pagepool.core.tables.page_table cimport Table, blank
+from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier.tier cimport FailedLoads
 from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
 from pagepool.core.values.chain cimport extra_key_of

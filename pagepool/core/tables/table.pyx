@@ -9,7 +9,7 @@ from pagepool.core.base.limits cimport MAX_PAGES
 from pagepool.core.base.locks cimport TABLE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport CACHE_LINE
 from pagepool.core.base.vectors cimport find_negative
-from pagepool.core.page_table cimport (
+from pagepool.core.tables.page_table cimport (
     WINDOW, Put, RowChange, Table, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows, pack_windows,
     put_all, swap_rows,
 )
