@@ -129,8 +129,8 @@ HOT = {
         "core.holding.lookups",
         "core.prefixes",
         "core.holding.request_pages",
-        "core.row_request",
-        "core.running",
+        "core.rows.row_request",
+        "core.rows.running",
         "core.holding.slots",
         "core.pool.store",
     )

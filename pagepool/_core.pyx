@@ -42,12 +42,12 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `tier/copies.pyx`            `PageCopies` that are due
 `tables/page_table.pxd`      rows of a page table
 `tables/table.pyx`           `TableRows`, `GroupedRows`
-`batch.pxd`                  records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
+`rows/batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
+`rows/running.pyx`           `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
+`rows/row_request.pyx`       `RowRequest`: a row is admitted, or refused
+`rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 `event_batch.pxd`            batches of events, read from msgpack
-`running.pyx`                `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
-`row_request.pyx`            `RowRequest`: a row is admitted, or refused
 `holders.pyx`                `check_holders`
-`spans.pyx`                  `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 `prefixes.pyx`               `PrefixTable`: a router's index of which workers have a block, read by many threads at once
 ===========================  ============================================================================================
 """
@@ -63,12 +63,12 @@ from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import Refusal, RequestHashes, find_prefix
 from pagepool.core.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_pages import RequestPages
-from pagepool.core.row_request import RowRequest
-from pagepool.core.running import RunningRows, StepResult
+from pagepool.core.rows.row_request import RowRequest
+from pagepool.core.rows.running import RunningRows, StepResult
 from pagepool.core.pool.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, SlotAllocator
-from pagepool.core.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
+from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import CachePage, PageStore, QueryCounter
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier.tier import (

@@ -6,7 +6,6 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.batch cimport RowRecord, digests_of, hash_row, held_by
 from pagepool.core.holding.boundaries cimport Boundaries, find_resumption
 from pagepool.core.holding.groups cimport CacheGroups
 from pagepool.core.holding.holding cimport Held
@@ -17,7 +16,8 @@ from pagepool.core.pool.pages cimport begin_lease, end_lease, end_leases, find_u
 from pagepool.core.pool.queue cimport expect_page, now_of
 from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
-from pagepool.core.running cimport RunningRows
+from pagepool.core.rows.batch cimport RowRecord, digests_of, hash_row, held_by
+from pagepool.core.rows.running cimport RunningRows
 from pagepool.core.values.arguments cimport float_of, size_of, term_of_seconds
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, as_own_ids

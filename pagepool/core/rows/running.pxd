@@ -4,9 +4,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.locks cimport LockNode
-from pagepool.core.batch cimport Batch
 from pagepool.core.holding.groups cimport CacheGroups
 from pagepool.core.pool.store cimport PageStore
+from pagepool.core.rows.batch cimport Batch
 
 
 @cython.auto_pickle(False)

@@ -12,13 +12,6 @@ from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
 from pagepool.core.base.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.batch cimport (
-    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
-    can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
-    end_row, enter_row, exchange_rows, find_passed, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of,
-    is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
-    uncount, undo_row, unify_pages,
-)
 from pagepool.core.holding.boundaries cimport Boundaries
 from pagepool.core.holding.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
@@ -37,6 +30,13 @@ from pagepool.core.pool.pages cimport (
 from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
+)
+from pagepool.core.rows.batch cimport (
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
+    can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
+    end_row, enter_row, exchange_rows, find_passed, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of,
+    is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
+    uncount, undo_row, unify_pages,
 )
 from pagepool.core.tables.page_table cimport Table, blank
 from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order

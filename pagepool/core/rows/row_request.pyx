@@ -9,10 +9,6 @@ from libc.string cimport memcpy
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.vectors cimport signs_of
-from pagepool.core.batch cimport (
-    Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
-    set_context, show_row, take_pages, tokens_of,
-)
 from pagepool.core.holding.holding cimport (
     FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, find_excess,
     fit, price, reserve_copies,
@@ -25,7 +21,11 @@ from pagepool.core.pool.owners cimport set_session
 from pagepool.core.pool.queue cimport find_held_free
 from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.pool.store cimport QueryCounter
-from pagepool.core.running cimport RunningRows
+from pagepool.core.rows.batch cimport (
+    Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
+    set_context, show_row, take_pages, tokens_of,
+)
+from pagepool.core.rows.running cimport RunningRows
 from pagepool.core.tier.tier cimport look_up
 from pagepool.core.values.arguments cimport as_list, as_shard, size_of
 from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
