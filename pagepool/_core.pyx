@@ -46,8 +46,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `rows/running.pyx`           `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
 `rows/row_request.pyx`       `RowRequest`: a row is admitted, or refused
 `rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
+`checks/holders.pyx`         `check_holders`
 `event_batch.pxd`            batches of events, read from msgpack
-`holders.pyx`                `check_holders`
 `prefixes.pyx`               `PrefixTable`: a router's index of which workers have a block, read by many threads at once
 ===========================  ============================================================================================
 """
@@ -57,7 +57,7 @@ from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS
 from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.tier.copies import PageCopies, take_copies
 from pagepool.core.holding.groups import CacheGroups, PageRules
-from pagepool.core.holders import check_holders
+from pagepool.core.checks.holders import check_holders
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import Refusal, RequestHashes, find_prefix

@@ -1,0 +1,1 @@
+"""Checks of a pool against its holders."""
