@@ -127,7 +127,7 @@ HOT = {
         "core.values.chain",
         "core.values.ids",
         "core.holding.lookups",
-        "core.prefixes",
+        "core.router.prefixes",
         "core.holding.request_pages",
         "core.rows.row_request",
         "core.rows.running",

@@ -47,8 +47,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `rows/row_request.pyx`       `RowRequest`: a row is admitted, or refused
 `rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 `checks/holders.pyx`         `check_holders`
-`event_batch.pxd`            batches of events, read from msgpack
-`prefixes.pyx`               `PrefixTable`: a router's index of which workers have a block, read by many threads at once
+`router/event_batch.pxd`     batches of events, read from msgpack
+`router/prefixes.pyx`        `PrefixTable`: a router's index of which workers have a block, read by many threads at once
 ===========================  ============================================================================================
 """
 
@@ -61,7 +61,7 @@ from pagepool.core.checks.holders import check_holders
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import Refusal, RequestHashes, find_prefix
-from pagepool.core.prefixes import PrefixTable, time_of_batch
+from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.row_request import RowRequest
 from pagepool.core.rows.running import RunningRows, StepResult

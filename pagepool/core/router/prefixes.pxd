@@ -18,7 +18,7 @@ from libc.string cimport memcpy, memset
 
 from pagepool.core.base.memory cimport reserve_items, resize
 from pagepool.core.base.platform cimport fetch, rare, raw_calloc, raw_free
-from pagepool.core.event_batch cimport MAX_EVENT_GROUPS, Spec
+from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, Spec
 
 cdef enum:
     MAX_MEDIA = 8

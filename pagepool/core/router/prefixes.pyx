@@ -8,10 +8,10 @@ from libc.string cimport memcmp, memcpy, memset
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport go_on, let_others_run, rare, raw_calloc, raw_free
-from pagepool.core.event_batch cimport (
+from pagepool.core.holding.rules cimport Rules, count_run_pages
+from pagepool.core.router.event_batch cimport (
     MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
 )
-from pagepool.core.holding.rules cimport Rules, count_run_pages
 from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.values.chain cimport HashChain
 
