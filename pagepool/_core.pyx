@@ -26,8 +26,8 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `pool/owners.pxd`            which session a page belongs to, and to which tenant it is charged
 `pool/queue.pxd`             the free queue and its parts, which page is evicted next, terms; references given back
 `pool/index.pxd`             the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pool/pages.pxd`             pages are taken (`claim` evicts), touched, given back; how long sampled ones stay; transfers, queued
-`pool/store.pyx`             `PageStore`: the records of a pool, its free queue and its prefix index; `CachePage`, `QueryCounter`
+`pool/pages.pxd`             pages are taken (`claim` evicts), touched, given back; residency; queued transfers
+`pool/store.pyx`             `PageStore`: the records, queue and index of a pool; `CachePage`, `QueryCounter`
 `pool/sessions.pyx`          `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
 `pool/journal.pyx`           `EntryJournal`: changes of the prefix index
 `pool/saving.pyx`            `copy_records`: a pool copied, to be checked or saved; `load_store`
@@ -35,7 +35,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `holding/boundaries.pxd`     numbers of tokens at which a request can resume, and the pages of windows that it needs there
 `holding/holding.pxd`        what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
 `holding/groups.pyx`         `CacheGroups` of a model, and the `PageRules` of each
-`holding/lookups.pyx`        `find_prefix`: the longest prefix that hits in all groups; `Refusal`: whether a request is refused again
+`holding/lookups.pyx`        `find_prefix`: the longest hit in all groups; `Refusal`: whether a request is refused again
 `holding/request_pages.pyx`  `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
 `holding/slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
 `tier/tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
@@ -43,7 +43,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `tables/page_table.pxd`      rows of a page table
 `tables/table.pyx`           `TableRows`, `GroupedRows`
 `rows/batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
-`rows/running.pyx`           `RunningRows`, the arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`, `swap_out`
+`rows/running.pyx`           `RunningRows`, arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`
 `rows/row_request.pyx`       `RowRequest`: a row is admitted, or refused
 `rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 `checks/holders.pyx`         `check_holders`
