@@ -10,6 +10,7 @@ PAGEPOOL_ANNOTATE=1   also write the annotated sources, such as store.html, besi
 """
 
 import gc
+import hashlib
 import os
 import re
 import runpy
@@ -20,6 +21,8 @@ from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 
+from Cython import __version__ as CYTHON_VERSION
+from Cython.Build.Dependencies import create_dependency_tree
 from Cython.Compiler.Main import main as cython
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -60,19 +63,55 @@ SHARED = "pagepool.core._memoryviews"
 """The module with Cython's own code for memoryviews, which each module that has any would compile once more."""
 
 
+class Step:
+    """One step of the build: its output, and a stamp that says by content which inputs the output was made of."""
+
+    def __init__(self, output: Path, stamp: Path, *inputs: object) -> None:
+        self.output = output
+        self.stamp = stamp
+        self.inputs = inputs
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.output.read_bytes(), self.inputs)).encode()).hexdigest()
+
+    def is_done(self) -> bool:
+        return self.output.exists() and self.stamp.exists() and self.stamp.read_text() == self.digest()
+
+    def finish(self) -> None:
+        self.stamp.parent.mkdir(parents=True, exist_ok=True)
+        self.stamp.write_text(self.digest())
+
+
+ASSERTION = re.compile(rb"#ifndef CYTHON_WITHOUT_ASSERTIONS\n.*?#endif\n", re.DOTALL)
+"""What a release leaves out of the C text: its line numbers would have a module compiled after a comment in a header."""
+
+
 class BuildCore(build_ext):
-    """Translates and compiles the modules side by side, always anew: neither step sees that a switch changed. Warnings
-    of Cython are errors.
+    """Translates and compiles the modules side by side, each only if its inputs changed. A change of a header translates the
+    modules that use it; those with other C text after it are compiled. Warnings of Cython are errors.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
-        self.force = True
+        self.force = True  # setuptools compares times, which do not show that a switch changed
+        if self.editable_mode:  # pip builds in a new folder each time
+            build = self.distribution.get_command_class("build")(self.distribution)
+            build.ensure_finalized()
+            self.build_lib, self.build_temp = build.build_lib, build.build_temp
 
     def build_extensions(self) -> None:
-        targets = [self.place_c_file(ext) for ext in self.extensions]
-        commands = [make_command(ext, target) for ext, target in zip(self.extensions, targets, strict=True)]
+        tree = create_dependency_tree(quiet=True)
+        commands = []
+        for ext in self.extensions:
+            target = self.place_c_file(ext)
+            arguments = make_command(ext, target)
+            headers = sorted(path for source in ext.sources for path in tree.all_dependencies(source))
+            texts = [Path(path).read_bytes() for path in headers]
+            step = Step(target, self.place_stamp(ext, "translated"), CYTHON_VERSION, arguments, texts)
+            if not step.is_done():
+                commands.append((arguments, step))
+            ext.sources = [str(target)]
         fork = get_context("fork")
         processes = [fork.Process(target=translate, args=(commands[i :: self.parallel],)) for i in range(self.parallel)]
         for process in processes:
@@ -81,15 +120,26 @@ class BuildCore(build_ext):
             process.join()
         if any(process.exitcode for process in processes):
             raise CompileError("an error, a warning or a performance hint of Cython: see above")
-        for ext, target in zip(self.extensions, targets, strict=True):
-            ext.sources = [str(target)]
         super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        text = Path(ext.sources[0]).read_bytes()
+        text = text if DEBUG else ASSERTION.sub(b"", text)
+        tools = [self.compiler.compiler_so, self.compiler.linker_so, self.compiler.include_dirs]
+        switches = [ext.define_macros, ext.extra_compile_args, ext.extra_link_args]
+        step = Step(Path(self.get_ext_fullpath(ext.name)), self.place_stamp(ext, "compiled"), text, tools, switches)
+        if not step.is_done():
+            super().build_extension(ext)
+            step.finish()
 
     def place_c_file(self, ext: Extension) -> Path:
         source = Path(*ext.name.split(".")).with_suffix(".c")
         target = source if COVERAGE else Path(self.build_temp, source)
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
+
+    def place_stamp(self, ext: Extension, step: str) -> Path:
+        return Path(self.build_temp, f"{ext.name}.{step}")
 
 
 def make_command(ext: Extension, target: Path) -> list[str]:
@@ -102,21 +152,25 @@ def make_command(ext: Extension, target: Path) -> list[str]:
     return [*switches, "--shared", SHARED, "-o", str(target), *ext.sources]
 
 
-def translate(commands: list[list[str]]) -> None:
+def translate(commands: list[tuple[list[str], Step]]) -> None:
     """Run Cython for many modules in this process, since it takes longer to start than for most of them, and end with
     status 1 if it complains. Its trees are cyclic: to look through them for garbage would take a third of the time.
     """
     gc.disable()
     has_flaws = False
-    for arguments in commands:
+    for arguments, step in commands:
         sys.argv = ["cython", *arguments]
+        is_flawed = False
         with redirect_stderr(StringIO()) as messages:
             try:
                 cython(command_line=1)
             except SystemExit:
-                has_flaws = True
+                is_flawed = True
         sys.stderr.write(messages.getvalue())
-        has_flaws |= re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE) is not None
+        is_flawed |= re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE) is not None
+        if not is_flawed:
+            step.finish()
+        has_flaws |= is_flawed
     sys.exit(has_flaws)
 
 
