@@ -50,6 +50,7 @@ class TimedBatch:
         self.batch = RunningBatch(self.manager, PageTable(num_rows, -(-max_num_tokens // PAGE_SIZE), 1))
         self._num_rows = num_rows
         self._rows = list(range(num_rows))
+        self._set_time(0.0)
 
     def _set_time(self, time: float) -> None:
         """Let the manager's clock stand at a time, which it wants to be above 0."""
