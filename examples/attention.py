@@ -14,7 +14,7 @@ __all__ = ["attend_by_gather", "attend_by_pallas"]
 
 
 def attend_by_gather(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any) -> Any:
-    """Gather the pages of each token's row, and attend to them as if they were contiguous."""
+    """Gather the pages of each token's row, and attend to them as to one contiguous array."""
     (num_tokens, num_heads, head_size), kv_heads = query.shape, key_pages.shape[0]
     keys, values = (pages[:, page_ids].reshape(kv_heads, num_tokens, -1, head_size) for pages in (key_pages, value_pages))
     grouped = query.reshape(num_tokens, kv_heads, num_heads // kv_heads, head_size)

@@ -9,38 +9,38 @@ __all__ = ["Beam", "BeamSearch"]
 
 
 class Beam(Request):
-    """A beginning of an answer, with its score."""
+    """The beginning of an answer, with its score."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int, search: "BeamSearch") -> None:
-        """The beam of a search that has generated nothing."""
+        """Return a beam without generated tokens."""
         super().__init__(prompt, params, number)
         self.search = search
         self.score = 0.0
 
     def extend(self, token_id: int, score: float) -> "Beam":
-        """Return a beam with one token more."""
+        """Return this beam extended by one token."""
         child = Beam([*self.token_ids, token_id], self.params, self.number, self.search)
         child.num_prompt_tokens, child.num_cached_tokens, child.score = self.num_prompt_tokens, self.num_cached_tokens, score
         return child
 
 
 class BeamSearch:
-    """The `num_beams` best beams of a prompt. Finished ones stay among them while no other gets a better score."""
+    """The `num_beams` best beams of a prompt. A finished beam stays until a better one replaces it."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int, num_beams: int) -> None:
-        """ValueError unless `num_beams` is positive. Temperature, top-k and seed of `params` play no role."""
+        """Raise ValueError unless `num_beams` is positive. Temperature, top-k and seed of `params` are ignored."""
         if num_beams < 1:
             raise ValueError(f"num_beams: got {num_beams}, allowed: at least 1")
         self.num_beams = num_beams
-        self.beams = [Beam(prompt, params, number, self)]  # the best first
+        self.beams = [Beam(prompt, params, number, self)]  # best first
 
     @property
     def is_ready(self) -> bool:
-        """Whether all beams that are not finished have candidates."""
+        """Whether every unfinished beam has candidates."""
         return all(beam.is_finished or beam.candidates for beam in self.beams)
 
     def choose(self) -> list[tuple[Beam, list[Beam]]]:
-        """Choose the best continuations. Returns each beam that was not finished, with those of it that were chosen."""
+        """Choose the best continuations. Return each unfinished beam with its chosen children."""
         parents = [beam for beam in self.beams if not beam.is_finished]
         options = [(beam.score, beam, None) for beam in self.beams if beam.is_finished] + [
             (parent.score + log_probability, parent, token_id)

@@ -59,7 +59,7 @@ def make_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the prompts. Exits with a message and code 2 for arguments that cannot work."""
+    """Run the prompts. Exit with a message and code 2 if the arguments cannot work."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def watch_parts(engine: Engine) -> dict[str, Stopwatch]:
-    """Replace the parts of the engine whose time `--profile` tells by proxies that measure it."""
+    """Replace the parts of the engine that `--profile` times by measuring proxies."""
     watches = {}
     for part, owner, name in (
         ("allocator", engine.scheduler, "batch"),
@@ -91,7 +91,7 @@ def watch_parts(engine: Engine) -> dict[str, Stopwatch]:
 
 
 def make_engine(args: Namespace) -> Engine:
-    """Make the engine for these arguments. ValueError or OSError if they cannot work."""
+    """Make the engine for these arguments. Raise ValueError or OSError if they cannot work."""
     weights = make_weights(args.seed, is_hybrid=args.hybrid) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
         raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
@@ -114,7 +114,7 @@ def make_engine(args: Namespace) -> Engine:
 
 
 def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list[Answer]:
-    """Queue what answers the prompts. ValueError for one that cannot run."""
+    """Queue the prompts as samples or beam searches. Raise ValueError for a prompt that cannot run."""
     if args.stop is not None and len(args.stop) != 1:
         raise ValueError(f"--stop: got {args.stop!r}, allowed: one character")
     stop_token_id = None if args.stop is None else encode(args.stop)[0]
@@ -130,12 +130,12 @@ def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list
 
 
 def find_best(answer: Answer) -> list[int]:
-    """Return the tokens of a prompt and its answer, the best one of a beam search."""
+    """Return the tokens of a prompt and its answer; of a beam search, the best answer."""
     return (answer.beams[0] if isinstance(answer, BeamSearch) else answer).token_ids
 
 
 def run(engine: Engine, answers: Sequence[Answer], watches: Mapping[str, Stopwatch]) -> list[float]:
-    """Step until no request is left, and print steps, answers and figures. Returns the seconds of each step."""
+    """Step until no request is left, and print steps, answers and figures. Return the seconds of each step."""
     step_seconds = []
     print(
         "Each column is an answer: `.` computes its prompt, `-` is preempted; otherwise its new token, or its number of beams."

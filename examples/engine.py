@@ -17,7 +17,7 @@ from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, 
 
 
 class Engine:
-    """Runs requests, each in a row of the page table. A step computes up to `max_num_batched_tokens` tokens."""
+    """An engine with one row of the page table for each request. A step computes up to `max_num_batched_tokens` tokens."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Engine:
         prefill_rate: float = 1e4,
         hash_seed: str | None = None,
     ) -> None:
-        """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. The states of a
-        hybrid are kept at multiples of `checkpoint_interval` tokens. Evicted pages, and by `SwapCosts` preempted requests, move
-        to `num_host_pages` pages of host memory; 0: to none. Routers hash prompts with the same `hash_seed`. ValueError for
-        values that cannot work.
+        """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
+        its states at multiples of `checkpoint_interval` tokens. Evicted pages move to `num_host_pages` pages of host memory,
+        and so do preempted requests if `SwapCosts` finds that cheaper; 0 turns this off. Routers must hash prompts with the
+        same `hash_seed`. Raise ValueError for values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
@@ -68,11 +68,13 @@ class Engine:
         self.num_copied_pages = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue a request. ValueError, without a change, for one that could not run to its end."""
+        """Queue a request. Raise ValueError, without a change, if it could not run to its end."""
         return self.add_samples(prompt, params, 1)[0]
 
     def add_samples(self, prompt: Sequence[int], params: SamplingParams | None, num_samples: int) -> list[Request]:
-        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork when the prompt is computed. Errors as in `add`."""
+        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork after their common prompt is computed. Errors as in
+        `add`.
+        """
         if num_samples < 1:
             raise ValueError(f"num_samples: got {num_samples}, allowed: at least 1")
         params, number = params or SamplingParams(), next(self.numbers)
@@ -86,15 +88,15 @@ class Engine:
         return [first, *others]
 
     def add_beams(self, prompt: Sequence[int], params: SamplingParams | None, num_beams: int) -> BeamSearch:
-        """Queue a beam search; the answers are its `beams` when nothing runs any more. Errors as in `add`."""
+        """Queue a beam search. Its `beams` are the answers once the engine is idle. Errors as in `add`."""
         search = BeamSearch(prompt, params or SamplingParams(), next(self.numbers), num_beams)
         self.require_capacity(search.beams[0], num_beams)
         self.scheduler.waiting += search.beams
         return search
 
     def require_capacity(self, request: Request, num_rows: int) -> None:
-        """Raise ValueError if a request, with so many rows in the end, could not run even alone."""
-        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last token is never computed
+        """Raise ValueError if a request that ends with this number of rows could not run even alone."""
+        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last token of an answer is never computed
         wrong = [token_id for token_id in request.token_ids if not 0 <= token_id < self.runner.sizes["vocab"]]
         if not request.token_ids:
             raise ValueError("prompt: got no tokens, allowed: at least 1")
@@ -120,21 +122,22 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
+        """Whether all requests are done."""
         return not self.scheduler.waiting and not self.scheduler.running
 
     def stream(self) -> Iterator[tuple[Request, int]]:
-        """Run until no request is left. Yields each token with its request as soon as it is sampled."""
+        """Run until no request is left. Yield each token with its request as soon as it is sampled."""
         while not self.is_idle:
             yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run the model once. Returns each request that got a token for good, with the token. RuntimeError if nothing can run.
+        """Run the model once. Return each request that got a final token, with the token. Raise RuntimeError if nothing can
+        run.
 
-        If the model fails, the step is taken back and the error raised, so that later steps compute the same tokens again.
+        If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
         chunks = self.scheduler.schedule()
-        for _ in range(self.num_rows):  # what runs next waits for transfers, or for pages that they hold, or swaps a row first
+        for _ in range(self.num_rows):  # the next rows wait for transfers or for pages in transfer, or a row is swapped out
             if chunks or self.host_tier is None or not self.host_tier.stats().num_in_flight:
                 break
             self.move_pages()
@@ -152,14 +155,14 @@ class Engine:
         except BaseException:
             self.scheduler.take_back(chunks)
             raise
-        wrong = self.end_transfers(must_wait=has_loads)  # a token counts only if all pages that it was computed from are right
+        wrong = self.end_transfers(must_wait=has_loads)  # a token counts only if all pages it was computed from are correct
         streamed = self.update([chunk for chunk in chunks if chunk.request not in wrong], next_tokens)
         self.move_pages()
         return streamed
 
     def move_pages(self) -> bool:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
-        reads or writes them. Returns whether pages are loaded.
+        reads or writes them. Return whether pages are being loaded.
         """
         transfers = self.scheduler.batch.take_transfers()
         self.runner.transfer_pages(transfers)
@@ -169,7 +172,7 @@ class Engine:
         return len(transfers.load_src) > 0
 
     def end_transfers(self, must_wait: bool) -> list[Request]:
-        """Tell the manager which transfers are done. Returns the requests whose pages failed to load: they go back."""
+        """Report finished transfers to the manager. Return the requests whose pages failed to load, for `rewind`."""
         wrong: list[Request] = []
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
             failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
@@ -177,7 +180,7 @@ class Engine:
         return wrong
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Go on with each request whose due tokens are all computed: its samples fork, or it gets its next token."""
+        """Continue each request whose due tokens are all computed: fork its samples, or append its next token."""
         complete = [request for request, _, stop in chunks if stop == request.num_due_tokens]
         sampling = [request for request in complete if not request.samples and not isinstance(request, Beam)]
         for request in complete:
@@ -196,7 +199,9 @@ class Engine:
         return [(request, request.token_ids[-1]) for request in sampling]
 
     def extend(self, search: BeamSearch) -> None:
-        """Choose the next beams. The first child of a beam takes its row, others fork; beams without children are released."""
+        """Choose the next beams. The first child of a beam takes its row, other children fork; beams without children are
+        released.
+        """
         families = [(beam, [child for child in children if not child.is_finished]) for beam, children in search.choose()]
         self.scheduler.finish([beam for beam, children in families if not children])
         for beam, (heir, *others) in ((beam, children) for beam, children in families if children):
@@ -206,7 +211,7 @@ class Engine:
 
 
 def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -> list[CacheGroupSpec]:
-    """Return a group of attention layers, and in a hybrid one of states."""
+    """Return the group of attention layers and, for a hybrid, the group of states."""
     sizes = runner.sizes
     specs: list[Any] = [FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)]
     if runner.cache.states:
@@ -216,7 +221,7 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -
 
 
 def list_padded_sizes(max_num_tokens: int) -> list[int]:
-    """Return the numbers of tokens to which steps are padded. Each doubles the previous one, so few programs are compiled."""
+    """Return the padded sizes of steps. Each is twice the previous one, so few programs are compiled."""
     sizes = [16]
     while sizes[-1] < max_num_tokens:
         sizes.append(2 * sizes[-1])

@@ -1,7 +1,7 @@
 """Gated linear attention: a layer whose memory is a state of fixed size, one matrix for each head, in one page for each row.
 
 A token changes its row's state, ``S = decay * S + key value^T``, and reads ``query S``. Tokens are computed one after another,
-so that each part of a prompt begins with the state in which the last one ended. (A fast engine has a kernel that computes a
+and each chunk of a prompt starts from the state at the end of the chunk before. (A fast engine has a kernel that computes a
 whole chunk with matrix products.)
 
 Shapes: query, key and value ``[tokens, heads, head_size]``, decay ``[tokens, heads]``, pages ``[num_pages, heads, head_size,
@@ -17,11 +17,11 @@ __all__ = ["attend_linearly"]
 
 
 def attend_linearly(query: Any, key: Any, value: Any, decay: Any, pages: Any, page_ids: Any, positions: Any) -> tuple[Any, Any]:
-    """Return what each token reads, and the pages with the state of each row behind its last token (traced)."""
+    """Return each token's result, and the pages with the state of each row after its last token (traced)."""
 
     def attend(pages: Any, token: tuple[Any, ...]) -> tuple[Any, Any]:
         query, key, value, decay, page_id, position = token
-        before = jnp.where(position == 0, 0, pages[page_id])  # a request begins with zeros
+        before = jnp.where(position == 0, 0, pages[page_id])  # a request begins with a zero state
         state = decay[:, None, None] * before + key[:, :, None] * value[:, None, :]
         return pages.at[page_id].set(state), jnp.einsum("hk,hkv->hv", query, state)
 

@@ -30,7 +30,7 @@ AXES = {
     "final_norm": "width",
     "unembedding": "width vocab",
 }
-"""The axes of each weight."""
+"""Axes of each weight."""
 
 HYBRID_AXES = AXES | {
     "linear_norm": "layers width",
@@ -40,7 +40,7 @@ HYBRID_AXES = AXES | {
     "linear_decay": "layers width heads",
     "linear_output": "layers heads head_size width",
 }
-"""The same in a hybrid."""
+"""Axes of each weight of a hybrid."""
 
 DEFAULT_SIZES = {"vocab": 96, "width": 64, "layers": 2, "heads": 16, "kv_heads": 8, "head_size": 16, "hidden": 128}
 
@@ -48,7 +48,7 @@ Weights = dict[str, Any]
 
 
 class Cache(NamedTuple):
-    """What is kept in pages, float32, by cache group: keys and values of each layer ``[kv_heads, num_pages, page_size,
+    """Contents of the pages, float32, by cache group: keys and values of each layer ``[kv_heads, num_pages, page_size,
     head_size]``, and in a hybrid the state of each layer ``[num_pages, heads, head_size, head_size]``.
     """
 
@@ -57,11 +57,13 @@ class Cache(NamedTuple):
 
 
 Attention = Callable[[Any, Any, Any, Any, Any], Any]
-"""A function with the signature of those in attention.py."""
+"""Paged attention: the signature of the functions in attention.py."""
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step, int32: three values per token, and for each row of the table the index of its last token here."""
+    """The tokens of a step, int32: three values per token, and for each row of the table the index of its last token in the
+    step.
+    """
 
     token_ids: Any
     rows: Any
@@ -70,7 +72,7 @@ class Tokens(NamedTuple):
 
 
 def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, is_hybrid: bool = False) -> Weights:
-    """Make random weights. Norms are ones; the others are normal, and large enough that the answers vary."""
+    """Make random weights. Norms are ones; the others are normally distributed, and large enough for answers to vary."""
     rng = np.random.default_rng(seed)
     all_axes = HYBRID_AXES if is_hybrid else AXES
     shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in all_axes.items()}
@@ -80,7 +82,7 @@ def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, is_hybrid:
 
 
 def load_weights(path: Path) -> Weights:
-    """Load weights saved by ``numpy.savez(path, **weights)``. ValueError if they do not fit this model."""
+    """Load weights saved by ``numpy.savez(path, **weights)``. Raise ValueError if they do not fit this model."""
     try:
         with np.load(path) as file:
             weights = {name: np.asarray(file[name], dtype=np.float32) for name in file.files}
@@ -91,7 +93,7 @@ def load_weights(path: Path) -> Weights:
 
 
 def get_axes(weights: Weights) -> dict[str, str]:
-    """Return the axes of each weight. The weights are a hybrid's if one has a name that only hybrids have."""
+    """Return the axes of each weight. The weights are a hybrid's if they include a name that only hybrids have."""
     return AXES if weights.keys().isdisjoint(HYBRID_AXES.keys() - AXES.keys()) else HYBRID_AXES
 
 
@@ -144,7 +146,7 @@ def mix(w: Weights, normed: Any, pages: tuple[Any, Any], page_table: Any, tokens
 def mix_linearly(w: Weights, normed: Any, pages: Any, page_ids: Any, tokens: Tokens) -> tuple[Any, Any]:
     """Return the output of a layer's linear attention ``[tokens, width]``, and the pages with the new states (traced)."""
     query, key, value = (jnp.einsum("tw,whd->thd", normed, w[f"linear_{name}"]) for name in ("query", "key", "value"))
-    decay = jax.nn.sigmoid(normed @ w["linear_decay"]) ** (1 / 16)  # a head remembers tens of tokens
+    decay = jax.nn.sigmoid(normed @ w["linear_decay"]) ** (1 / 16)  # so that a head remembers tens of tokens
     attended, pages = attend_linearly(query, key, value, decay, pages, page_ids, tokens.positions)
     return jnp.einsum("thd,hdw->tw", normalize(attended, 1), w["linear_output"]), pages
 

@@ -15,7 +15,7 @@ __all__ = ["PageFiles", "digest_model"]
 
 
 def digest_model(weights: Mapping[str, Any]) -> bytes:
-    """Return a digest of all weights. An engine with a checkpoint of its own takes the checkpoint's."""
+    """Return a digest of all weights. An engine with a real checkpoint uses the checkpoint's digest instead."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         array = np.ascontiguousarray(weight)
@@ -24,14 +24,15 @@ def digest_model(weights: Mapping[str, Any]) -> bytes:
 
 
 class PageFiles:
-    """One ``.npz`` file a page, named by the digest of the model and of all tokens up to the page's end.
+    """Pages in ``.npz`` files, one each, named by the digest of the model and of all tokens up to the page's end.
 
-    A file that is missing, truncated, damaged, or of another model or shape is no page: `load` returns None, and the page is
-    computed again. Who may write to the folder decides what the model reads, so it is for engines that trust each other.
+    `load` returns None for a file that is missing, truncated, damaged, or of another model or shape; the page is then computed
+    again. Anyone who can write to the folder decides what the model reads, so share it only between engines that trust each
+    other.
     """
 
     def __init__(self, folder: Path, model: bytes, page_size: int, shape: Sequence[int], dtype: str = "float32") -> None:
-        """A page of `page_size` tokens is an array of `shape` and `dtype`. Makes the folder; OSError if that fails."""
+        """Make the folder for pages of `page_size` tokens, arrays of `shape` and `dtype`. Raise OSError if that fails."""
         self.folder, self.page_size = folder, page_size
         self.blank = np.zeros(shape, dtype)
         self._root = hashlib.sha256(repr((model, page_size, self.blank.shape, self.blank.dtype.str)).encode()).digest()
@@ -41,7 +42,7 @@ class PageFiles:
         folder.mkdir(parents=True, exist_ok=True)
 
     def list_digests(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the digest of each full page. They are the same in every process."""
+        """Return the digest of each full page, the same in every process."""
         tokens = np.asarray(token_ids, dtype="<i4")
         parent, digests = self._root, []
         for stop in range(self.page_size, len(tokens) + 1, self.page_size):
@@ -50,12 +51,12 @@ class PageFiles:
         return digests
 
     def count_leading(self, digests: Sequence[str]) -> int:
-        """Return how many pages at the beginning have a file."""
+        """Return how many leading pages have a file."""
         missing = (i for i, digest in enumerate(digests) if not self._has(digest))
         return next(missing, len(digests))
 
     def load(self, digest: str) -> np.ndarray | None:
-        """Return a page; None if there is no right file, which `save` replaces then."""
+        """Return a page, or None without a valid file; `save` then replaces the file."""
         page = self._read(digest)
         if page is None:
             self._broken.add(digest)
@@ -65,7 +66,7 @@ class PageFiles:
         return page
 
     def _has(self, digest: str) -> bool:
-        """Whether there is a file of the right size that was not found to be broken."""
+        """Whether a file of the right size exists that was not found to be broken."""
         try:
             return self._path_of(digest).stat().st_size == self._num_bytes and digest not in self._broken
         except OSError:
@@ -77,14 +78,14 @@ class PageFiles:
         try:
             with self._path_of(digest).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 page, name = arrays["page"], arrays["digest"]
-        except Exception:  # what is no file of ours may be anything; a zip file checks its contents
+        except Exception:  # a foreign file may contain anything; a zip file checks its contents
             return None
         is_right = page.shape == self.blank.shape and page.dtype == self.blank.dtype and name.tolist() == digest
         return page if is_right else None
 
     def save(self, digest: str, page: np.ndarray) -> None:
-        """Write a page, unless it has a file: to a temporary one that is renamed, so that readers find all of it or nothing.
-        Where that fails, for example on a full disk, there is no file.
+        """Write a page unless it has a file. Write a temporary file and rename it, so that readers find all of it or nothing.
+        If writing fails, for example on a full disk, no file is left behind.
         """
         if self._has(digest):
             return
@@ -108,7 +109,7 @@ class PageFiles:
 
 
 def _encode(digest: str, page: np.ndarray) -> bytes:
-    """Return the contents of a file: always as many bytes for pages of one shape."""
+    """Return the contents of a file. Pages of one shape give files of one size."""
     file = BytesIO()
     np.savez(file, digest=digest, page=page)
     return file.getvalue()

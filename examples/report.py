@@ -1,4 +1,4 @@
-"""What the command prints: a line for each step, the answers, and the figures of the cache."""
+"""Output of the command: a line for each step, the answers, and the figures of the cache."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ def find_symbol(engine: Engine, answer: Answer, streamed: Mapping[Request, int])
 
 
 def print_answers(answers: Sequence[Answer]) -> None:
-    """Print the answers, and those of a beam search with their scores, the best first."""
+    """Print the answers; those of a beam search with scores, best first."""
     print("\nPrompt -> answer (tokens cached at the request's last admission)")
     for answer in answers:
         for request in answer.beams if isinstance(answer, BeamSearch) else [answer]:

@@ -13,8 +13,8 @@ Candidates = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer. ValueError for values out of
-    range.
+    """Sampling parameters. Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer. Raise
+    ValueError for values out of range.
     """
 
     max_tokens: int = 32
@@ -24,7 +24,7 @@ class SamplingParams:
     stop_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers; NaN is out of range too."""
+        """Check the ranges; NaN is out of range too."""
         for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: {least} to 2**31 - 1")
@@ -34,15 +34,15 @@ class Request:
     """A prompt and its generated tokens. A preempted request keeps its tokens, and is admitted again with all of them."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> None:
-        """`prompt` has token ids; TypeError unless they are integers. `number` is that of its arrival, for the order."""
+        """Make a request from token ids; raise TypeError unless they are integers. `number` is its order of arrival."""
         self.token_ids = [index(token_id) for token_id in prompt]
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.number = number
-        self.samples: list[Request] = []  # of the same prompt, which fork before its last token
-        self.candidates: Candidates = ()  # of a beam: the most probable next tokens, once its last token is computed
-        self.is_swapped = False  # whether it waits with its row, and has its pages on the host
-        self.row = -1  # this and the next are from the last admission
+        self.samples: list[Request] = []  # samples of the same prompt, which fork before its last token
+        self.candidates: Candidates = ()  # the most probable next tokens of a beam, once its last token is computed
+        self.is_swapped = False  # whether it waits in its row with its pages on the host
+        self.row = -1  # this and the next field describe the last admission
         self.num_cached_tokens: int | None = None
 
     @property
@@ -52,7 +52,9 @@ class Request:
 
     @property
     def num_due_tokens(self) -> int:
-        """The tokens to compute before the next one is sampled, or before samples fork, each of which computes the last one."""
+        """Number of tokens to compute before the next one is sampled, or before samples fork; each sample computes the last one
+        itself.
+        """
         return len(self.token_ids) - bool(self.samples)
 
     @property
@@ -64,7 +66,7 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """The tokens of a request that a step computes: positions `start` to `stop`, one token if decoding."""
+    """Tokens of a request computed in one step: positions `start` to `stop`, a single token if decoding."""
 
     request: Request
     start: int

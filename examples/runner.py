@@ -18,7 +18,7 @@ from pagepool.host_pages import FinishedTransfers, HostPages
 __all__ = ["ModelRunner", "pack"]
 
 SPLIT_AXES = {"heads", "kv_heads", "hidden"}
-"""The axes that are divided over the devices (tensor parallelism). The others are replicated."""
+"""Axes divided over the devices (tensor parallelism). The others are replicated."""
 
 
 class ModelRunner:
@@ -29,7 +29,7 @@ class ModelRunner:
     def __init__(
         self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
     ) -> None:
-        """ValueError for weights that do not fit, missing devices, and heads that cannot be divided over the devices."""
+        """Raise ValueError for weights of another shape, missing devices, and heads that the devices cannot divide evenly."""
         axes, self.sizes = get_axes(weights), get_sizes(weights)
         self.mesh = make_mesh(num_devices, self.sizes)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -73,13 +73,13 @@ class ModelRunner:
             self.cache = self.host_pages.run(self.cache, transfers)
 
     def end_transfers(self, must_wait: bool) -> list[FinishedTransfers]:
-        """Return the transfers that are done: all of them if the call must wait."""
+        """Return the finished transfers: all of them if the call must wait."""
         if self.host_pages is None:
             return []
         return self.host_pages.wait() if must_wait else self.host_pages.poll()
 
     def count_page_bytes(self) -> list[int]:
-        """Return the bytes of a page of each cache group, in all layers."""
+        """Return the bytes of a page of each cache group, over all layers."""
         page_axes = zip(self.cache, (1, 0), strict=True)
         return [sum(array.nbytes // array.shape[axis] for array in jax.tree.leaves(arrays)) for arrays, axis in page_axes]
 
@@ -93,7 +93,7 @@ class ModelRunner:
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
-    """Make a mesh of the first `num_devices` devices. ValueError if there are fewer, or if the axes cannot be divided."""
+    """Make a mesh of the first `num_devices` devices. Raise ValueError if there are fewer, or if the axes cannot be divided."""
     devices = jax.devices()
     if not 1 <= num_devices <= len(devices):
         raise ValueError(

@@ -17,7 +17,7 @@ class SamplingRows(NamedTuple):
 
 
 class NextTokens(NamedTuple):
-    """By row: the sampled token ``[rows]``, the most probable tokens and the logarithms of their probabilities ``[rows,
+    """Results by row: the sampled token ``[rows]``, the most probable tokens and the logarithms of their probabilities ``[rows,
     candidates]``; int32, int32, float32.
     """
 
@@ -31,7 +31,7 @@ class NextTokens(NamedTuple):
 
 
 def find_next(logits: Any, positions: Any, params: SamplingRows) -> NextTokens:
-    """Return the next token of each row, and as many candidates as there are rows (traced). Arguments are those of `sample`."""
+    """Return the next token of each row, and as many candidates as there are rows (traced). Arguments as in `sample`."""
     log_probabilities, candidates = jax.lax.top_k(jax.nn.log_softmax(logits), min(logits.shape))
     return NextTokens(sample(logits, positions, params), candidates, log_probabilities)
 
@@ -40,7 +40,7 @@ def sample(logits: Any, positions: Any, params: SamplingRows) -> Any:
     """Sample a token for each row from logits ``[rows, vocab]`` and the positions of the preceding tokens (traced).
 
     This is the Gumbel trick: noise is added to each logit, and the largest one wins. The noise depends only on seed and
-    position, so a request gets the same tokens whatever else runs, also after a preemption.
+    position, so a request gets the same tokens beside any other requests, and after a preemption.
     """
     vocab = logits.shape[-1]
     num_allowed = jnp.where(params.top_k == 0, vocab, jnp.minimum(params.top_k, vocab))

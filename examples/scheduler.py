@@ -1,4 +1,6 @@
-"""Which requests have rows and pages, and which tokens the next step computes: all calls of pagepool's running batch."""
+"""The scheduler: gives requests rows and pages and chooses the tokens of the next step. It makes all calls of pagepool's
+running batch.
+"""
 
 from bisect import insort
 from collections import deque
@@ -18,9 +20,9 @@ by_arrival = attrgetter("number")
 
 
 class SwapCosts(NamedTuple):
-    """When a preempted request is swapped to the host: if its bytes take less time to move there and back, at `host_bandwidth`
-    bytes a second, than its computed tokens to be computed again, at `prefill_rate` tokens a second. Its bytes are those of
-    its pages; a page of the cache group `i` has ``page_bytes[i]``. Pages that may still be cached when it returns play no role.
+    """Costs that decide whether a preempted request is swapped to the host: it is, if moving its bytes there and back at
+    `host_bandwidth` bytes a second takes less time than recomputing its tokens at `prefill_rate` tokens a second. A page of
+    cache group `i` has ``page_bytes[i]`` bytes. Pages that may still be cached when the request returns are ignored.
     """
 
     page_bytes: Sequence[int]
@@ -28,13 +30,15 @@ class SwapCosts(NamedTuple):
     prefill_rate: float
 
     def is_swap_cheaper(self, batch: RunningBatch, row: int) -> bool:
-        """Decide for a row."""
+        """Whether swapping is cheaper for a row."""
         num_bytes = sum(len(ids) * size for ids, size in zip(batch.get_page_ids(row), self.page_bytes, strict=False))
         return 2 * num_bytes / self.host_bandwidth < int(batch.num_computed_tokens[row]) / self.prefill_rate
 
 
 class Scheduler:
-    """Gives requests rows of the page table, the oldest first, and chunks of up to `max_num_batched_tokens` tokens a step."""
+    """Scheduler over the rows of a page table: oldest requests first, in chunks of up to `max_num_batched_tokens` tokens a
+    step.
+    """
 
     def __init__(
         self,
@@ -44,11 +48,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         costs: SwapCosts | None = None,
     ) -> None:
-        """The first `max_num_reqs` rows of the table are for requests. Without `costs` no request is swapped to the host."""
+        """Use the first `max_num_reqs` rows of the table for requests. Without `costs` no request is swapped to the host."""
         self.batch = RunningBatch(manager, table)
         self.interval = manager.checkpoint_interval or 1
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Request] = []  # the oldest first, as in the next
+        self.waiting: list[Request] = []  # oldest first, as in the next list
         self.running: list[Request] = []
         self.free_rows = deque(range(max_num_reqs))
         self.costs = costs
@@ -57,7 +61,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Schedule running requests first, then waiting ones with the rest of the budget, unless pages were short.
 
-        If nothing can run, because beams wait for others that wait for pages, newer requests give way.
+        If nothing can run because beams wait for beams that wait for pages, newer requests give way.
         """
         num_preemptions = self.num_preemptions
         chunks = self.grow_running()
@@ -79,18 +83,18 @@ class Scheduler:
         while num_grown < len(self.running):
             todo = slice(num_grown, len(self.running))
             num_grown += self.batch.grow(rows[todo], (stops - starts)[todo]).num_grown
-            if num_grown < len(self.running):  # the newest has not grown in this step, so all its cached pages are computed
+            if num_grown < len(self.running):  # the newest has not grown in this step: all its cached pages are computed
                 self.preempt_newest()
         chunks = map(Chunk, self.running, starts.tolist(), stops.tolist())
         return [chunk for chunk in chunks if chunk.start < chunk.stop]
 
     def align(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Let chunks end at the last multiple of the interval behind `starts`, if there is one: checkpoints are made there."""
+        """End chunks at the last checkpoint, a multiple of the interval, after `starts`, if there is one."""
         checkpoints = stops // self.interval * self.interval
         return np.where(checkpoints > starts, checkpoints, stops)
 
     def preempt_newest(self) -> None:
-        """Let the newest request wait again: swapped to the host if that costs less, and works. Candidates are not kept."""
+        """Preempt the newest request: swap it to the host if that is cheaper and possible. Its candidates are dropped."""
         request = self.running[-1]
         self.num_preemptions += 1
         if self.costs and not request.candidates and self.costs.is_swap_cheaper(self.batch, request.row):
@@ -103,7 +107,7 @@ class Scheduler:
             self.put_back(request)
 
     def swap_in(self, request: Request) -> bool:
-        """Let a request go on from the next step on, if its pages can be loaded."""
+        """Resume a swapped request from the next step on, if its pages can be loaded."""
         request.is_swapped = self.batch.swap_in(request.row) is None
         if not request.is_swapped:
             self.waiting.remove(request)
@@ -111,7 +115,7 @@ class Scheduler:
         return not request.is_swapped
 
     def find_row(self) -> int | None:
-        """Return a free row. If there is none, the newest request that is swapped gives its row up, and is computed again."""
+        """Return a free row. If there is none, the newest swapped request gives up its row and is computed again."""
         swapped = [request for request in self.waiting if request.is_swapped]
         if swapped and not self.free_rows:
             self.batch.release([swapped[-1].row])
@@ -120,7 +124,7 @@ class Scheduler:
         return self.free_rows[0] if self.free_rows else None
 
     def rewind(self, failed: FailedLoads) -> list[Request]:
-        """Let the requests whose pages failed to load go back to before them: all of them are returned."""
+        """Send back requests whose pages failed to load, to the token before these pages. Return them all."""
         rewound, lost = self.batch.rewind(failed)
         requests = [request for request in self.running if request.row in (*rewound, *lost)]
         for request in requests:
@@ -130,9 +134,9 @@ class Scheduler:
         return requests
 
     def put_back(self, request: Request, num_computed_tokens: int | None = None) -> None:
-        """Release a request's pages, and let it wait at its place. What was to be computed behind these tokens is forgotten."""
+        """Release a request's pages, and let it wait at its place. Tokens beyond this number are to be computed again."""
         self.batch.release([request.row], num_computed_tokens)
-        self.free_rows.appendleft(request.row)  # it returns to the same row, which keeps its hashes
+        self.free_rows.appendleft(request.row)  # it returns to its row, which keeps its hashes
         request.candidates = ()
         self.running.remove(request)
         insort(self.waiting, request, key=by_arrival)
@@ -165,12 +169,12 @@ class Scheduler:
         return admitted
 
     def take_back(self, chunks: Sequence[Chunk]) -> None:
-        """Release the requests of a step that failed, last scheduled first: their states may be spoilt. They wait again."""
+        """Release the requests of a failed step, last scheduled first, since their states may be spoilt. They wait again."""
         for request, start, _ in reversed(chunks):
             self.put_back(request, start)
 
     def fork(self, request: Request, children: Sequence[Request]) -> None:
-        """Give each child a row with the request's pages. Children for which rows or pages are missing wait as if preempted."""
+        """Give each child a row with the request's pages. Children without a row or pages wait as if preempted."""
         rows = [self.free_rows.popleft() for _ in children[: len(self.free_rows)]]
         try:
             if rows:
@@ -185,7 +189,7 @@ class Scheduler:
             insort(self.waiting, child, key=by_arrival)
 
     def replace(self, request: Request, child: Request) -> None:
-        """Let a child have the request's row and pages."""
+        """Move the request's row and pages to a child."""
         child.row = request.row
         self.running[self.running.index(request)] = child
 
@@ -194,7 +198,7 @@ class Scheduler:
         self.batch.append([request.row for request in requests], [request.token_ids[-1] for request in requests])
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Release requests that go on no more."""
+        """Release finished requests."""
         rows = [request.row for request in requests]
         self.batch.release(rows)
         self.free_rows.extend(rows)

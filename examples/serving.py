@@ -1,6 +1,6 @@
-"""Two engines on Ray Serve, chats over HTTP, and what they hit behind three request routers.
+"""Two engines on Ray Serve, chats over HTTP, and the hit rate behind three request routers.
 
-In a clone ``pip install --editable '.[jax,serve]'`` installs what it needs.
+In a clone ``pip install --editable '.[jax,serve]'`` installs the dependencies.
 
 ``python examples/serving.py`` starts a local Ray. ``--routers`` selects from ``ray`` (Ray's default), ``ray-prefix`` (its own
 prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns.
@@ -29,13 +29,13 @@ RAY_PREFIX_ROUTER = (  # also in ray.serve.llm, which needs vLLM
 
 @dataclass
 class Prompt:
-    """What an engine is asked; Ray's prefix router reads the attribute."""
+    """A request to an engine; Ray's prefix router reads the attribute."""
 
     prompt: str
 
 
 def tokenize(prompt: Prompt) -> list[int]:
-    """Return the token ids by which `PrefixRequestRouter` looks a prompt up."""
+    """Return a prompt's token ids, for the look-up of `PrefixRequestRouter`."""
     return encode(prompt.prompt)
 
 
@@ -67,22 +67,24 @@ class Replica:
 
         request = self.engine.add(encode(prompt.prompt), SamplingParams(max_tokens=8))
         while not request.is_finished:
-            async with self.lock:  # requests that wait here are in the same steps
+            async with self.lock:  # requests waiting here share the same steps
                 if not request.is_finished:
                     await asyncio.to_thread(self.engine.step)
         self.publisher.flush()
         return {"answer": decode(request.output), "cached": request.num_cached_tokens, "tokens": request.num_prompt_tokens}
 
     async def die(self) -> None:
-        """End the process soon, as a crash does. At once Serve would think the call refused, and kill the other one too."""
+        """End the process soon, as a crash does. If it ended at once, Serve would take the call for refused and kill the other
+        one too.
+        """
         asyncio.get_running_loop().call_later(0.1, os._exit, 1)
 
 
 class Ingress:
-    """Takes chats over HTTP, and passes them on through a handle, whose router sees the prompts."""
+    """HTTP entry for chats. It passes them on through a handle, whose router sees the prompts."""
 
     def __init__(self, engines: Any) -> None:
-        """`engines` is the handle."""
+        """Keep the handle of the engines."""
         self.engines = engines
 
     async def __call__(self, request: Any) -> Any:
@@ -106,7 +108,7 @@ def make_router_config(name: str) -> Any:
 
 
 def send(url: str, prompt: str) -> dict[str, Any] | None:
-    """Return the reply; None if the request was lost, or nothing came in `SEND_SECONDS`."""
+    """Return the reply, or None if the request was lost or got no answer in `SEND_SECONDS`."""
     body = json.dumps({"prompt": prompt}).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body), timeout=SEND_SECONDS) as reply:
@@ -117,8 +119,8 @@ def send(url: str, prompt: str) -> dict[str, Any] | None:
 
 
 def chat(url: str, num_chats: int, num_turns: int, kill: Any) -> dict[str, int]:
-    """Hold chats, all of them a turn at a time in any order, and return what they hit. `kill` is called after half of the
-    turns, with the next turn under way. Ends early if as many requests are lost as there are chats: the router is stuck.
+    """Hold chats, one turn at a time in random order, and return their hits. Call `kill` after half of the turns, with the next
+    turn under way. Stop early if as many requests are lost as there are chats: the router is stuck.
     """
     rng = random.Random(1)
     prompts = ["".join(rng.choices(ALPHABET[:-1], k=rng.randint(100, 300))) for _ in range(num_chats)]
@@ -181,7 +183,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true")
     args = parser.parse_args()
     folder = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # of Ray's processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # for Ray's processes
     import ray
     from ray import serve
 

@@ -1,4 +1,4 @@
-"""An engine that takes pages from files that others have written, and writes its own: see page_files.py."""
+"""An engine that reads pages from other engines' files and writes its own: see page_files.py."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ __all__ = ["SharingEngine"]
 
 
 class SharingEngine(Engine):
-    """An engine whose pages are kept in a folder too, beyond its own end. Others with the same weights hit them."""
+    """An engine that also keeps its pages in a folder, beyond its own end. Engines with the same weights hit them."""
 
     def __init__(self, weights: Weights, folder: Path, **options: Any) -> None:
-        """`options` are those of `Engine`. ValueError for a hybrid: of its states no files are kept."""
+        """Make an engine with the `options` of `Engine`. Raise ValueError for a hybrid, since states are not kept in files."""
         super().__init__(weights, **options)
         if self.runner.cache.states:
             raise ValueError("page files: got a hybrid, allowed: a model with attention only")
@@ -47,7 +47,7 @@ class SharingEngine(Engine):
         return super().step()
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Write the pages that a step has filled. They are leased: requests may end meanwhile, and others take their pages."""
+        """Write the pages that a step has filled. They are leased meanwhile, since a request may end and lose its pages."""
         filled = [page for chunk in chunks for page in self.list_filled(chunk)]
         with self.manager.lease([page_id for _, page_id in filled]):
             streamed = super().update(chunks, next_tokens)
@@ -65,7 +65,7 @@ class SharingEngine(Engine):
         return list(zip(self.files.list_digests(request.token_ids[:stop])[filled], page_ids[filled], strict=True))
 
     def admit_from_files(self) -> None:
-        """Give waiting requests their rows, in order, as long as files have more of their tokens than the pool."""
+        """Give waiting requests rows, in order, while files hold more of their tokens than the pool."""
         scheduler = self.scheduler
         while scheduler.waiting and scheduler.free_rows:
             request, row = scheduler.waiting[0], scheduler.free_rows[0]
@@ -84,15 +84,15 @@ class SharingEngine(Engine):
             scheduler.free_rows.popleft()
 
     def fetch(self, row: int, digests: Sequence[str], num_cached: int) -> int:
-        """Fill the pages of a pending row from files, and let it run with what came. Returns its computed tokens.
+        """Fill the pages of a pending row from files, and run it from there. Return its computed tokens.
 
-        A slow store would do it beside the steps: its rows stay out of `running` until then.
+        A slow store would fill pages beside the steps, with their rows out of `running` until done.
         """
         batch, page_size = self.scheduler.batch, self.files.page_size
         num_external = int(batch.num_external_tokens[row])
         first, stop = num_cached // page_size, -(-(num_cached + num_external) // page_size)
         (page_ids,) = batch.get_page_ids(row)
-        self.move_pages()  # of what is overwritten
+        self.move_pages()  # copies of pages that are overwritten
         num_came = 0
         for place in range(first, stop):
             page = self.files.load(digests[place])

@@ -13,7 +13,7 @@ class Stopwatch:
     """A proxy that adds up the time of an object's method calls until the next lap."""
 
     def __init__(self, watched: Any) -> None:
-        """`watched` keeps its attributes; only methods are timed."""
+        """Watch the calls of methods; other attributes are passed through."""
         self._watched = watched
         self._seconds = 0.0
         self.laps: list[float] = []
@@ -31,7 +31,7 @@ class Stopwatch:
             self._seconds += perf_counter() - start
 
     def end_lap(self) -> None:
-        """Record the seconds since the last lap, and start at 0."""
+        """Record the seconds since the last lap, and restart at 0."""
         self.laps.append(self._seconds)
         self._seconds = 0.0
 

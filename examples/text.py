@@ -1,4 +1,4 @@
-"""Characters as tokens, and the questions that are asked if there are no others."""
+"""Characters as tokens, and default questions."""
 
 import string
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ QUESTIONS = (
 )
 PROMPTS = [SYSTEM_PROMPT + question for question in QUESTIONS]
 FOLLOW_UP = " And why?"
-"""What the next turn of a chat asks."""
+"""The question of the next turn of a chat."""
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text. ValueError for a character outside the alphabet."""
+    """Return the token ids of a text. Raise ValueError for a character outside the alphabet."""
     wrong = [character for character in text if character not in ALPHABET]
     if wrong:
         raise ValueError(f"text: got {wrong[0]!r}, allowed: printable ASCII and newline")

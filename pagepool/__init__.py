@@ -89,7 +89,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return the current ``NONE_HASH``, which `init_none_hash` may change."""
+    """Return the current ``NONE_HASH``; `init_none_hash` may change it."""
     if name == "NONE_HASH":
         return hashing.NONE_HASH
     raise AttributeError(f"module 'pagepool' has no attribute {name!r}")

@@ -1,15 +1,15 @@
 """The compiled core: page records, free queue, ref counts, prefix index, hash chains, page tables and running rows.
 
-A pool is an array of page records, a free queue and a prefix index. The headers of `pagepool.core` say what their structs mean,
-and what always holds between their fields; `PagePool.check` checks it.
+A pool is an array of page records, a free queue and a prefix index. The headers of `pagepool.core` document their structs and
+the invariants between fields; `PagePool.check` checks them.
 
-A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
-Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
-serialised, and long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in
-the child.
+A call checks everything first, then commits and cannot fail; an error found half-way through a list is rolled back exactly.
+Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables. Calls from several threads are
+serialised, and long ones let other threads run. A thread that forks the process takes all locks first, so the child
+finds no half-done work.
 
-This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
-without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
+This module re-exports the names of `pagepool.core` for Python, and reports how it was built. Headers (``.pxd``) contain code
+that runs without Python; modules (``.pyx``) contain the classes. Each file imports only files above it.
 
 ===========================  ============================================================================================
 `base/platform.pxd`          memory hints, the clock, whether guards are compiled in
@@ -115,8 +115,8 @@ cdef extern from *:
 
 def build_flags():
     """Return how the core was built: `debug` (asserts and bounds checks), `guards` (the checks of the hot loops), `sanitizer`
-    ("address" with undefined behaviour, "thread", or ""), `traced` (lines are counted), `free_threaded` (for a Python without
-    the GIL), and `compiler`.
+    ("address" with undefined behaviour, "thread", or ""), `traced` (line counts for coverage), `free_threaded` (for a Python
+    without the GIL), and `compiler`.
     """
     return {
         "debug": DEBUG,

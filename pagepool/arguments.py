@@ -1,6 +1,6 @@
 """Checks of arguments, and of the attributes that are read from a request.
 
-A check returns the value in the form that the caller needs, or raises an error that names the argument.
+Each check returns the value in its canonical form, or raises an error naming the argument.
 """
 
 import operator
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 MAX_PLACES = 4
 MAX_SIZE = 1 << 62
-"""The largest size, so that sums and messages of any two are plain numbers."""
+"""Largest size: any two sizes can be added and shown as plain numbers."""
 
 ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
-"""The attributes of every request."""
+"""Attributes of every request."""
 
 
 def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -65,13 +65,13 @@ def _index_of(name: str, value: object) -> int:
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
-        return int(operator.index(cast(Any, value)))  # an array has the method, which raises
+        return int(operator.index(cast(Any, value)))  # an array's method raises
     except TypeError:
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return whether `value` is true; ArgumentTypeError for an array, and for an object that is neither true nor false.
+    """Return whether `value` is true. Raise ArgumentTypeError for an array, or an object without a truth value.
 
     >>> require_flag("enable_caching", 1)
     True
@@ -87,16 +87,17 @@ def require_flag(name: str, value: object) -> bool:
 
 
 def require_name(what: str, name: object) -> str | None:
-    """Return the id of a session, or the name of a tenant, as a str, or None. ArgumentTypeError for anything else."""
+    """Return the id of a session, or the name of a tenant, as a str or None. Raise ArgumentTypeError for anything else."""
     if name is None:
         return None
     if not isinstance(name, str):
         raise ArgumentTypeError(f"{what}: got {type(name).__name__}, allowed: a string, or None")
-    return str.__str__(name)  # a subclass may equal anything
+    return str.__str__(name)  # a subclass may compare equal to anything
 
 
 def require_share(name: str, value: Any) -> float:
-    """Return `value` as a float; ArgumentTypeError unless it is a number (no bool), ArgumentError unless it is from 0 to 1.
+    """Return `value` as a float. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError unless it is from 0 to
+    1.
 
     >>> require_share("max_leased_share", 1)
     1.0
@@ -108,7 +109,7 @@ def require_share(name: str, value: Any) -> float:
 
 
 def require_number(name: str, value: Any, minimum: float = 0.0) -> float:
-    """Return `value`; ArgumentTypeError unless it is a number (no bool), ArgumentError below `minimum`, and for NaN.
+    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError below `minimum` and for NaN.
 
     >>> require_number("max_age", 2)
     2
@@ -120,28 +121,28 @@ def require_number(name: str, value: Any, minimum: float = 0.0) -> float:
 
 
 def _require_real(name: str, value: object, allowed: str) -> None:
-    """Raise ArgumentTypeError unless `value` is a number, and no bool."""
+    """Raise ArgumentTypeError unless `value` is a number other than a bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: {allowed}")
 
 
 def require_callable(name: str, value: T) -> T:
-    """Return `value`; ArgumentTypeError unless it can be called."""
+    """Return `value`. Raise ArgumentTypeError unless it is callable."""
     if not callable(value):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a callable")
     return value
 
 
 def require_short(name: str, value: Any) -> Any:
-    """Return `value`; ArgumentError if it is an int that may be too large for Python to convert to text."""
+    """Return `value`. Raise ArgumentError if it is an int that Python may refuse to convert to text."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: ints of at most {MAX_SHOWN_BITS} bits")
     return value
 
 
 def require_places(name: str, values: Iterable[int], most: int) -> list[int]:
-    """Return numbers of tokens as ints of at most `most`. ArgumentError for more than four, and below 0; ArgumentTypeError for
-    others.
+    """Return numbers of tokens as a list of ints, each at most `most`. Raise ArgumentError for more than four or a negative
+    one, ArgumentTypeError for other types.
 
     >>> require_places("resume_at", [24, 1 << 40], 4096)
     [24, 4096]
@@ -153,7 +154,7 @@ def require_places(name: str, values: Iterable[int], most: int) -> list[int]:
 
 
 def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:
-    """Return `values` as a list; ArgumentTypeError unless it is iterable."""
+    """Return `values` as a list. Raise ArgumentTypeError unless it is iterable."""
     try:
         return list(values)
     except TypeError:
@@ -161,7 +162,7 @@ def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:
 
 
 def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]:
-    """Return `values` as a list; ArgumentTypeError unless it is iterable and every item is an `item_class`."""
+    """Return `values` as a list. Raise ArgumentTypeError unless it is iterable and every item is an `item_class`."""
     listed = as_list(name, values, f"a list of {item_class.__name__}")
     for value in listed:
         if not isinstance(value, item_class):
@@ -176,7 +177,7 @@ def require_group_ids(group_ids: Sequence[int]) -> list[int]:
 
 
 def require_slice(name: str, values: Any, start: int, stop: int) -> Any:
-    """Return ``values[start:stop]``; ArgumentTypeError if `values` cannot be sliced."""
+    """Return ``values[start:stop]``. Raise ArgumentTypeError if `values` cannot be sliced."""
     try:
         return values[start:stop]
     except (TypeError, IndexError, KeyError):
@@ -184,7 +185,7 @@ def require_slice(name: str, values: Any, start: int, stop: int) -> Any:
 
 
 def refuse_incomplete(request: object, error: AttributeError) -> NoReturn:
-    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`, else `error`."""
+    """Raise ArgumentTypeError if `request` lacks one of `ATTRIBUTES`, which caused `error`; otherwise raise `error`."""
     for name in ATTRIBUTES if error.obj is not request or error.name in ATTRIBUTES else ():
         if not hasattr(request, name):
             allowed = f"one with {', '.join(ATTRIBUTES)}"
@@ -193,7 +194,7 @@ def refuse_incomplete(request: object, error: AttributeError) -> NoReturn:
 
 
 def read(request: Any, name: str) -> Any:
-    """Return an attribute of a request; ArgumentTypeError if it is missing."""
+    """Return an attribute of a request. Raise ArgumentTypeError if it is missing."""
     try:
         return getattr(request, name)
     except AttributeError as error:
@@ -201,7 +202,7 @@ def read(request: Any, name: str) -> Any:
 
 
 def id_of(request: Any) -> str:
-    """Return the id of a request; ArgumentTypeError if it is missing or unhashable."""
+    """Return the id of a request. Raise ArgumentTypeError if it is missing or unhashable."""
     try:
         request_id: str = request.request_id
     except AttributeError as error:
@@ -214,14 +215,14 @@ def id_of(request: Any) -> str:
 
 
 def read_count(request: Any, name: str) -> int:
-    """Return a token count of a request as an int. ArgumentTypeError if it is missing, ArgumentError if it is negative."""
+    """Return a token count of a request as an int. Raise ArgumentTypeError if missing, ArgumentError if negative."""
     count = read(request, name)
     return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 
 def has_status(request: Any, status: int) -> bool:
-    """Whether a request has that status."""
+    """Whether a request has this status."""
     try:
         return bool(read(request, "status") == status)
-    except ValueError:  # from comparing an array
+    except ValueError:  # an array as status
         raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None

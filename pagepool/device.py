@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_JAX", "WHY_LEAST_JAX", "call_with_payload", "get_shard_map", "import_jax"]
 
 LEAST_JAX = "0.6.0"
-"""The oldest version of jax that is accepted, as in pyproject.toml."""
+"""Oldest supported version of jax, as in pyproject.toml."""
 
-# A donated array may share its memory with NumPy. Compiled programs copy it first. Of older versions, those read from the cache
-# write into it, though NumPy frees it when the array is gone. GPUs share no memory with NumPy, but a floor needs no exceptions.
+# A donated array may share its memory with NumPy. Compiled programs copy it first, but in older versions programs read from the
+# compilation cache write into it, and NumPy frees it when the array is gone. GPUs share no memory with NumPy, but the minimum
+# version is the same for all devices.
 WHY_LEAST_JAX = (
     "on CPUs, programs that older versions read from jax's compilation cache write into memory of NumPy: "
     "page tables and pages become wrong without an error"
@@ -26,7 +27,7 @@ WHY_LEAST_JAX = (
 
 @cache
 def import_jax() -> Any:
-    """Return the module jax. ImportError names the extra to install; CompatError for a jax older than `LEAST_JAX`."""
+    """Return the module jax. Raise ImportError naming the extra to install, or CompatError for a jax older than `LEAST_JAX`."""
     try:
         import jax
     except ImportError as error:
@@ -40,9 +41,9 @@ def import_jax() -> Any:
 
 
 def call_with_payload(program: Callable[..., Any], arrays: Sequence[jax.Array], *payload: Any) -> Any:
-    """Call a program with arrays of the device and with host arrays, which a transfer guard does not refuse."""
+    """Call a program with device arrays and host arrays, even under a transfer guard."""
     jax = import_jax()
-    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context takes time
+    if jax.config.jax_transfer_guard_host_to_device is None:  # skip the context, which takes time, if no guard is set
         return program(arrays, *payload)
     with jax.transfer_guard_host_to_device("allow"):
         return program(arrays, *payload)

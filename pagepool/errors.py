@@ -10,7 +10,7 @@ class PagePoolError(Exception):
 
 
 class ArgumentError(PagePoolError, ValueError):
-    """A value has the right type and is out of range."""
+    """A value of the right type is out of range."""
 
 
 class ArgumentTypeError(PagePoolError, TypeError):
@@ -22,7 +22,7 @@ class OutOfPagesError(PagePoolError, ValueError):
 
 
 class RequestTooLargeError(OutOfPagesError):
-    """A request needs more pages than the whole pool has, so waiting for free pages never ends."""
+    """A request needs more pages than the whole pool has, so it could never be allocated."""
 
 
 class LeaseBudgetError(PagePoolError, ValueError):
@@ -38,7 +38,7 @@ class IntegrityError(PagePoolError, RuntimeError):
 
 
 class SnapshotError(PagePoolError, ValueError):
-    """A snapshot is damaged, has another version, or is no snapshot; the message names the part."""
+    """The data is not a snapshot, is damaged, or has another version; the message names the part."""
 
 
 class EventBatchError(PagePoolError, ValueError):
@@ -50,19 +50,19 @@ class EndpointError(PagePoolError, OSError):
 
 
 class PageIdError(PagePoolError, IndexError):
-    """A page id is out of range, a page belongs to another pool, or it is not in the state the call needs."""
+    """A page id is out of range, or a page belongs to another pool or is in the wrong state for the call."""
 
 
 class PageHashError(PagePoolError, RuntimeError):
-    """A page that already has a hash would get another one."""
+    """A page with a hash would get another one."""
 
 
 class CopiesDueError(PagePoolError, RuntimeError):
-    """Tokens would be written to a page that is the source or destination of a copy that was not taken (`take_copies`)."""
+    """Tokens would be written to the source or destination of a pending copy (see `take_copies`)."""
 
 
 class StateAheadError(PagePoolError, ValueError):
-    """Lookahead passes a checkpoint that is due: a step in flight would move the state on before it becomes the checkpoint."""
+    """Lookahead passes a due checkpoint: a step in flight would advance the state before it becomes the checkpoint."""
 
 
 class RowIndexError(PagePoolError, IndexError):
@@ -74,8 +74,8 @@ class RowOverflowError(PagePoolError, ValueError):
 
 
 class CompatError(PagePoolError, RuntimeError):
-    """An engine differs from what its adapter in `pagepool.compat` expects, or was built before its allocator was replaced; or
-    jax is too old.
+    """An engine differs from the expectations of its adapter in `pagepool.compat`, or was built before its allocator was
+    replaced; or jax is too old.
     """
 
 
@@ -92,7 +92,7 @@ def shown(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return repr(value)
-    except Exception:  # from a tuple or list with such an int, or from the value's own class
+    except Exception:  # a tuple or list with such an int raises it, or the value's own class
         return f"a {type(value).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Calls in the processes that `multiprocessing` starts, before they import anything of the program."""
+"""Calls in child processes of `multiprocessing`, before they import anything of the program."""
 
 from collections.abc import Callable
 from multiprocessing import spawn
@@ -11,7 +11,7 @@ _actions: list[Callable[[], None]] = []
 
 
 class _Call:
-    """An object that calls the action when it is unpickled."""
+    """An object whose unpickling calls the action."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
@@ -31,7 +31,7 @@ def call_in_children(action: Callable[[], None]) -> None:
 
 
 def stop_calling_in_children(action: Callable[[], None]) -> None:
-    """Take back `call_in_children` for children that are started from now on. Has no effect if it was not called."""
+    """Cancel `call_in_children` for children started from now on. No effect if it was not called."""
     if action in _actions:
         _actions.remove(action)
 

@@ -10,23 +10,23 @@ __all__ = ["AfterImport", "AfterReload"]
 
 
 class AfterImport(MetaPathFinder):
-    """Calls `action` each time the module `name` was imported, before the importer gets the module.
+    """Import hook that calls `action` each time the module `name` was imported, before the importer gets the module.
 
-    Insert it at the front of ``sys.meta_path``. If `action` raises, the import fails, as do those of the modules below `name`:
-    a later import of one of them imports all of them again and calls `action` again.
+    Insert it at the front of ``sys.meta_path``. If `action` raises, the import fails, and so do those of modules below `name`;
+    the next import starts over and calls `action` again.
     """
 
     def __init__(self, name: str, action: Callable[[], None], report_missing: Callable[[str], None] | None = None) -> None:
-        """`name` is absolute, dots included. If no finder knows the module or a package that it is in, `report_missing` is
-        called with that name; it may raise.
+        """Watch for a module by its absolute name, dots included. If no finder knows the module or one of its parent packages,
+        `report_missing` is called with the missing name; it may raise.
         """
         self.name = name
         self._action = action
         self._report_missing = report_missing
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the later finders' spec of the module, with a loader that calls the action at its end, or of its packages.
-        None for a module that is reloaded.
+        """Return the later finders' spec of the module or of one of its packages; the loader of the module calls the action at
+        its end. Return None during a reload.
         """
         if target is not None or not f"{self.name}.".startswith(f"{fullname}."):
             return None
@@ -38,7 +38,7 @@ class AfterImport(MetaPathFinder):
         return spec
 
     def _act_after(self, loader: object) -> None:
-        """Wrap ``exec_module`` of this loader object, which keeps its type and its access to sources and resources."""
+        """Wrap ``exec_module`` of this loader object; its type and its access to sources and resources stay."""
         exec_module: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_and_act(module: ModuleType) -> None:
@@ -58,20 +58,21 @@ class AfterImport(MetaPathFinder):
 
 
 class AfterReload(MetaPathFinder):
-    """Calls `action` with the name of each reloaded module that is `name` or below it.
+    """Import hook that calls `action` with the name of each reloaded module at or below `name`.
 
-    It is called even if the module's code raised, since Python keeps the definitions made by then. ``importlib.reload`` raises
-    what `action` raises. Insert it at the front of ``sys.meta_path``. Reloads that begin while `is_due` is false are ignored.
+    The action is called even if the module's code raised, since Python keeps the definitions made by then. ``importlib.reload``
+    raises what `action` raises. Insert it at the front of ``sys.meta_path``. Reloads that begin while `is_due` is false are
+    ignored.
     """
 
     def __init__(self, name: str, action: Callable[[str], None], is_due: Callable[[], bool]) -> None:
-        """`name` is absolute."""
+        """Watch for reloads of the module with this absolute name and of those below it."""
         self.name = name
         self._action = action
         self._is_due = is_due
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the later finders' spec of a module that is reloaded, with a loader that calls the action at its end."""
+        """Return the later finders' spec of a reloaded module; its loader calls the action at the end."""
         if target is None or not f"{fullname}.".startswith(f"{self.name}.") or not self._is_due():
             return None
         spec = _find_behind(self, fullname, path, target)
@@ -96,7 +97,7 @@ class AfterReload(MetaPathFinder):
 def _find_behind(
     finder: MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Search the finders after `finder`, or all of them if another thread has removed it."""
+    """Search the finders after `finder`, or all if another thread has removed it."""
     finders = [*sys.meta_path]
     behind = finders[finders.index(finder) + 1 :] if finder in finders else finders
     return next(filter(None, (other.find_spec(fullname, path, target) for other in behind)), None)

@@ -1,4 +1,4 @@
-"""Definitions of an engine: their signatures, their living objects, and other ones in their places."""
+"""Definitions of an engine: reading their signatures, finding their living objects, and replacing them."""
 
 import gc
 import inspect
@@ -30,7 +30,7 @@ def swap(package: str, replacements: Mapping[Any, Any]) -> None:
 
 
 class Unpatched(type):
-    """The type of classes that stand for an engine's and refuse patches, which their compiled users would not call."""
+    """Metaclass of stand-ins for an engine's classes. It refuses patches, which their compiled callers would bypass."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         """Raise CompatError."""
@@ -42,7 +42,7 @@ class Unpatched(type):
 
 @contextmanager
 def installing(is_installed: Callable[[], bool], install: Callable[[], None], uninstall: Callable[[], None]) -> Iterator[None]:
-    """Install an adapter for the block. If it was installed before, it stays installed."""
+    """Install an adapter for the duration of the block. If it was installed before, it stays installed."""
     was_installed = is_installed()
     if not was_installed:
         install()
@@ -63,12 +63,12 @@ def signature_of(member: Callable[..., Any] | property) -> str:
 
 
 def check_unused(classes: tuple[type, ...], engine: str) -> None:
-    """Raise CompatError if objects of the engine's own classes exist, which do not work with ours."""
+    """Raise CompatError if objects of the engine's own classes exist: they do not work with ours."""
     with _thawed():
         values = _search(classes)
         if values:
             del values
-            gc.collect()  # remains of a dropped engine do not count
+            gc.collect()  # drop the remains of a deleted engine
             values = _search(classes)
     if values:
         counts = Counter(type(value).__name__ for value in values)
@@ -77,14 +77,14 @@ def check_unused(classes: tuple[type, ...], engine: str) -> None:
 
 
 def find_objects(classes: tuple[type, ...]) -> list[Any]:
-    """Return the living objects of these classes and their subclasses, of all that the garbage collector knows."""
+    """Return all living objects of these classes and their subclasses known to the garbage collector."""
     with _thawed():
         return _search(classes)
 
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """Let the garbage collector see objects that ``gc.freeze`` hid. They are frozen again afterwards, with those made since."""
+    """Show the garbage collector objects that ``gc.freeze`` hid. Afterwards these and new ones are frozen."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         gc.unfreeze()
@@ -97,5 +97,5 @@ def _thawed() -> Iterator[None]:
 
 def _search(classes: tuple[type, ...]) -> list[Any]:
     values = gc.get_objects()
-    types = {kind for kind in set(map(type, values)) if issubclass(kind, classes)}  # most often none, of millions of objects
+    types = {kind for kind in set(map(type, values)) if issubclass(kind, classes)}  # usually none, of millions of objects
     return [value for value in values if type(value) in types] if types else []

@@ -15,8 +15,8 @@ __all__ = ["run_module", "run_path"]
 def run_path(path: str, arguments: Sequence[str]) -> None:
     """Run a script, a ``.pyc`` file, or a folder or zip file with a ``__main__.py``.
 
-    For a process that was started by ``python -m`` and does nothing else. `sys.argv`, `sys.path` and `__main__` permanently
-    become those of the program. SystemExit 2 if the script cannot be read, 1 if there is no ``__main__.py``.
+    Only for a process started by ``python -m`` for this purpose: `sys.argv`, `sys.path` and `__main__` permanently become those
+    of the program. Exit with code 2 if the script cannot be read, 1 if there is no ``__main__.py``.
     """
     file = os.path.join(os.getcwd(), path)
     is_script = pkgutil.get_importer(file) is None
@@ -30,14 +30,14 @@ def run_path(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """Run a module, or the ``__main__`` of a package, like `run_path`. SystemExit 1 if it does not exist."""
+    """Run a module, or the ``__main__`` of a package, like `run_path`. Exit with code 1 if it does not exist."""
     sys.argv = ["-m", *arguments]
     _set_main()
     _call(_run_as_main, name, True)
 
 
 def _set_first_path(folder: str, is_script: bool) -> None:
-    """Put `folder` first in place of the current one, which ``python -m`` put there. With ``-P`` a script gets none."""
+    """Replace the current folder, which ``python -m`` put first in `sys.path`, by `folder`. With ``-P`` a script gets none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif not is_script:
@@ -74,12 +74,12 @@ def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> An
 
 
 def _run_as_main(name: str, must_alter_argv: bool) -> None:
-    """Call what ``python -m`` calls. `runpy.run_module` removes `__main__` at the end, which threads and exit handlers need."""
+    """Call the function behind ``python -m``. `runpy.run_module` would remove `__main__`, which threads still need."""
     runpy._run_module_as_main(name, must_alter_argv)  # type: ignore[attr-defined]
 
 
 def _call(run: Callable[..., None], *arguments: object) -> None:
-    """Call `run` so that a traceback of the program begins with its own frames."""
+    """Call `run`, and let a traceback begin with the program's own frames."""
     try:
         run(*arguments)
     except SystemExit:

@@ -1,4 +1,4 @@
-"""Environment variables that turn an adapter on or off, or choose what it does."""
+"""Environment variables that turn an adapter on or off, or set its options."""
 
 import os
 
@@ -12,14 +12,14 @@ OFF = ("0", "false", "no", "off", "")
 
 
 def read_switch(variable: str, others: tuple[str, ...] = ()) -> str:
-    """Return the value of a variable as `read_word` does. CompatError unless it is in `ON`, `OFF` or `others`."""
+    """Return the value of a variable as `read_word` does. Raise CompatError unless it is in `ON`, `OFF` or `others`."""
     return read_word(variable, ON + others, OFF[:-1])
 
 
 def read_word(variable: str, words: tuple[str, ...], defaults: tuple[str, ...]) -> str:
-    """Return the value of an environment variable in lower case and without whitespace around it; "" if it is not set.
+    """Return the value of an environment variable in lower case, without whitespace around it; "" if it is not set.
 
-    CompatError for a value other than "", and neither in `words` nor in `defaults`, which mean the same as "".
+    Values in `defaults` mean the same as "". Raise CompatError for others outside `words`.
     """
     value = os.environ.get(variable, "")
     word = value.strip().lower()

@@ -15,8 +15,8 @@ __all__ = ["diagnose", "main"]
 
 
 def diagnose(tries_all_engines: bool = False) -> dict[str, Any]:
-    """Return what `pagepool doctor --json` prints. jax and engines start in other processes, the packages of extras are
-    imported here. With `tries_all_engines` every installed engine is tried, also one whose variable is off.
+    """Return the output of `pagepool doctor --json`. jax and engines are started in other processes; the packages of extras are
+    imported here. With `tries_all_engines` every installed engine is tried, even if its variable is off.
     """
     problems: list[Problem] = []
     diagnosis = {
@@ -41,7 +41,7 @@ def _test(problems: list[Problem]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 if all is well, 1 for problems. Wrong arguments exit with 2."""
+    """Run the command and return its exit code: 0 if all is well, 1 for problems. Wrong arguments exit with code 2."""
     parser = ArgumentParser(
         prog="pagepool doctor",
         description="Check the installation: versions, the compiled core, extras, jax and its devices, and engines. "
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(diagnosis: dict[str, Any]) -> str:
-    """Return a diagnosis as lines of text: what was found, and then the problems."""
+    """Return a diagnosis as lines of text: first the findings, then the problems."""
     problems = diagnosis["problems"]
     sections = [
         _describe_pagepool(diagnosis["versions"], diagnosis["core"], diagnosis["self_test"]),

@@ -25,14 +25,14 @@ from pagepool.errors import CompatError
 __all__ = ["Problem", "inspect_core", "inspect_engines", "inspect_extras", "inspect_jax", "inspect_versions"]
 
 EXTRAS = ("jax", "events", "metrics", "replay", "plan", "fleet")
-"""The extras for users; those for developers are left out."""
+"""Extras for users, without those for developers."""
 
 REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)(?:>=(?P<least>[\d.]+))?[^;]*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")
 MODULES = {"pyzmq": "zmq"}
-"""The names of packages to import that differ from those to install."""
+"""Import names of packages, where they differ from their names on the index."""
 
 SECONDS = 300
-"""How long jax or an engine may take to start."""
+"""Time limit for starting jax or an engine, in seconds."""
 
 LIST_DEVICES = """
 import json, jax
@@ -50,7 +50,7 @@ print(json.dumps({"backend": jax.default_backend(), "devices": devices}))
 
 
 class Problem(NamedTuple):
-    """Something that is wrong, and what to do."""
+    """A problem and its remedy."""
 
     what: str
     remedy: str
@@ -60,15 +60,15 @@ ENGINES = {
     "vllm": ("vLLM", vllm.VERSIONS, vllm.VARIABLE, (vllm.KNOWN, vllm.STRICT)),
     "easydel": ("EasyDeL", (easydel.VERSION,), easydel.VARIABLE, ()),
 }
-"""Engines with an adapter, by the name of the distribution, its package and the adapter: the name in texts, supported versions,
-the variable of the adapter, and the values that turn it on besides `ON`.
+"""Engines with an adapter, by the common name of distribution, package and adapter: display name, supported versions, the
+adapter's variable, and its values besides `ON` that turn it on.
 """
 
 SHOW_LEFT = {
     "vllm": "; from pagepool.compat.vllm import report; "
     "print('; '.join(': '.join(part) for part in report().parts if part[1] != 'used'))"
 }
-"""Python that prints which parts of an engine stay its own, and why."""
+"""Python code that prints the parts left to an engine, and why."""
 
 
 def find_version(name: str) -> str | None:
@@ -80,7 +80,7 @@ def find_version(name: str) -> str | None:
 
 
 def inspect_versions(problems: list[Problem]) -> dict[str, Any]:
-    """Return the versions of pagepool and of what it runs on. Another pagepool than the installed one is a problem."""
+    """Return the versions of pagepool and its platform. It is a problem if the imported pagepool is not the installed one."""
     folder = Path(import_module("pagepool").__file__ or "").parent
     installed = find_version("pagepool")
     if installed not in (None, __version__):
@@ -97,7 +97,7 @@ def inspect_versions(problems: list[Problem]) -> dict[str, Any]:
 
 
 def inspect_core(problems: list[Problem]) -> dict[str, Any]:
-    """Return how the core was built. A core without guards, which is only for measurements, is a problem."""
+    """Return how the core was built. A core without guards is a problem: it is for measurements only."""
     flags = build_flags()
     if not flags["guards"]:
         problems.append(Problem("the core was built without guards", "build it again without PAGEPOOL_UNGUARDED"))
@@ -105,8 +105,8 @@ def inspect_core(problems: list[Problem]) -> dict[str, Any]:
 
 
 def inspect_extras(problems: list[Problem]) -> dict[str, dict[str, str | None]]:
-    """Return the version of each package of each extra, None for one that is not installed. One that is too old, or cannot be
-    imported, is a problem. Packages are imported, except jax.
+    """Return the version of each package of each extra, None for missing ones. A package that is too old or cannot be imported
+    is a problem. All packages but jax are imported.
     """
     try:
         requirements = requires("pagepool") or []
@@ -117,14 +117,14 @@ def inspect_extras(problems: list[Problem]) -> dict[str, dict[str, str | None]]:
         name, least, extra = match.groups()
         if extra in EXTRAS and name != "pagepool":
             found = extras.setdefault(extra, {})[name] = find_version(name)
-            if found is None or name == "jax":  # which `inspect_jax` checks
+            if found is None or name == "jax":  # jax itself is checked by `inspect_jax`
                 continue
             if least is not None and _numbers(found) < _numbers(least):
                 what = f"{name} {found} is older than {least}, which pagepool[{extra}] needs"
                 problems.append(Problem(what, f"pip install --upgrade 'pagepool[{extra}]'"))
             try:
                 import_module(MODULES.get(name, name.replace("-", "_")))
-            except Exception as error:  # whatever a package raises
+            except Exception as error:  # an import may raise anything
                 what = f"{name} {found} cannot be imported: {error!r}"
                 problems.append(Problem(what, f"pip install --force-reinstall {name}"))
     return {extra: extras[extra] for extra in EXTRAS if extra in extras}
@@ -140,9 +140,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def inspect_jax(problems: list[Problem]) -> dict[str, Any] | None:
-    """Return jax's version, its backend, and its devices with their kinds of memory; None if it is not installed. A jax that
-    is too old is a problem, as is one that does not start, which has the version alone. Takes a second, and more on some
-    devices.
+    """Return jax's version, its backend, and its devices with their kinds of memory; None if it is not installed. A jax that is
+    too old or does not start is a problem; the latter has only a version. This takes a second, and more on some devices.
     """
     found = find_version("jax")
     if found is None:
@@ -161,9 +160,9 @@ def inspect_jax(problems: list[Problem]) -> dict[str, Any] | None:
 
 
 def inspect_engines(problems: list[Problem], tries_all: bool = False) -> dict[str, dict[str, Any]]:
-    """Return for each engine its version, whether it is supported, whether its variable is on, and whether pagepool takes its
-    place: None if that was not tried. It is tried where the variable is on, or, with `tries_all`, where the engine is
-    installed; that imports the engine, which takes many seconds.
+    """Return for each engine its version, whether it is supported, whether its variable is on, and whether pagepool replaces
+    its allocator, None if not tried. A try imports the engine, which takes many seconds; engines whose variable is on are
+    tried, with `tries_all` all installed ones.
     """
     return {name: _inspect_engine(problems, tries_all, name, *facts) for name, facts in ENGINES.items()}
 
@@ -202,7 +201,7 @@ def _inspect_engine(
     if can_fit and (is_on or tries_all):
         options = f"strict={value == vllm.STRICT}" if name == "vllm" else ""
         output, fault = _run_python(f"from pagepool.compat.{name} import install; install({options}){SHOW_LEFT.get(name, '')}")
-        left = "".join(output.splitlines()[-1:])  # behind what the engine logs
+        left = "".join(output.splitlines()[-1:])  # after the engine's log
         is_replaced = fault is None
         if not is_replaced:
             problems.append(Problem(f"{label} refuses pagepool: {fault}", f"pip install --force-reinstall {right_one}"))
@@ -221,7 +220,7 @@ def _inspect_engine(
 
 
 def _inspect_recurrent_hits(problems: list[Problem], is_on: bool) -> bool:
-    """Whether EasyDeL's prefix caching stays on for models with recurrent layers. That is a problem where pagepool is on."""
+    """Whether EasyDeL's prefix caching stays on for models with recurrent layers, a problem if pagepool is on."""
     remedy = f"unset {easydel.RECURRENT_VARIABLE}"
     try:
         keeps_hits = recurrent.keeps_hits()
@@ -235,9 +234,8 @@ def _inspect_recurrent_hits(problems: list[Problem], is_on: bool) -> bool:
 
 
 def _run_python(code: str) -> tuple[str, str | None]:
-    """Run code in another process, which imports what this one would. Return its output, and what was wrong, if anything.
-
-    jax takes no memory of a device there before it needs it.
+    """Run code in another process with this one's import path. Return its output, and the error if it failed. jax does not
+    preallocate device memory there.
     """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-P", "-c", code]

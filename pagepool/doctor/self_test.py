@@ -1,4 +1,4 @@
-"""A self-test of about a second: random work of a known seed, done in two ways that have to agree."""
+"""A self-test of about a second: seeded random work, done in two ways whose results must agree."""
 
 import io
 from random import Random
@@ -26,7 +26,7 @@ STEPS_BETWEEN_CHECKS = 20
 
 
 def run_self_test() -> None:
-    """Do random work. An error of `pagepool.errors` if something is wrong."""
+    """Do random work. Raise an error of `pagepool.errors` if something is wrong."""
     twins = Twins(seed=0)
     for step in range(NUM_STEPS):
         twins.admit()
@@ -38,16 +38,16 @@ def run_self_test() -> None:
 
 
 class Twins:
-    """A running batch, and a manager that does the same request by request, each with a pool of its own; and the prefix index
-    of the batch's pool as its journal tells it.
+    """A running batch, and a manager doing the same work request by request, each with its own pool; and the prefix index
+    rebuilt from the journal of the batch's pool.
     """
 
     def __init__(self, seed: int) -> None:
-        """`seed` decides all work."""
+        """Draw all work from `seed`."""
         self._random = Random(seed)
         self._documents = [[self._random.randrange(1000) for _ in range(MAX_LENGTH // 2)] for _ in range(8)]
         self._manager, of_batch = _make_manager(), _make_manager()
-        self._requests: dict[int, EngineRequest] = {}  # by row
+        self._requests: dict[int, EngineRequest] = {}  # one per row
         table = MultiGroupPageTable(NUM_ROWS, MAX_LENGTH, MAX_LENGTH, [PAGE_SIZE] * of_batch.num_kv_cache_groups)
         self._batch, self._pool = RunningBatch(of_batch, table), of_batch.page_pool
         self._journal = EntryJournal(self._pool.store)
@@ -68,7 +68,7 @@ class Twins:
             self._requests[row] = request
 
     def decode(self) -> None:
-        """Let all rows grow by a token; the last ones are released first if pages are short."""
+        """Grow all rows by a token; if pages are short, release the last rows first."""
         while self._pool.get_num_free_pages() < 2 * len(self._requests):
             self._release(max(self._requests))
         tokens = {row: self._random.randrange(1000) for row in self._requests}
@@ -79,7 +79,7 @@ class Twins:
             request.num_computed_tokens += 1
 
     def release(self) -> None:
-        """Release a random row, and those that are full."""
+        """Release a random row, and all full rows."""
         chosen = self._random.randrange(NUM_ROWS)
         for row, request in list(self._requests.items()):
             if row == chosen or request.num_tokens == MAX_LENGTH:
@@ -90,7 +90,7 @@ class Twins:
         self._batch.release([row])
 
     def check(self) -> None:
-        """Check both, compare them with each other, and the batch's pool with its journal and with a saved copy of itself."""
+        """Check both pools, and compare them with each other, with the journal, and with a saved copy."""
         self._manager.check()
         self._batch.check()
         for row in self._requests:
@@ -121,13 +121,13 @@ def _keys_of(keys: Any, groups: Any) -> set[Any]:
 
 
 def _keys_of_entries(entries: Any) -> set[Any]:
-    """Return the keys of entries with their groups, of which a run of pages has one."""
+    """Return the keys of entries with their groups; a run of pages has one entry."""
     keys, runs, _ = entries
     return _keys_of(keys, np.repeat([run[3] for run in runs], [run[4] for run in runs]).astype(int))
 
 
 def _state_of(saved: dict[str, Any]) -> Any:
-    """Return ref counts, the order of free pages, and the cached pages, whose order in a snapshot means nothing."""
+    """Return ref counts, the order of free pages, and the set of cached pages; their order in a snapshot has no meaning."""
     cached = zip(*(saved[f"cached_{name}"].tolist() for name in ("page_ids", "group_ids", "keys")), strict=True)
     return saved["ref_counts"].tolist(), saved["free_page_ids"].tolist(), sorted(cached)
 

@@ -104,10 +104,10 @@ ENGINE = "easydel.inference.esurge"
 """The package of the engine."""
 
 VERSION = "0.3.0"
-"""The version of EasyDeL from which the tables below were recorded."""
+"""Version of EasyDeL described by the tables below."""
 
 VARIABLE = "PAGEPOOL_EASYDEL"
-"""The environment variable that ``import pagepool`` reads: a value in `ON` installs pagepool when the engine is imported."""
+"""Environment variable read by ``import pagepool``: a value in `ON` installs pagepool when the engine is imported."""
 
 WINDOWS_VARIABLE = "PAGEPOOL_EASYDEL_WINDOWS"
 """The environment variable that says which pages of windows and chunks stay cached: ``ends`` those with which a request can
@@ -116,8 +116,8 @@ resume; ``all``, or nothing, all as in EasyDeL.
 
 
 class CacheManager(manager.CacheManager):
-    """`pagepool.CacheManager` with the `windows` that `WINDOWS_VARIABLE` names. CompatError for another value. As with the
-    engine's own class, `allocate_slots` returns None for what can never fit, here with a warning.
+    """`pagepool.CacheManager` with `windows` from `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
+    class, `allocate_slots` returns None for a request that can never fit; it also logs a warning.
     """
 
     _refuses_too_large = False
@@ -144,7 +144,7 @@ class CacheManager(manager.CacheManager):
     def _warn_if_too_large(self, held: Sequence[PageIds], num_new_pages: int) -> None:
         """Log a warning if a request needs more pages at once than the pool has."""
         num_pages = self.num_pages - 1
-        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, null pages included
+        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, counting null pages
             return
         num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
         if num_needed_pages > num_pages:
@@ -156,7 +156,7 @@ class CacheManager(manager.CacheManager):
 
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
-"""The replacements by the names of the engine's classes."""
+"""Replacements by class name of the engine."""
 
 PLACES = {
     "CacheManager": ("core.manager", "core", "", "scheduler.scheduler", "scheduler.token_budget"),
@@ -165,10 +165,10 @@ PLACES = {
     "PageTable": ("page_table",),
     "MultiGroupPageTable": ("page_table", "runners.sequence_buffer"),
 }
-"""The modules below `ENGINE` that have each class; the first one defines it."""
+"""Modules below `ENGINE` with each class; the first one defines it."""
 
 SCHEDULER = "scheduler.scheduler"
-"""The module below `ENGINE` that defines the engine's ``Scheduler``."""
+"""Module below `ENGINE` that defines the engine's ``Scheduler``."""
 
 SIGNATURES = {
     "CacheManager": {
@@ -229,24 +229,24 @@ SIGNATURES = {
         "swap_row": "(self, src, tgt)",
     },
 }
-"""The public methods of each of the engine's classes: signatures without types."""
+"""Public methods of each of the engine's classes: signatures without types."""
 
 _lock = threading.RLock()
 _replaced: dict[type, type] = {}
-"""Maps the engine's classes to ours while installed."""
+"""Map from the engine's classes to ours while installed."""
 
 
 def install() -> None:
-    """Replace the engine's classes by pagepool's. Only logs a warning if pagepool is already installed.
+    """Replace the engine's classes by pagepool's. If pagepool is already installed, only log a warning.
 
-    Imports the engine if necessary. CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
-    class is missing or differs from what was recorded, or if objects of these classes exist, as they do once an engine is
-    built. Once the engine is imported, most of the time goes into the search for such objects.
+    Import the engine if necessary. Raise CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
+    class is missing or differs from its record, or if objects of these classes exist, as they do once an engine is built. Most
+    of the time is the import, then the search for such objects.
     """
     if is_installed():
         logger.warning("EasyDeL already allocates with pagepool")
         return
-    _import_engine()  # installs if the variable is on
+    _import_engine()  # installs pagepool if the variable is on
     with _lock:
         if is_installed():
             return
@@ -266,10 +266,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the engine's own classes, in modules imported meanwhile too; for a reloaded module, those it defined last. Has no
+    """Restore the engine's own classes, also in modules imported meanwhile; in a reloaded module, its latest definitions. No
     effect if pagepool is not installed.
 
-    Engines that were built meanwhile keep their pagepool objects.
+    Engines built meanwhile keep their pagepool objects.
     """
     with _lock:
         if _reload_hook in sys.meta_path:
@@ -280,8 +280,8 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether engines built now allocate with pagepool: all places in the engine's modules have its classes, and the scheduler
-    is guarded.
+    """Whether engines built now allocate with pagepool: the engine's modules have pagepool's classes everywhere, and the
+    scheduler is guarded.
     """
     are_ours = all(_class_at(place, name) is REPLACEMENTS[name] for name, places in PLACES.items() for place in places)
     return are_ours and is_guarded(_class_at(SCHEDULER, "Scheduler"))
@@ -298,7 +298,7 @@ def installed() -> Iterator[None]:
 def install_if_asked() -> None:
     """Call `install_on_import` if `VARIABLE` is on, in the children of `multiprocessing` too. ``import pagepool`` calls this.
 
-    CompatError for a value that is neither in `ON` nor in `OFF`.
+    Raise CompatError for a value that is neither in `ON` nor in `OFF`.
     """
     if read_switch(VARIABLE) in ON:
         install_on_import()
@@ -306,11 +306,11 @@ def install_if_asked() -> None:
 
 
 def install_on_import() -> None:
-    """Call `install` when the engine is imported, or now if it already is. Errors of `install` are raised by that import.
+    """Call `install` when the engine is imported, or now if it already is. That import raises errors of `install`.
 
     Importing a missing engine raises CompatError instead of ModuleNotFoundError, so that a program does not fall back to
-    another engine. An engine that is imported again is patched again. This imports neither EasyDeL nor jax, so programs can
-    still set what jax reads at import.
+    another engine. An engine imported anew is patched anew. Neither EasyDeL nor jax is imported, so programs can still set
+    variables that jax reads at import.
     """
     if ENGINE in sys.modules and not is_installed():
         install()
@@ -319,8 +319,8 @@ def install_on_import() -> None:
 
 
 def _install_again(module: str) -> None:
-    """Replace the classes that a reloaded module has defined again. CompatError, after `uninstall`, if `install` would refuse
-    the module.
+    """Replace the classes that a reloaded module has defined again. If `install` would refuse the module, uninstall and raise
+    CompatError.
     """
     with _lock:
         if not _replaced:
@@ -345,14 +345,14 @@ def _install_again(module: str) -> None:
 
 
 def _find_reloaded(module: str) -> dict[str, type]:
-    """Return the engine's classes that a reloaded module has defined, by name. CompatError for anything but such a class."""
+    """Return the engine's classes that a reloaded module has defined, by name. Raise CompatError if one is not such a class."""
     homes = {name: places[0] for name, places in PLACES.items() if _name_of(places[0]) == module}
     found = {name: _class_at(home, name) for name, home in homes.items()}
     return {name: _require_class(homes[name], name, value) for name, value in found.items() if value is not REPLACEMENTS[name]}
 
 
 def _check_places(module: str) -> None:
-    """Raise CompatError unless a module has our classes in all its places."""
+    """Raise CompatError unless a module has our classes everywhere."""
     for name, places in PLACES.items():
         for place in places:
             if _name_of(place) == module and _class_at(place, name) is not REPLACEMENTS[name]:
@@ -360,7 +360,7 @@ def _check_places(module: str) -> None:
 
 
 def _is_anywhere() -> bool:
-    """Whether a module that defines an engine's class has ours instead. False for an engine that was imported again."""
+    """Whether a defining module has our class in place of the engine's. False for an engine imported anew."""
     return any(_class_at(places[0], name) is REPLACEMENTS[name] for name, places in PLACES.items())
 
 
@@ -374,7 +374,7 @@ def _refuse_missing(name: str) -> None:
 _hook = AfterImport(ENGINE, install, _refuse_missing)
 
 
-# Finding.
+# Finding the engine's classes.
 
 
 def _import_engine() -> None:
@@ -403,7 +403,7 @@ def _class_at(place: str, name: str) -> Any:
 
 
 def _find_classes() -> dict[str, type]:
-    """Return the engine's classes by name. CompatError unless each is in all its places."""
+    """Return the engine's classes by name. Raise CompatError unless each is in all its modules."""
     classes: dict[str, type] = {}
     for name, places in PLACES.items():
         for place in places:
@@ -414,7 +414,7 @@ def _find_classes() -> dict[str, type]:
 
 
 def _find_scheduler() -> type:
-    """Return the engine's scheduler class. CompatError unless it is where it is defined."""
+    """Return the engine's scheduler class. Raise CompatError unless it is in its module."""
     value = _class_at(SCHEDULER, "Scheduler")
     if not isinstance(value, type) or value.__module__ != _name_of(SCHEDULER):
         raise _not_the_class(SCHEDULER, "Scheduler", value, SCHEDULER)
@@ -422,7 +422,7 @@ def _find_scheduler() -> type:
 
 
 def _require_class(place: str, name: str, value: Any) -> type:
-    """Return `value`; CompatError unless it is the class that the engine defines."""
+    """Return `value`. Raise CompatError unless it is the engine's own class."""
     if not isinstance(value, type) or value.__module__ != _name_of(PLACES[name][0]):
         raise _not_the_class(place, name, value, PLACES[name][0])
     return value
@@ -432,11 +432,11 @@ def _not_the_class(place: str, name: str, value: object, home: str) -> CompatErr
     return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {_name_of(home)} defines")
 
 
-# Checking.
+# Checking signatures.
 
 
 def _check_signatures(classes: Mapping[str, type]) -> None:
-    """Raise CompatError with all differences from `SIGNATURES`."""
+    """Raise CompatError, with all differences from `SIGNATURES`, if there are any."""
     differences = []
     for name, cls in classes.items():
         found, recorded = _signatures_of(cls), SIGNATURES[name]

@@ -1,4 +1,4 @@
-"""The managers by kind of attention and the coordinators of EasyDeL's allocator, by their names, over pagepool's look-up."""
+"""EasyDeL's managers by kind of attention and its coordinators, under the same names, over pagepool's look-up."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class SingleTypeCacheManager:
-    """One cache group: its spec, its index and the pool. A page has ``num_hashes_per_page`` hashes, as the coordinator says."""
+    """One cache group: its spec, its index and the pool. The coordinator sets ``num_hashes_per_page``."""
 
     def __init__(self, kv_cache_spec: Any, page_pool: PagePool, kv_cache_group_id: int) -> None:
-        """`kv_cache_spec` describes the group with index `kv_cache_group_id`."""
+        """Manage the group with index `kv_cache_group_id`, described by `kv_cache_spec`."""
         self.kv_cache_spec = kv_cache_spec
         self.page_pool = page_pool
         self.kv_cache_group_id = kv_cache_group_id
@@ -41,26 +41,28 @@ class SingleTypeCacheManager:
 
 
 class FullAttentionManager(SingleTypeCacheManager):
-    """Each token attends to all tokens before it."""
+    """Full attention: each token attends to all tokens before it."""
 
 
 class SlidingWindowManager(SingleTypeCacheManager):
-    """Each token attends to the last tokens, including itself."""
+    """Sliding window: each token attends to the last tokens, including itself."""
 
 
 class ChunkedLocalAttentionManager(SingleTypeCacheManager):
-    """Each token attends to its chunk."""
+    """Chunked attention: each token attends to its chunk."""
 
 
 class MambaManager(SingleTypeCacheManager):
-    """Each request has a state of fixed size."""
+    """States: each request has one of fixed size."""
 
 
 MANAGERS = FullAttentionManager, SlidingWindowManager, ChunkedLocalAttentionManager, MambaManager
 
 
 def get_manager_for_kv_cache_spec(kv_cache_spec: Any, **kwargs: Any) -> SingleTypeCacheManager:
-    """Make the manager for the kind of attention of a spec. `kwargs` go to its constructor. ArgumentError as `kind_of`."""
+    """Make the manager for the kind of attention of a spec. `kwargs` go to its constructor. Raise ArgumentError as `kind_of`
+    does.
+    """
     by_name = {cls.__name__: cls for cls in MANAGERS}
     return by_name[f"{kind_of(kv_cache_spec)}Manager"](kv_cache_spec, **kwargs)
 
@@ -88,11 +90,11 @@ class CacheCoordinator:
 
 
 class HybridCacheCoordinator(CacheCoordinator):
-    """Any number of groups of any kinds, page sizes and order."""
+    """Coordinator of any number of groups, of any kinds, page sizes and order."""
 
     @cached_property
     def single_type_managers(self) -> tuple[SingleTypeCacheManager, ...]:
-        """The manager of each group, made when it is first read."""
+        """The manager of each group, made on first access."""
         managers = []
         for i, group in enumerate(self.kv_cache_groups):
             manager = get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=i)
@@ -102,7 +104,7 @@ class HybridCacheCoordinator(CacheCoordinator):
 
     def find_longest_cache_hit(self, chain: HashChain, max_cache_hit_length: int) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
-        page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
+        page ids for each group, with the null page outside the group's attention. Nothing is changed.
         """
         return find_prefix(self.page_pool.store, self._rules.groups, chain, max_cache_hit_length + 1)
 
@@ -112,19 +114,19 @@ class HybridCacheCoordinator(CacheCoordinator):
 
 
 class UnitaryCacheCoordinator(HybridCacheCoordinator):
-    """One group: ArgumentError for another number of them."""
+    """Coordinator of one group; ArgumentError for another number of groups."""
 
     __signature__ = signature(CacheCoordinator)
 
     def __init__(self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], *args: Any, **kwargs: Any) -> None:
-        """The parameters are those of `CacheCoordinator`."""
+        """Make a coordinator: parameters as in `CacheCoordinator`."""
         if len(kv_cache_groups) != 1:
             raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
         super().__init__(num_pages, kv_cache_groups, *args, **kwargs)
 
 
 class CacheCoordinatorNoPrefixCache(HybridCacheCoordinator):
-    """Any number of groups, including none, without prefix caching: nothing hits."""
+    """Coordinator of any number of groups, or none, without prefix caching: nothing hits."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ __all__ = ["create_kv_cache_specs_from_config"]
 
 
 class _LayerKey(NamedTuple):
-    """The key of a group. Layers with equal keys share it."""
+    """Key of a group, shared by its layers."""
 
     mask_kind: str
     window: int | None
@@ -22,7 +22,7 @@ class _LayerKey(NamedTuple):
 
 
 def _positive_or_none(value: object) -> int | None:
-    """Return a positive number of a config, else None. Configs have None or 0 for unset values."""
+    """Return a positive number of a config, otherwise None. Unset values are None or 0."""
     try:
         number = int(cast(Any, value))
     except (TypeError, ValueError, OverflowError):
@@ -31,7 +31,7 @@ def _positive_or_none(value: object) -> int | None:
 
 
 def _layer_value(config: object, name: str, layer: int) -> int | None:
-    """Return a config's number for one layer, from one number for all layers or a list by layer."""
+    """Return a number for one layer, from a single number or a list by layer."""
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         value = value[layer] if 0 <= layer < len(value) else None
@@ -39,7 +39,7 @@ def _layer_value(config: object, name: str, layer: int) -> int | None:
 
 
 def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: int) -> tuple[int, int]:
-    """Return KV heads and head size of a layer. Full-attention layers of some hybrids have their own."""
+    """Return KV heads and head size of a layer. In some hybrids, full-attention layers have their own."""
     num_kv_heads = (
         _layer_value(config, "num_kv_heads", layer) or _layer_value(config, "num_key_value_heads", layer) or num_kv_heads
     )
@@ -55,7 +55,7 @@ def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: in
 
 
 def _layer_index(layer: object) -> int:
-    """Return the number of a layer, which may be text in a config."""
+    """Return the number of a layer; configs may have it as text."""
     try:
         index = int(cast(Any, layer))
     except (TypeError, ValueError, OverflowError):
@@ -103,14 +103,14 @@ def create_kv_cache_specs_from_config(
 
     `config` is read by attribute only. `get_mask_details()`, if present, maps a layer index to an object with `mask_type`
     (`"ATTN_MASK_FULL"`, `"ATTN_MASK_SLIDING"` or `"ATTN_MASK_CHUNK"`, as a string or an enum), `size` (window) and `chunks`.
-    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) override the arguments, as do `global_head_dim` and
-    `num_global_key_value_heads` for layers that `layer_types` calls `full_attention`. Without mask details the result is one
-    full-attention group of the given geometry, without layer names.
+    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) override the arguments; for layers with
+    `full_attention` in `layer_types`, `global_head_dim` and `num_global_key_value_heads` do. Without mask details the result is
+    one full-attention group of the given geometry, without layer names.
 
-    With `equal_bytes`, which EasyDeL does not have, groups with fewer bytes a token have more tokens a page: the largest
-    multiple of `page_size` that takes at most the bytes of the largest page. A pool with pages of one size then loses little.
+    With `equal_bytes`, an option EasyDeL lacks, groups with fewer bytes per token get more tokens per page: the largest
+    multiple of `page_size` that fits into the bytes of the largest page. A pool whose pages have one size then wastes little.
 
-    ArgumentError for an unknown mask, or a window or chunk without a size. O(layers).
+    Raise ArgumentError for an unknown mask, or a window or chunk without a size. O(layers).
 
     >>> [group] = create_kv_cache_specs_from_config(object(), 16, 8, 128, "bfloat16")
     >>> group.kv_cache_spec.type_id

@@ -1,4 +1,4 @@
-"""Names of the engine's allocator that pagepool itself does not use: page budgets, a pool's groups, the shard of a page."""
+"""Names of EasyDeL's allocator without a use in pagepool itself: page budgets, a pool's groups, the shard of a page."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ __all__ = ["CacheGroupsConfig", "RuntimePageBudgetEstimate", "dp_shard_for_page_
 
 @dataclass(frozen=True)
 class CacheGroupsConfig:
-    """The size of a pool in pages, including the null page, and its groups."""
+    """Size of a pool in pages, including the null page, and its groups."""
 
     num_pages: int
     kv_cache_groups: list[CacheGroupSpec]
 
 
 def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> int | None:
-    """Return the shard of a page; None for the null page, and for sizes that are not positive.
+    """Return the shard of a page; None for the null page or a size below 1.
 
     >>> dp_shard_for_page_id(256, 256, 4), dp_shard_for_page_id(0, 256, 4)
     (1, None)
@@ -33,9 +33,9 @@ def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> in
 
 @dataclass(frozen=True)
 class RuntimePageBudgetEstimate:
-    """The number of requests of maximum length that fit in a pool at once, and the page counts behind it.
+    """Number of maximum-length requests that fit in a pool at once, and the page counts behind it.
 
-    `pages_per_request` is the sum of `per_group_pages` (one entry a group, in order). `usable_pages` excludes the null page.
+    `pages_per_request` is the sum of `per_group_pages` (one entry per group, in order). `usable_pages` excludes the null page.
     """
 
     pages_per_request: int
@@ -71,9 +71,9 @@ def estimate_runtime_page_budget(
 ) -> RuntimePageBudgetEstimate:
     """Estimate how many requests of `max_model_len` tokens fit in the pool at once, with windows and chunks.
 
-    A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and pages that divide evenly, each
-    request stays in one shard. `max_num_seqs` is at least 1, even if no request fits; without groups it is the number of
-    usable pages. Lengths below 1 count as 1. ArgumentError for a spec whose pages have no bytes. O(groups).
+    A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and evenly divided pages, each
+    request stays in one shard. `max_num_seqs` is at least 1, even if no request fits; without groups it is the number of usable
+    pages. Lengths below 1 count as 1. Raise ArgumentError for a spec whose pages have no bytes. O(groups).
 
     >>> from pagepool import CacheGroupSpec, FullAttentionSpec
     >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]

@@ -1,7 +1,7 @@
 """Turns prefix caching off for models with recurrent layers, which EasyDeL takes for full attention.
 
-It keeps their states by batch row, and zeroes a row when its request ends. A prefix hit skips the tokens of the hit in these
-layers too, and goes on from a zero state. Pages of other requests are right, so only hits have to be refused.
+EasyDeL keeps their states by batch row, and zeroes a row when its request ends. A prefix hit skips its tokens in these layers
+too, and continues from a zero state, so its results are wrong. Pages of other requests are right: only hits have to be refused.
 """
 
 import functools
@@ -19,37 +19,39 @@ __all__ = ["FROM_RUNNER", "RECURRENT_VARIABLE", "count_recurrent_layers", "guard
 logger = logging.getLogger(__name__)
 
 RECURRENT_VARIABLE = "PAGEPOOL_EASYDEL_RECURRENT_HITS"
-"""The environment variable that says whether prefix caching stays on for models with recurrent layers: a value in `ON`."""
+"""Environment variable that keeps prefix caching on for models with recurrent layers: a value in `ON`."""
 
 FROM_RUNNER = (
     "(runner, max_num_batched_tokens=None, enable_prefix_caching=True, "
     "async_scheduling=True, long_prefill_token_threshold=None)"
 )
-"""The signature of the engine's ``Scheduler.from_runner``, which decides whether prefixes are cached."""
+"""Signature of the engine's ``Scheduler.from_runner``, where prefix caching is decided."""
 
 LAYER_WORDS = ("linear", "hybrid", "mamba", "recurrent", "conv", "ssm")
-"""What names a recurrent layer, alone or beside attention, in a config's ``layer_types``: `linear_attention`,
+"""Parts of the names of recurrent layers, alone or beside attention, in a config's ``layer_types``: `linear_attention`,
 `kda_linear_attention`, `hybrid`, `parallel_hybrid`, `mamba` and the like.
 """
 
 VIEWS = frozenset({"RecurrentCacheView", "KDACacheView", "LightningCacheView"})
-"""The engine's classes for the states of a layer."""
+"""The engine's classes of layer states."""
 
 STATES = ("recurrent", "recurrent_state", "conv_state")
-"""Attributes of a layer's view that hold a state, alone or beside pages."""
+"""Attributes of a layer's view with a state, alone or beside pages."""
 
 _guarded: dict[type, Any] = {}
-"""Maps the engine's scheduler classes to their own ``from_runner``."""
+"""Original ``from_runner`` of each of the engine's scheduler classes."""
 
 
 def keeps_hits() -> bool:
-    """Whether `RECURRENT_VARIABLE` leaves prefix caching on. CompatError for a value that is neither in `ON` nor in `OFF`."""
+    """Whether `RECURRENT_VARIABLE` leaves prefix caching on. Raise CompatError for a value that is neither in `ON` nor in
+    `OFF`.
+    """
     return read_switch(RECURRENT_VARIABLE) in ON
 
 
 def guard(scheduler: type) -> None:
-    """Let ``from_runner`` of a scheduler class turn prefix caching off for models with recurrent layers. CompatError unless it
-    is a class method with the recorded signature.
+    """Let ``from_runner`` of a scheduler class turn prefix caching off for models with recurrent layers. Raise CompatError
+    unless it is a class method with the recorded signature.
     """
     if scheduler in _guarded:
         return
@@ -67,7 +69,7 @@ def is_guarded(scheduler: object) -> bool:
 
 
 def remove_guards() -> None:
-    """Give all classes their own ``from_runner`` back."""
+    """Restore each class's own ``from_runner``."""
     for scheduler, own in _guarded.items():
         scheduler.from_runner = own  # type: ignore[attr-defined]
     _guarded.clear()
@@ -92,7 +94,9 @@ def _make_guarded(own: Any) -> Any:
 
 
 def count_recurrent_layers(runner: Any) -> int:
-    """Return how many layers of a runner's model are recurrent, by its caches or, as these may be released, by its config."""
+    """Return the number of recurrent layers of a runner's model: counted in its caches or, since these may be released, in its
+    config.
+    """
     cache = getattr(getattr(runner, "executor_manager", None), "kv_pages", None)
     views = getattr(cache, "views", None) or ()
     config = getattr(getattr(runner, "model", None), "config", None)
@@ -113,7 +117,7 @@ def _count_recurrent_types(config: Any) -> int:
 
 
 def _walk_configs(config: Any) -> Iterator[Any]:
-    """Yield a config and the configs in it, as that of the text of a model with images."""
+    """Yield a config and the configs inside it, such as the text config of a model with images."""
     found, seen = [config], set()
     while found:
         one = found.pop()

@@ -3,9 +3,9 @@
 Set ``PAGEPOOL_VLLM=1`` in the environment: vLLM loads pagepool as a plug-in, in each of its processes. Or call `install` before
 the engine is built.
 
-vLLM's managers stay, over compiled blocks, queue and map, with compiled methods for the common cases; the others call the
-methods that vLLM had. `engine.py` lists what is replaced, in parts: each is used as a whole or left to vLLM. References held by
-code outside vLLM are not changed.
+vLLM's managers stay, over compiled blocks, queue and map, with compiled methods for the common cases; other cases call vLLM's
+own methods. `engine.py` lists the replacements in parts; each part is used as a whole or left to vLLM. References held by code
+outside vLLM are not changed.
 """
 
 import logging
@@ -48,31 +48,31 @@ __all__ = [
     "uninstall",
 ]
 
-logger = logging.getLogger("vllm.pagepool")  # vLLM formats and shows the messages of its own loggers only
+logger = logging.getLogger("vllm.pagepool")  # vLLM formats and shows only messages of its own loggers
 
 VARIABLE = "PAGEPOOL_VLLM"
-"""The environment variable that the plug-in reads: `ON` and `KNOWN` install pagepool or log why not; `STRICT` raises it."""
+"""Environment variable of the plug-in: `ON` and `KNOWN` install pagepool or log why not; `STRICT` raises the reason."""
 
 KNOWN = "known"
 STRICT = "strict"
 
 _lock = threading.RLock()
 _replaced: list[tuple[Replacement, Any, Any]] = []
-"""The replacements while they are installed, the modules or classes that they are set on, and what vLLM has in their place."""
+"""Installed replacements, each with its module or class and vLLM's original."""
 _obstacles: dict[str, str] = {}
-"""Why parts were left to vLLM when pagepool was installed last; "" for those that are used."""
+"""Reason for each part left to vLLM by the last installation; "" for used parts."""
 _homes: dict[str, ModuleType] = {}
-"""vLLM's modules that the compiled modules have been imported for."""
+"""The vLLM modules bound to the compiled modules."""
 
 
 def install(*, known: bool = False, strict: bool = False) -> None:
-    """Replace vLLM's definitions by pagepool's, here and in processes that `multiprocessing` starts. Only logs a warning if
-    pagepool is already installed.
+    """Replace vLLM's definitions by pagepool's, here and in processes that `multiprocessing` starts. If pagepool is already
+    installed, only log a warning.
 
     A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
-    some of it. Raises CompatError, without a change, if all parts are; with `strict` if one is; with `known` in a version that
-    is none of `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one that
-    needs a missing part. Imports vLLM if necessary; then most of the time goes into the search for schedulers.
+    some of it. Raise CompatError, without a change, if all parts are left to vLLM; with `strict`, if one is; with `known`, for
+    a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one
+    that needs a missing part. Import vLLM if necessary; after that, most of the time is the search for schedulers.
     """
     with _lock:
         if is_installed():
@@ -99,8 +99,8 @@ def install(*, known: bool = False, strict: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore vLLM's own definitions, in modules imported meanwhile too, if pagepool is installed. Pools that were built since
-    then keep their compiled blocks, which vLLM's own methods accept.
+    """Restore vLLM's own definitions, also in modules imported meanwhile, if pagepool is installed. Pools built meanwhile keep
+    their compiled blocks, which vLLM's own methods accept.
     """
     with _lock:
         stop_calling_in_children(install_on_import)
@@ -117,7 +117,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether engines built now allocate with pagepool: what was replaced in vLLM's modules still is."""
+    """Whether engines built now allocate with pagepool: every replacement in vLLM's modules is still in place."""
     return bool(_replaced) and all(_chosen(item) for item, *_ in _replaced)
 
 
@@ -129,15 +129,15 @@ def installed() -> Iterator[None]:
 
 
 def install_if_asked() -> None:
-    """Call `install` as `VARIABLE` asks for, if pagepool is not installed. CompatError for a value that it cannot have."""
+    """Call `install` according to `VARIABLE`, unless pagepool is installed. Raise CompatError for an unknown value."""
     value = read_switch(VARIABLE, (KNOWN, STRICT))
     if value not in OFF and not is_installed():
         install(known=value == KNOWN, strict=value == STRICT)
 
 
 def install_on_import() -> None:
-    """Call `install` when vLLM's manager is imported, or now if it already is. Errors of `install` are raised by that import,
-    so that no engine runs without. Imports nothing.
+    """Call `install` when vLLM's manager is imported, or now if it already is. That import raises errors of `install`, so no
+    engine runs without pagepool. This call imports nothing.
     """
     if MANAGER in sys.modules and not is_installed():
         install()
@@ -150,17 +150,17 @@ _hook = AfterImport(MANAGER, install_on_import)
 
 @dataclass(frozen=True)
 class Report:
-    """What is replaced in this process. Its text is a table."""
+    """Report on the replacements in this process; its text is a table."""
 
     version: str
     """vLLM's version, or "not imported"."""
     is_installed: bool
     eviction: str
-    """The eviction policy of pools made now, or "vLLM's"."""
+    """Eviction policy of new pools, or "vLLM's"."""
     parts: tuple[tuple[str, str], ...]
-    """The parts, and for each "used", or why it is not."""
+    """For each part "used", or the reason it is not."""
     replaced: tuple[tuple[str, str], ...]
-    """The full names of vLLM's definitions that are replaced now, and of what replaces them."""
+    """Full names of replaced vLLM definitions, and of their replacements."""
 
     def __str__(self) -> str:
         """Return a line with version and state, and one for each part and each replacement."""
@@ -171,7 +171,7 @@ class Report:
 
 
 def report() -> Report:
-    """Return what is replaced in this process. Imports nothing."""
+    """Report on the replacements in this process, without importing anything."""
     replaced = [*filter(None, map(_chosen, REPLACEMENTS))]
     return Report(
         str(getattr(sys.modules.get("vllm"), "__version__", "not imported")),
@@ -186,23 +186,23 @@ def report() -> Report:
 
 
 def check(manager: Any) -> None:
-    """Check all invariants of a block pool, a `KVCacheManager` or a scheduler of vLLM, with or without pagepool. IntegrityError
-    names the first block that is wrong. Call it between two steps, in the scheduler's thread. O(blocks).
+    """Check all invariants of a block pool, a `KVCacheManager` or a scheduler of vLLM, with or without pagepool. Raise
+    IntegrityError naming the first wrong block. Call this between two steps, in the scheduler's thread. O(blocks).
     """
     import_module("pagepool.compat.vllm.integrity").check_manager(manager)
 
 
-# Finding.
+# Finding vLLM's definitions.
 
 
 def _owner(item: Replacement) -> Any:
-    """Return vLLM's module or class that a replacement is set on; None if it is not imported."""
+    """Return vLLM's module or class in which a replacement belongs, or None if it is not imported."""
     module = sys.modules.get(item.home)
     return vars(module).get(item.name.partition(".")[0]) if module is not None and item.is_method else module
 
 
 def _found(item: Replacement) -> Any:
-    """Return what vLLM has now in the place of a replacement; None if there is nothing."""
+    """Return vLLM's present definition in the place of a replacement, or None if there is none."""
     owner = _owner(item)
     return None if owner is None else vars(owner).get(item.last_name)
 
@@ -212,13 +212,13 @@ def _ours(item: Replacement) -> Any:
 
 
 def _chosen(item: Replacement) -> Replacement | None:
-    """Return what vLLM's definition is replaced by now; None if it is not replaced."""
+    """Return the present replacement of vLLM's definition, or None if it is not replaced."""
     found = function_of(_found(item))
     return next((choice for choice in choices_for(item) if found is not None and found is _ours(choice)), None)
 
 
 def _import(item: Replacement) -> Any:
-    """Import a replacement, and let its module keep the functions of vLLM that it calls. CompatError if it is missing."""
+    """Import a replacement, and let its module keep the vLLM functions it calls. Raise CompatError if one is missing."""
     try:
         module = import_module(item.source.rpartition(".")[0])
         getattr(module, "bind", int)()
@@ -228,14 +228,14 @@ def _import(item: Replacement) -> Any:
 
 
 def _check_same(homes: dict[str, ModuleType]) -> None:
-    """Raise CompatError if vLLM was imported anew: the compiled modules call the functions of the first."""
+    """Raise CompatError if vLLM was imported anew: the compiled modules still call functions of the first import."""
     for name, module in homes.items():
         if _homes.get(name, module) is not module:
             raise CompatError(f"{name}: got a module that was imported anew, expected the one that pagepool was imported for")
 
 
 def _check_wanted(obstacles: dict[str, str], known: bool, strict: bool) -> None:
-    """Raise CompatError if too few parts can be used, or the version has to be known and is not."""
+    """Raise CompatError if too few parts can be used, or if the version is unknown and must be known."""
     if known and not any(fnmatchcase(version_of(), one) for one in VERSIONS):
         raise CompatError(f"vLLM's version: got {version_of()}, expected {', '.join(VERSIONS)}")
     left = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle]
@@ -243,7 +243,7 @@ def _check_wanted(obstacles: dict[str, str], known: bool, strict: bool) -> None:
         raise CompatError(f"vLLM {version_of()} differs from the tested versions, or is patched: {'; '.join(left)}")
 
 
-# Replacing.
+# Replacing definitions.
 
 
 def _set(compiled: dict[Replacement, Any]) -> None:
@@ -256,7 +256,7 @@ def _set(compiled: dict[Replacement, Any]) -> None:
 
 
 def _keep_maps() -> None:
-    """Let living pools make our map again at their next reset: vLLM's own accepts only its own blocks."""
+    """Let living pools make our map again at their next reset, since vLLM's own map accepts only its own blocks."""
     pool_class, map_class = vars(_homes[POOL])["BlockPool"], vars(_homes[POOL])["BlockHashToBlockMap"]
     for pool in find_objects((pool_class,)):
         if isinstance(getattr(pool, "cached_block_hash_to_block", None), map_class):
@@ -264,7 +264,7 @@ def _keep_maps() -> None:
 
 
 def _reset_prefix_cache(pool: Any, map_class: type) -> bool:
-    """Call the reset of the pool's class, which makes an empty map of the class that vLLM has now."""
+    """Call the reset of the pool's class: it makes an empty map of vLLM's present class."""
     is_reset = bool(type(pool).reset_prefix_cache(pool))
     if is_reset:
         pool.cached_block_hash_to_block = map_class()

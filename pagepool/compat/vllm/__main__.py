@@ -1,4 +1,4 @@
-"""``python -m pagepool.compat.vllm``: whether pagepool accepts the installed vLLM, and what it replaces."""
+"""``python -m pagepool.compat.vllm``: reports whether pagepool accepts the installed vLLM, and the parts it replaces."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from pagepool.errors import CompatError
 
 
 def main() -> None:
-    """Install pagepool in this process and print the report; exit code 1 and the reason if vLLM is refused."""
+    """Install pagepool in this process and print the report. If vLLM is refused, print the reason and exit with code 1."""
     parser = OptionParser(
         "%prog [--record]",
         prog="python -m pagepool.compat.vllm",

@@ -6,7 +6,7 @@ cdef class Block:
     cdef public object _block_hash
     cdef public Block prev_free_block
     cdef public Block next_free_block
-    cdef int64_t num_hash_tokens    # NO_TOKENS: None
+    cdef int64_t num_hash_tokens    # NO_TOKENS stands for None
     cdef public int32_t block_id
     cdef public int32_t ref_cnt
     cdef public bint is_null

@@ -1,6 +1,7 @@
 """Stand-ins for vLLM's blocks, free queue and map from hashes to blocks: the same attributes, methods and order, compiled.
 
-They refuse what would corrupt the queue: a block that is queued twice, or one that is not in it. None of them needs vLLM.
+They refuse calls that would corrupt the queue: queueing a block twice, or taking out one that is not queued. None of them needs
+vLLM.
 """
 
 cimport cython
@@ -10,15 +11,15 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, I
 
 
 cdef class FreeQueue:
-    """What the pool's functions need of a queue of free blocks, besides the methods of vLLM's, and those that all queues share.
+    """A queue of free blocks for the pool's functions: vLLM's methods in one place, and hooks for eviction policies.
 
-    A queue that chooses blocks by what was cached and hit learns of that by the last four methods.
+    The last four methods inform a queue whose policy depends on cached and hit blocks.
     """
 
     def popleft(self) -> Block:
-        """Take the block that is handed out next."""
+        """Take the first block."""
         if self.num_free_blocks == 0:
-            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
+            raise OutOfPagesError("No free blocks available")  # vLLM's text
         return self.popleft_n(1)[0]
 
     def append(self, Block block not None) -> None:
@@ -30,7 +31,7 @@ cdef class FreeQueue:
         return list(self.iter_blocks_after(None))
 
     cdef int check_number(self, Py_ssize_t n, str name) except -1:
-        """Raise ArgumentError for less than no blocks, OutOfPagesError for more than are free."""
+        """Raise ArgumentError for a negative number of blocks, OutOfPagesError if fewer are free."""
         if n < 0:
             raise ArgumentError(f"{name}: got {n}, allowed: at least 0")
         if n > self.num_free_blocks:
@@ -38,39 +39,41 @@ cdef class FreeQueue:
         return 0
 
     cdef list take(self, Py_ssize_t n):
-        """Take out `n` blocks, which there are. IntegrityError, and nothing taken, if one of them has references."""
+        """Take `n` blocks; the caller checks that there are enough. Raise IntegrityError, with nothing taken, if one has
+        references.
+        """
         raise NotImplementedError
 
     cdef int touch(self, list blocks) except -1:
-        """Add a reference to each block; those without any, which are in the queue, leave it."""
+        """Add a reference to each block; blocks without one leave the queue."""
         raise NotImplementedError
 
     cdef int put_back(self, list first, list last) except -1:
-        """Put blocks before all others, and behind all others, both in their order."""
+        """Put the first list before all others, and the last list behind all others, both in order."""
         raise NotImplementedError
 
     cdef int require_in(self, Block block) except -1:
-        """IntegrityError unless a block is in the queue."""
+        """Raise IntegrityError unless a block is in the queue."""
         raise NotImplementedError
 
     cdef int require_out(self, Block block) except -1:
-        """DoubleFreeError if a block is in the queue."""
+        """Raise DoubleFreeError if a block is in the queue."""
         raise NotImplementedError
 
     cdef int note_hash(self, Block block) except -1:
-        """A block was given its hash by its own method, or has lost it."""
+        """Note that a block got or lost its hash by its own method."""
         return 0
 
     cdef int begin_span(self) except -1:
-        """Blocks of one request are about to be given their hashes."""
+        """Prepare for hashes of several blocks of one request."""
         return 0
 
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
-        """A request's blocks from `start` to `stop` were given their hashes, except those that are not to be cached."""
+        """Note that a request's blocks from `start` to `stop` got their hashes, except for uncached ones."""
         return 0
 
     cpdef int note_request(self) except -1:
-        """A request begins to take blocks."""
+        """Note that a request begins to take blocks."""
         return 0
 
 
@@ -84,9 +87,9 @@ cdef int tell_queue(Block block) except -1:
 @cython.final
 @cython.trashcan(True)  # a long chain of links is freed without recursion
 cdef class Block:
-    """A block's id, reference count and hash, and its neighbours in the free queue: None while it is not in it.
+    """A block's id, reference count and hash, and its neighbours in the free queue, None while it is not queued.
 
-    `pool`: the pool that it belongs to. ``_block_hash``: the hash with the group's id, if it is cached.
+    `pool`: its pool. ``_block_hash``: the hash with the group's id, if the block is cached.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ cdef class Block:
 
     @property
     def block_hash_num_tokens(self) -> int | None:
-        """The tokens that the hash covers, from the first of the prompt on."""
+        """Number of tokens covered by the hash, from the start of the prompt."""
         return self._block_hash_num_tokens
 
     @property
@@ -121,7 +124,7 @@ cdef class Block:
         self.num_hash_tokens = NO_TOKENS if value is None else value
 
     def set_block_hash(self, block_hash, num_tokens=None) -> None:
-        """Give the block a hash. AssertionError, as in vLLM, if it has one."""
+        """Give the block a hash. Raise AssertionError, as vLLM does, if it has one."""
         if self._block_hash is not None or self.num_hash_tokens != NO_TOKENS:
             raise AssertionError(f"block {self.block_id} already has a hash")
         self._block_hash_num_tokens = num_tokens
@@ -129,7 +132,7 @@ cdef class Block:
         tell_queue(self)
 
     def reset_hash(self) -> None:
-        """Take the hash back."""
+        """Remove the hash."""
         self._block_hash = None
         self.num_hash_tokens = NO_TOKENS
         tell_queue(self)
@@ -154,7 +157,7 @@ cdef object id_of(Block block):
 
 
 cdef tuple fields_of(Block block):
-    """What two equal blocks have in common."""
+    """Return the values that two equal blocks share."""
     links = id_of(block.prev_free_block), id_of(block.next_free_block)
     return block.block_id, block.ref_cnt, block._block_hash, block.num_hash_tokens, block.is_null, links
 
@@ -178,7 +181,7 @@ cdef int check_unqueued(Block block) except -1:
 
 
 cdef int check_unheld(list blocks) except -1:
-    """IntegrityError for a queued block with references."""
+    """Raise IntegrityError for a queued block with references."""
     cdef Block block
     for value in blocks:
         block = <Block>value
@@ -188,7 +191,7 @@ cdef int check_unheld(list blocks) except -1:
 
 
 cdef list first_blocks(BlockQueue queue, Py_ssize_t n):
-    """The first `n` blocks. IntegrityError if the links end before."""
+    """Return the first `n` blocks. Raise IntegrityError if the links end sooner."""
     cdef list blocks = []
     cdef Block block = queue.fake_free_list_head
     while len(blocks) < n:
@@ -223,7 +226,7 @@ cdef int leave(BlockQueue queue, Block block) except -1:
 
 
 cdef int leave_front(BlockQueue queue, list blocks) except -1:
-    """Take the first blocks out, which are `blocks`."""
+    """Take out the first blocks, given as `blocks`."""
     cdef Block block, following
     if not blocks:
         return 0
@@ -240,7 +243,7 @@ cdef int leave_front(BlockQueue queue, list blocks) except -1:
 
 
 cdef list checked_blocks(object blocks):
-    """Blocks that are in no queue, each named once."""
+    """Make a list of blocks that are in no queue, each named once."""
     cdef list checked = list(blocks)
     for value in checked:
         check_unqueued(as_block(value))
@@ -250,10 +253,10 @@ cdef list checked_blocks(object blocks):
 
 
 cdef class BlockQueue(FreeQueue):
-    """Free blocks in the order in which they are handed out, between two blocks of id -1 that are never handed out.
+    """Free blocks in the order of their use, between two sentinel blocks of id -1.
 
-    O(1) a block. Errors are typed, and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for
-    one that is not queued, `OutOfPagesError` where the queue is empty. Nothing has changed then.
+    O(1) a block. Errors name the block and change nothing: `DoubleFreeError` for a block queued already, `IntegrityError` for
+    one that is not queued, `OutOfPagesError` if the queue is empty.
     """
 
     def __init__(self, blocks):
@@ -304,17 +307,17 @@ cdef class BlockQueue(FreeQueue):
         return check_unqueued(block)
 
     def append_n(self, blocks) -> None:
-        """Put blocks behind the last one, in their order. AssertionError, as in vLLM, if the queue's tail is not linked."""
+        """Put blocks behind the last one, in order. Raise AssertionError, as vLLM does, if the queue's tail is not linked."""
         if self.fake_free_list_tail.prev_free_block is None:
             raise AssertionError("the tail of the free queue is not linked")
         join(self, self.fake_free_list_tail.prev_free_block, checked_blocks(blocks))
 
     def prepend_n(self, blocks) -> None:
-        """Put blocks before the first one, in their order."""
+        """Put blocks before the first one, in order."""
         join(self, self.fake_free_list_head, checked_blocks(blocks))
 
     def iter_blocks_after(self, Block cursor):
-        """Yield the blocks behind `cursor`, all for None."""
+        """Yield the blocks behind `cursor`; all blocks for None."""
         cdef Block block = (self.fake_free_list_head if cursor is None else cursor).next_free_block
         while block is not None and block is not self.fake_free_list_tail:
             yield block
@@ -322,12 +325,12 @@ cdef class BlockQueue(FreeQueue):
 
 
 class Queue(BlockQueue, metaclass=Unpatched):
-    """What stands for vLLM's class."""
+    """The stand-in for vLLM's class."""
     __slots__ = ()
 
 
 cdef Block find_block(dict cache, bytes key):
-    """The block cached first under a key, or None."""
+    """Return the block cached first under a key, or None."""
     found = cache.get(key)
     if found is None or type(found) is Block:
         return found
@@ -344,7 +347,7 @@ cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1:
 
 
 cdef int add_block(dict cache, bytes key, Block block) except -1:
-    """Cache a block under a key, behind those that are."""
+    """Cache a block under a key, behind the others of the key."""
     cdef Block first
     found = cache.get(key)
     if found is None:
@@ -358,7 +361,7 @@ cdef int add_block(dict cache, bytes key, Block block) except -1:
 
 
 cdef object take_out(dict cache, bytes key, int32_t block_id):
-    """Remove a block from a key's, and return it; None if it is not one of them. A key with blocks left goes to the end."""
+    """Remove and return a block of a key, or return None if it is not there. A key with blocks left goes to the end."""
     found = cache.pop(key, None)
     if found is None:
         return None
@@ -389,7 +392,7 @@ cdef class BlockMap:
         return has_block(self._cache, key, block_id)
 
     def insert(self, bytes key not None, Block block not None) -> None:
-        """Cache a block under a key, behind those that are."""
+        """Cache a block under a key, behind the others of the key."""
         add_block(self._cache, key, block)
 
     def pop(self, bytes key not None, block_id) -> Block | None:

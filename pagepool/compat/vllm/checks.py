@@ -1,4 +1,4 @@
-"""Which parts fit the vLLM of this process: it is as one that was tested, and nobody else has changed what they rely on."""
+"""Checks which parts fit the vLLM of this process: its sources match a tested version, and no other package patched them."""
 
 import inspect
 import sys
@@ -14,11 +14,11 @@ from pagepool.errors import CompatError
 __all__ = ["find_obstacles", "function_of", "import_homes", "record", "version_of"]
 
 Homes = Mapping[str, ModuleType]
-Digests = dict[str, str]  # by ``module:name``
+Digests = dict[str, str]  # keys: ``module:name``
 
 
 def version_of() -> str:
-    """Import vLLM and return its version. CompatError if it is not installed."""
+    """Import vLLM and return its version. Raise CompatError if it is not installed."""
     try:
         engine = import_module("vllm")
     except ModuleNotFoundError as error:
@@ -29,7 +29,9 @@ def version_of() -> str:
 
 
 def import_homes() -> dict[str, ModuleType]:
-    """Import those modules of `DIGESTS` that this vLLM has, and return them by name. CompatError if it is not installed."""
+    """Import the modules of `DIGESTS` present in this vLLM, and return them by name. Raise CompatError if vLLM is not
+    installed.
+    """
     version_of()
     homes = {}
     for home in dict.fromkeys(place.partition(":")[0] for recorded in DIGESTS.values() for place in recorded):
@@ -42,7 +44,7 @@ def import_homes() -> dict[str, ModuleType]:
 
 
 def find_obstacles(homes: Homes) -> dict[str, str]:
-    """Return for each part, by its name, why it has to be left to vLLM; "" for one that can be used."""
+    """Return for each part, by name, why it must be left to vLLM; "" for a usable one."""
     digests = _digests_in(homes)
     obstacles: dict[str, str] = {}
     for part in PARTS:
@@ -52,7 +54,7 @@ def find_obstacles(homes: Homes) -> dict[str, str]:
 
 
 def record(homes: Homes) -> Digests:
-    """Return what `CHANGES` has to say of this vLLM: the digests that differ from those in `DIGESTS`."""
+    """Return this vLLM's entry for `CHANGES`: its digests that differ from `DIGESTS`."""
     digests = _digests_in(homes)
     recorded = [item for recorded in DIGESTS.values() for item in recorded.items()]
     return {place: _digest_of(digests, place) for place, digest in recorded if _digest_of(digests, place) != digest}
@@ -78,12 +80,12 @@ def _source_of(module: ModuleType) -> str:
 
 
 def _digest_of(digests: Digests, place: str) -> str:
-    """Return the digest of a definition: `INHERITED` for a method that its class has not, "gone" if there is no such class."""
+    """Return the digest of a definition: `INHERITED` for a method missing in its class, "gone" if the class is missing."""
     return digests.get(place, INHERITED if place.rpartition(".")[0] in digests else "gone")
 
 
 def _find_obstacles(part: Part, homes: Homes, digests: Digests) -> list[str]:
-    """Return what differs from the tested version that differs least, or else what somebody else has changed."""
+    """Return the differences from the closest tested version, or if there are none, changes by other packages."""
     differences = [
         [place for place, digest in DIGESTS[part.name].items() if _digest_of(digests, place) != changes.get(place, digest)]
         for changes in CHANGES.values()
@@ -92,11 +94,11 @@ def _find_obstacles(part: Part, homes: Homes, digests: Digests) -> list[str]:
     return found or [*_find_patches(part, homes, digests)] or [*_find_subclasses(part, homes)]
 
 
-# Changes by somebody else.
+# Changes by other packages.
 
 
 def _find_patches(part: Part, homes: Homes, digests: Digests) -> Iterator[str]:
-    """Yield what is wrong with definitions that are not those of their source, or that a module of `BOUND` has replaced."""
+    """Yield a description of each definition that differs from its source, or is replaced in a module of `BOUND`."""
     for place in DIGESTS[part.name]:
         home, name = place.split(":")
         value = _at(homes, home, name)
@@ -110,7 +112,7 @@ def _find_patches(part: Part, homes: Homes, digests: Digests) -> Iterator[str]:
 
 
 def _at(homes: Homes, home: str, name: str) -> Any:
-    """Return a definition, of a class its own one and not an inherited one. None if there is none."""
+    """Return a definition by name, without inherited methods, or None."""
     value: Any = homes[home]
     for part in name.split("."):
         value = vars(value).get(part)
@@ -120,14 +122,14 @@ def _at(homes: Homes, home: str, name: str) -> Any:
 
 
 def _is_own(value: object, home: ModuleType, name: str) -> bool:
-    """Whether a class or function is the one of that name that its module defines. A wrapper has other globals."""
+    """Whether a class or function is its module's own definition of that name. A wrapper has other globals."""
     if isinstance(value, type):
         return (value.__module__, value.__qualname__) == (home.__name__, name)
     return isinstance(value, FunctionType) and value.__globals__ is vars(home) and value.__qualname__ == name
 
 
 def _find_patched_members(cls: type, home: ModuleType, digests: Digests) -> Iterator[str]:
-    """Yield what is wrong unless a class has the methods of its source, and no others but those that Python generates."""
+    """Yield a description of each method that differs from the class's source; methods generated by Python are allowed."""
     start = f"{home.__name__}:{cls.__qualname__}."
     for name in {*vars(cls), *(place.removeprefix(start) for place in digests if place.startswith(start))}:
         member = function_of(vars(cls).get(name))

@@ -1,6 +1,6 @@
-"""What is replaced in vLLM, in which parts, and what the parts rely on, as recorded from the versions that were tested.
+"""The replacements in vLLM, in parts, and digests of the vLLM code they rely on, recorded from tested versions.
 
-``python -m pagepool.compat.vllm --record`` prints what `CHANGES`, in recorded.json, has to say of the installed version.
+``python -m pagepool.compat.vllm --record`` prints the entry of the installed version for `CHANGES`, which is in recorded.json.
 """
 
 import json
@@ -10,23 +10,23 @@ from typing import NamedTuple
 __all__ = ["BOUND", "CHANGES", "DIGESTS", "INHERITED", "OURS", "PARTS", "REPLACEMENTS", "VERSIONS", "Part", "Replacement"]
 
 VERSIONS = ("0.31.*", "0.32.*", "0.33.*")
-"""The versions of vLLM that are known: of each, the first release was tested."""
+"""Known versions of vLLM, each tested in its first release."""
 
 OURS = "pagepool.compat.vllm"
 """The package of the replacements."""
 
 
 class Replacement(NamedTuple):
-    """A definition of vLLM, and what replaces it."""
+    """A definition of vLLM and its replacement."""
 
     home: str
-    """vLLM's module that defines it."""
+    """The defining module of vLLM."""
     name: str
-    """A class or function, which is replaced wherever a module of vLLM binds it; or ``Class.method``, set on the class."""
+    """A class or function, replaced in every vLLM module that binds it; or ``Class.method``, set on the class."""
     module: str
     """Our module, below `OURS`."""
     ours: str
-    """The name in it."""
+    """Its name there."""
 
     @property
     def is_method(self) -> bool:
@@ -45,20 +45,20 @@ class Replacement(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The full name of ours."""
+        """The full name of our replacement."""
         return f"{OURS}.{self.module}.{self.ours}"
 
 
 class Part(NamedTuple):
-    """Replacements that are of use only together. A part that cannot be used is left to vLLM, with those that need it."""
+    """Replacements that only work together. An unusable part is left to vLLM, with the parts built on it."""
 
     name: str
     """Its name, also in `DIGESTS`."""
     replacements: tuple[Replacement, ...]
     needs: str | None = None
-    """The part on whose replacements these are built."""
+    """The part below this one."""
     subclassed: tuple[tuple[str, str], ...] = ()
-    """Classes, by module and name, whose subclasses in other packages know nothing of this part."""
+    """Classes, by module and name, that other packages must not subclass."""
 
 
 UTILS = "vllm.v1.core.kv_cache_utils"
@@ -111,20 +111,20 @@ PARTS = (
         subclassed=((MANAGER, "KVCacheManager"),),
     ),
 )
-"""The parts, each behind the one that it needs."""
+"""The parts, each after the one it needs."""
 
 REPLACEMENTS = tuple(item for part in PARTS for item in part.replacements)
 
 BOUND = (UTILS, POOL, MANAGER, COORDINATOR, GROUPS, "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core")
-"""Modules in which a name of `DIGESTS` means what vLLM defines, where they bind it."""
+"""Modules that must bind names of `DIGESTS`, if at all, to vLLM's definitions."""
 
 INHERITED = ""
-"""The digest of a method that a class has to inherit."""
+"""Digest of a method that a class must inherit."""
 
 _recorded = json.loads(Path(__file__).with_name("recorded.json").read_text())
 
 DIGESTS: dict[str, dict[str, str]] = _recorded["digests"]
-"""By part and ``module:name``: the digests (`digests_of`) of what the part replaces, calls or repeats, in vLLM 0.33.0."""
+"""Digests (`digests_of`) of the vLLM 0.33.0 code that a part replaces, calls or repeats, by part and ``module:name``."""
 
 CHANGES: dict[str, dict[str, str]] = _recorded["changes"]
-"""By tested version: digests that differ from those in `DIGESTS`. The parts do the same for each of them."""
+"""Digests that differ from `DIGESTS`, by tested version. The parts behave the same with each version."""

@@ -39,9 +39,9 @@ cdef extern from "Python.h":
 cdef enum:
     DIGEST_SIZE = 32          # bytes
     MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger ones differently
-    MAX_BLOCK_SIZE = 13_000   # tokens: below 64 KiB pickle writes a single frame
-    TOKEN_SIZE = 5            # bytes that a token takes at most
-    ROOM = 300                # bytes for the rest of an encoded block, and for what is written past its end
+    MAX_BLOCK_SIZE = 13_000   # tokens; below 64 KiB pickle writes a single frame
+    TOKEN_SIZE = 5            # largest encoding of a token, in bytes
+    ROOM = 300                # bytes for the rest of an encoded block, and for writes past its end
 
 cdef enum:                    # opcodes of pickle, protocol 5
     PROTO = 0x80
@@ -82,7 +82,7 @@ cdef inline void store_little(uint8_t *out, uint32_t number) noexcept nogil:
 
 
 cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
-    """Write an int, without branches, and return its end. Four bytes are written, of which some may be past it."""
+    """Write an int without branches, and return its end. It always writes four bytes, some possibly past the end."""
     cdef bint is_two = <uint32_t>token > 0xff, is_four = <uint32_t>token > 0xffff
     out[0] = <uint8_t>(BININT1 + is_two * (BININT2 - BININT1) + is_four * (BININT - BININT2))
     store_little(out + 1, token)
@@ -90,7 +90,7 @@ cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
 
 
 cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) noexcept nogil:
-    """Write the head of a CBOR item: its type and a number. As `pickle_token` otherwise."""
+    """Write the head of a CBOR item: its type and a number. Otherwise like `pickle_token`."""
     cdef bint is_one = number > 23, is_two = number > 0xff, is_four = number > 0xffff
     cdef int num_bytes = is_one + is_two + 2 * is_four
     out[0] = <uint8_t>(major | (min(number, 23) + is_one + is_two + is_four))
@@ -138,7 +138,7 @@ cdef Py_ssize_t encode_cbor(uint8_t *out, const Block *block) noexcept nogil:
 
 
 cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
-    """Memory in which a block can be encoded, for `PyMem_Free`."""
+    """Allocate memory for an encoded block; free it with `PyMem_Free`."""
     cdef uint8_t *buffer = <uint8_t *>PyMem_Malloc(ROOM + TOKEN_SIZE * num_tokens)
     if buffer == NULL:
         raise MemoryError(f"{ROOM + TOKEN_SIZE * num_tokens} bytes")
@@ -146,7 +146,7 @@ cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
 
 
 cdef bytes hash_encoded(uint8_t *buffer, Block *block, bint is_cbor):
-    """The digest of a block whose parent and number of tokens are within bounds; None for tokens that are not encoded here."""
+    """Return a block's digest, or None for tokens not encoded here. Parent and number of tokens must be within bounds."""
     cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
     cdef bytes digest
     if size == 0:
@@ -158,16 +158,16 @@ cdef bytes hash_encoded(uint8_t *buffer, Block *block, bint is_cbor):
 
 @cython.final
 cdef class RequestBlockHasher:
-    """Finds the hashes of a request's new full blocks. Made by `get_request_block_hasher`.
+    """Hasher of a request's new full blocks, made by `get_request_block_hasher`.
 
-    Hashed here: requests without features, adapter and embeddings, whose tokens are plain ints of 32 bits. Others are left to
-    vLLM's own hasher. Without a full block, a call compares two lengths. Pickled with vLLM's functions by reference.
+    It hashes requests without features, adapter and embeddings, with plain ints of 32 bits as tokens, and leaves others to
+    vLLM's own hasher. A call without a full block only compares two lengths. Pickling stores vLLM's functions by reference.
     """
 
     cdef readonly Py_ssize_t hash_block_size
     cdef readonly object caching_hash_fn
     cdef bint is_cbor
-    cdef object utils         # vLLM's module
+    cdef object utils         # a module of vLLM
     cdef object theirs        # makes vLLM's own hasher
     cdef object own_hasher    # None until it is needed
 
@@ -186,7 +186,7 @@ cdef class RequestBlockHasher:
 
     @cython.binding(False)
     def find_new_hashes(self, request):
-        """The hashes of the full blocks after those in ``request.block_hashes``."""
+        """Return the hashes of the full blocks after those in ``request.block_hashes``."""
         tokens, hashes = getattr(request, "_all_token_ids", None), getattr(request, "block_hashes", None)
         if type(tokens) is list and type(hashes) is list:
             if len(<list>tokens) - len(<list>hashes) * self.hash_block_size < self.hash_block_size:
@@ -199,7 +199,9 @@ cdef class RequestBlockHasher:
         return self.own_hasher(request)
 
     cdef list hash_request(self, object request, list tokens, list hashes):
-        """The new hashes; None if vLLM's own hasher has to find them. vLLM gives an empty parent, as none, NONE_HASH."""
+        """Return the new hashes, or None to leave them to vLLM's hasher. Like vLLM, replace an empty or missing parent by
+        NONE_HASH.
+        """
         cdef Py_ssize_t num_hashes = len(hashes)
         cdef list digests = []
         parent = hashes[num_hashes - 1] if num_hashes else None
@@ -215,12 +217,12 @@ cdef class RequestBlockHasher:
         return self.hash_tokens(digests, parent, tokens, (num_hashes + len(digests)) * self.hash_block_size)
 
     cdef object hash_salted(self, object request, list tokens):
-        """The hash of the first block, which alone has the salt, by vLLM's functions."""
+        """Hash the first block, the only one with the salt, by vLLM's functions."""
         extra_keys, _ = self.utils.generate_block_hash_extra_keys(request, 0, self.hash_block_size, 0)
         return self.utils.hash_block_tokens(self.caching_hash_fn, None, tokens[:self.hash_block_size], extra_keys)
 
     cdef list hash_tokens(self, list digests, bytes parent, list tokens, Py_ssize_t start):
-        """`digests` with those of the full blocks from token `start` on; None where tokens are not encoded here."""
+        """Append the digests of the full blocks from token `start` on to `digests`; None for tokens not encoded here."""
         cdef uint8_t *buffer = make_buffer(self.hash_block_size)
         try:
             while start + self.hash_block_size <= len(tokens):
@@ -234,7 +236,7 @@ cdef class RequestBlockHasher:
         return digests
 
     cdef bytes hash_block(self, uint8_t *buffer, bytes parent, list tokens, Py_ssize_t start):
-        """The digest of a block; None where tokens are not encoded here. Nobody changes the list while it is read."""
+        """Return the digest of a block; None for tokens not encoded here. The list must not change meanwhile."""
         cdef Block block
         with cython.critical_section(tokens):
             if start + self.hash_block_size > len(tokens):
@@ -244,7 +246,7 @@ cdef class RequestBlockHasher:
             return hash_encoded(buffer, &block, self.is_cbor)
 
 
-# What is used of vLLM: `bind` sets it.
+# vLLM's functions, set by `bind`.
 cdef object bound_utils = None
 cdef object bound_sha256 = None
 cdef object bound_sha256_cbor = None
@@ -252,9 +254,9 @@ cdef object bound_theirs = None
 
 
 def bind() -> None:
-    """Keep vLLM's own functions: call it before ``get_request_block_hasher`` is replaced in vLLM. Imports vLLM.
+    """Keep vLLM's own functions, importing vLLM. Call this before ``get_request_block_hasher`` is replaced in vLLM.
 
-    Has no effect if they are kept already. CompatError if the function is replaced already.
+    No effect if they are kept already. Raise CompatError if the function is replaced already.
     """
     global bound_utils, bound_sha256, bound_sha256_cbor, bound_theirs
     utils, hashing = import_module("vllm.v1.core.kv_cache_utils"), import_module("vllm.utils.hashing")
@@ -267,20 +269,20 @@ def bind() -> None:
 
 
 def get_request_block_hasher(hash_block_size, caching_hash_fn, *lookahead, **options):
-    """Return the function that hashes a request's new full blocks, for vLLM's of this name; some have tokens of lookahead.
+    """Return a function that hashes a request's new full blocks, as vLLM's function of this name does.
 
-    A method of `RequestBlockHasher` for vLLM's `sha256` and `sha256_cbor`, without lookahead, and up to 13,000 tokens a block;
-    else vLLM's own, also if `caching_hash_fn` gives other digests for tokens of all sizes. ArgumentError for a block
-    size below 1, ArgumentTypeError for one that is not an int.
+    For vLLM's `sha256` and `sha256_cbor` without lookahead and up to 13,000 tokens per block, it is a method of
+    `RequestBlockHasher`; otherwise, or if a trial of `caching_hash_fn` gives other digests, it is vLLM's own. Raise
+    ArgumentError for a block size below 1, ArgumentTypeError unless it is an int.
     """
     cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)
     if is_supported(block_size, caching_hash_fn) and not any((*lookahead, *options.values())):
-        return RequestBlockHasher(block_size, caching_hash_fn).find_new_hashes  # called faster than an object is
+        return RequestBlockHasher(block_size, caching_hash_fn).find_new_hashes  # faster to call than an object
     return bound_theirs(hash_block_size, caching_hash_fn, *lookahead, **options)
 
 
 cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn) except -1:
-    """Whether blocks are hashed here. Imports vLLM."""
+    """Whether blocks are hashed here. This imports vLLM."""
     bind()
     if not 1 <= hash_block_size <= MAX_BLOCK_SIZE:
         return False
@@ -290,7 +292,7 @@ cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn) excep
 
 
 cdef bint agrees(object hash_function, bint is_cbor) except -1:
-    """Whether a hash function gives the same digests, as it may not with another version of pickle or cbor2."""
+    """Whether a hash function gives our digests; another version of pickle or cbor2 may not."""
     parent = bytes(range(DIGEST_SIZE))
     for tokens in ([0, 23, 24, 255, 256, 65535, 65536, (1 << 31) - 1, -1, -25, -(1 << 31)], [7], [7, 8], [7, 8, 9]):
         if hash_function((parent, tuple(tokens), None)) != _hash_block(parent, tokens, is_cbor):
@@ -299,7 +301,7 @@ cdef bint agrees(object hash_function, bint is_cbor) except -1:
 
 
 def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
-    """The digest of a block; None if it is not encoded here. For tests."""
+    """Return the digest of a block, or None if it is not encoded here. For tests."""
     cdef Block block = Block(<const uint8_t *>PyBytes_AS_STRING(parent), len(parent), items_of(tokens), len(tokens))
     cdef uint8_t *buffer
     if len(parent) > MAX_PARENT_SIZE or not 1 <= len(tokens) <= MAX_BLOCK_SIZE:
@@ -312,7 +314,9 @@ def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
 
 
 def _sha256(bytes data not None, bint with_instructions):
-    """SHA-256 of bytes, with the processor's SHA instructions or without. ArgumentError if it has none. For tests."""
+    """Return SHA-256 of bytes, with the processor's SHA instructions or without. Raise ArgumentError if it lacks them. For
+    tests.
+    """
     cdef bytes digest = PyBytes_FromStringAndSize(NULL, DIGEST_SIZE)
     if with_instructions and not HAS_SHA:
         raise ArgumentError("with_instructions: got True, allowed: False, since the processor has no SHA instructions")

@@ -1,7 +1,7 @@
 """The longest cached prefix of a request, compiled. Full attention looks from the first block on, a window from the last back.
 
-The functions replace class methods of vLLM's managers of these kinds, with the same results. Hits that end inside a block, lazy
-lists of hashes, and pools of others are left to vLLM's own methods.
+The functions replace class methods of vLLM's managers for both kinds, with the same results. Hits that end inside a block, lazy
+lists of hashes, and foreign pools are left to vLLM's own methods.
 """
 
 cimport cython
@@ -18,19 +18,19 @@ cdef object vllm_find_window_hit = SlidingWindowManager.find_longest_cache_hit._
 
 @cython.final
 cdef class Lookup:
-    """Hashes of a request, and the map and groups in which they are looked up."""
+    """Hashes of a request, with the map and groups to search."""
 
     cdef dict cache
     cdef list hashes
-    cdef list suffixes          # of the groups
+    cdef list suffixes          # one per group
     cdef Block null_block
     cdef Py_ssize_t block_size  # tokens
-    cdef Py_ssize_t stride      # hashes a block
+    cdef Py_ssize_t stride      # hashes per block
     cdef Py_ssize_t alignment   # tokens
     cdef Py_ssize_t max_num_blocks
 
     cdef list find(self, Py_ssize_t i):
-        """Block `i` in each group, or None if a group has none."""
+        """Return block `i` in each group, or None if a group has none."""
         cdef list found = []
         cdef Block block
         for suffix in self.suffixes:
@@ -42,7 +42,7 @@ cdef class Lookup:
 
 
 cdef Lookup lookup_of(object hashes, object max_length, dict options):
-    """A look-up, or None where vLLM's own method has to serve it."""
+    """Make a look-up, or return None to leave it to vLLM's own method."""
     cdef Lookup lookup = Lookup.__new__(Lookup)
     cdef Py_ssize_t hash_block_size
     pool = options["block_pool"]
@@ -65,7 +65,7 @@ cdef Lookup lookup_of(object hashes, object max_length, dict options):
 
 
 def find_full_hit(cls, block_hashes, max_length, **options):
-    """Return the cached blocks by group, and their number of tokens. Options: those of vLLM's method, by name. O(blocks)."""
+    """Return the cached blocks by group, and their number of tokens. The options are those of vLLM's method. O(blocks)."""
     cdef Lookup lookup = lookup_of(block_hashes, max_length, options)
     cdef tuple hits
     cdef list found
@@ -95,8 +95,8 @@ cdef int shorten(tuple hits, Py_ssize_t num_blocks) except -1:
 
 
 def find_window_hit(cls, block_hashes, max_length, **options):
-    """Return the blocks by group, null blocks before the window, and how many tokens these are. Options: those of vLLM's
-    method, by name. O(blocks).
+    """Return the blocks by group, with null blocks before the window, and their number of tokens. The keyword options are those
+    of vLLM's method. O(blocks).
     """
     cdef Lookup lookup = lookup_of(block_hashes, max_length, options)
     cdef bint is_eagle = options["drop_eagle_block"]
@@ -115,7 +115,7 @@ def find_window_hit(cls, block_hashes, max_length, **options):
 
 
 cdef Py_ssize_t aligned(Lookup lookup, Py_ssize_t num_blocks) noexcept:
-    """At most `num_blocks`, with a number of tokens at which a hit may end."""
+    """Round `num_blocks` down to a number of tokens at which a hit may end."""
     while num_blocks * lookup.block_size % lookup.alignment:
         num_blocks -= 1
     return num_blocks
@@ -123,7 +123,7 @@ cdef Py_ssize_t aligned(Lookup lookup, Py_ssize_t num_blocks) noexcept:
 
 cdef Py_ssize_t find_window(Lookup lookup, tuple hits, Py_ssize_t num_wanted, bint is_eagle) except -1:
     """Look for the last run of `num_wanted` cached blocks that ends where a hit may end, else for the run from the first block
-    on. Fills `hits`, and returns how many blocks of it the run ends behind; for eagle, one of them is dropped later.
+    on. Fill `hits`, and return the number of blocks up to the end of the run; for eagle, the last one is dropped later.
     """
     cdef list found
     cdef Py_ssize_t i, num_run = 0

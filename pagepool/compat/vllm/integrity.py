@@ -1,4 +1,4 @@
-"""Whether the records of a live block pool of vLLM agree, with vLLM's own classes or with ours."""
+"""Checks of the records of a live block pool of vLLM, with vLLM's own classes or with ours."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ __all__ = ["check_manager"]
 def check_manager(manager: Any) -> None:
     """Check a ``BlockPool`` of vLLM, or all pools and requests of a ``KVCacheManager`` or ``Scheduler``.
 
-    IntegrityError names the first block or request that is wrong. O(blocks). ArgumentTypeError for anything else.
+    Raise IntegrityError naming the first wrong block or request, ArgumentTypeError for other objects. O(blocks).
     """
     scheduler = manager if hasattr(manager, "kv_cache_manager") else None
     manager = getattr(manager, "kv_cache_manager", manager)
@@ -46,7 +46,7 @@ def _check_pool(pool: Any) -> None:
 
 
 def _check_queue(pool: Any) -> None:
-    """Check links and counts, and that exactly the blocks without a holder are queued."""
+    """Check links and counts: exactly the blocks without a holder are queued."""
     queued = set()
     for block in _follow(pool):
         queued.add(block.block_id)
@@ -61,7 +61,7 @@ def _check_queue(pool: Any) -> None:
 
 
 def _follow(pool: Any) -> Iterator[Any]:
-    """Yield the queued blocks. IntegrityError for a wrong link, which a loop has too. The queue of a policy has no links."""
+    """Yield the queued blocks. Raise IntegrityError for a wrong link; a loop has one too. A policy's queue has no links."""
     if isinstance(pool.free_block_queue, PolicyQueue):
         pool.free_block_queue.check()
         yield from pool.free_block_queue.get_all_free_blocks()
@@ -99,7 +99,7 @@ def _check_taken(block: Any) -> None:
 
 
 def _check_hashes(pool: Any) -> None:
-    """Check that the map has the hashes of all blocks and no others."""
+    """Check that the map has exactly the hashes of the blocks."""
     num_keys = 0
     for block in pool.blocks:
         keys = _keys_of(pool, block)
@@ -146,7 +146,7 @@ def _check_entry(pool: Any, key: bytes, block_id: int, block: Any) -> None:
 
 
 def _check_requests(group: Any) -> None:
-    """Check that each request's blocks belong to the group's pool and no more are cached than there are."""
+    """Check that each request's blocks belong to the group's pool, and that its cached blocks are at most all its blocks."""
     blocks = group.block_pool.blocks
     for request_id, held in group.req_to_blocks.items():
         for block in held:
@@ -160,7 +160,7 @@ def _check_requests(group: Any) -> None:
 
 
 def _held_by_requests(groups: list[Any]) -> Iterator[Any]:
-    """Yield a block for each reference: those of requests, and those of copies that are still to be made."""
+    """Yield a block for each reference of a request or a pending copy."""
     for group in groups:
         for held in group.req_to_blocks.values():
             yield from held
@@ -169,13 +169,13 @@ def _held_by_requests(groups: list[Any]) -> Iterator[Any]:
 
 
 def _held_by(scheduler: Any) -> Iterator[Any]:
-    """Yield the blocks of ended requests that a running step may still write."""
+    """Yield the blocks of ended requests that a running step may still be writing."""
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         yield from blocks
 
 
 def _check_holders(pools: dict[int, Any], held: list[Any]) -> None:
-    """Check that no block has more holders than references. Connectors hold blocks too, so it may have fewer."""
+    """Check that no block has more holders than references. It may have fewer, since connectors hold blocks too."""
     counts = Counter(id(block) for block in held)
     for pool in pools.values():
         for block in pool.blocks:

@@ -4,34 +4,34 @@ from pagepool.compat.vllm.blocks cimport FreeQueue
 
 
 cdef class GroupPlan:
-    cdef object manager             # vLLM's
+    cdef object manager             # vLLM's own
     cdef object held                # blocks by request
     cdef dict num_cached            # blocks by request
-    cdef dict partial_hits          # by request
-    cdef object suffix              # of its keys
+    cdef dict partial_hits          # request ids as keys
+    cdef object suffix              # group id at the end of its keys
     cdef object null_block
     cdef int64_t block_size         # tokens
-    cdef int64_t window             # tokens that stay, or EVERYTHING
-    cdef bint is_known              # full attention or a window; else its manager's own methods are called
-    cdef bint is_masked             # which blocks are cached depends on their place
+    cdef int64_t window             # tokens kept, or EVERYTHING
+    cdef bint is_known              # full attention or a window; other kinds use their manager's methods
+    cdef bint is_masked             # only some blocks are cached, by their place
     cdef bint has_partial_tail      # a prompt's end may be cached inside a block
     cdef bint is_caching
-    cdef bint is_recording          # new blocks are to be zeroed
+    cdef bint is_recording          # the engine zeroes new blocks
     cdef bint is_eagle
 
 
 cdef class Plan:
-    cdef list groups                # of GroupPlan
+    cdef list groups                # GroupPlan objects
     cdef object pool
     cdef FreeQueue queue
     cdef object coordinator
-    cdef object nothing             # what stands for no blocks
+    cdef object nothing             # vLLM's KVCacheBlocks without blocks
     cdef int64_t max_model_len
     cdef int64_t hash_block_size    # tokens
-    cdef int64_t num_lag            # computed tokens at the end that may be computed again
-    cdef int64_t alignment          # tokens: hits of several groups end at multiples of it; 0: anywhere
+    cdef int64_t num_lag            # last computed tokens that may be computed again
+    cdef int64_t alignment          # hits of several groups end at multiples of it, in tokens; 0: anywhere
     cdef bint is_hybrid
-    cdef bint has_others            # groups that are not known
+    cdef bint has_others            # some group is not known
     cdef bint needs_processed       # a group gives blocks back behind the processed tokens
 
 

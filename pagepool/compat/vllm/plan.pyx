@@ -1,4 +1,4 @@
-"""What a manager of vLLM's is made of, read once: groups, sizes, windows. What requests hold stays in vLLM's own objects."""
+"""The structure of a vLLM manager, read once: groups, sizes, windows. Requests' blocks stay in vLLM's own objects."""
 
 cimport cython
 
@@ -17,7 +17,7 @@ cdef tuple COORDINATORS = (HybridKVCacheCoordinator, KVCacheCoordinatorNoPrefixC
 
 @cython.final
 cdef class GroupPlan:
-    """A cache group: its sizes, and the dicts in which its manager of vLLM's keeps what requests hold."""
+    """A cache group: its sizes, and its vLLM manager's dicts of requests' blocks."""
 
     def __cinit__(self, coordinator, manager):
         self.manager = manager
@@ -41,7 +41,7 @@ cdef class GroupPlan:
 
 @cython.final
 cdef class Plan:
-    """A manager's groups, and what its coordinator adds to them."""
+    """A manager's groups, and settings of its coordinator."""
 
     def __cinit__(self, manager):
         coordinator = manager.coordinator
@@ -61,13 +61,13 @@ cdef class Plan:
 
 
 cdef bint is_known(object coordinator, object manager):
-    """Whether its blocks are taken, given back and cached as the functions here do it."""
+    """Whether the compiled functions treat its blocks as its own manager would."""
     is_own = manager.block_pool is coordinator.block_pool and manager.kv_cache_spec.prefix_cacheable
     return is_own and type(manager) in (FullAttentionManager, SlidingWindowManager)
 
 
 cdef bint is_masked(object coordinator, object manager):
-    """Whether a window's blocks are cached or not by their place: only those before an end of a hit can be hit."""
+    """Whether only some of a window's blocks are cached: those just before a possible end of a hit."""
     alignment = manager.cache_hit_alignment_tokens
     if alignment is None or alignment % manager.block_size:
         return False
@@ -78,7 +78,7 @@ cdef bint is_masked(object coordinator, object manager):
 
 
 cdef Plan plan_of(object manager):
-    """The plan of a manager, made at the first call; None if vLLM's own methods have to serve it."""
+    """Return a manager's plan, made by the first call; None leaves the manager to vLLM's own methods."""
     try:
         return manager._pagepool_plan
     except AttributeError:

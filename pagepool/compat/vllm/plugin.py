@@ -9,8 +9,8 @@ __all__ = ["activate"]
 def activate() -> None:
     """Install pagepool if `VARIABLE` asks for it. vLLM calls this once or more in each process.
 
-    If vLLM is refused, logs one warning and leaves vLLM as it is; with `STRICT` raises CompatError. vLLM logs and drops what
-    the import of a plug-in raises; what this call raises ends vLLM's start.
+    If vLLM is refused, log one warning and leave vLLM as it is; with `STRICT` raise CompatError. vLLM only logs errors from
+    importing a plug-in, but an error from this call ends its start.
     """
     try:
         install_if_asked()

@@ -9,30 +9,32 @@ from pagepool.errors import CompatError
 __all__ = ["ADAPTIVE", "ADAPTIVE_QUEUE", "EVICTION_VARIABLE", "choices_for", "is_adaptive", "replacements"]
 
 EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
-"""The environment variable that names the policy."""
+"""Environment variable naming the policy."""
 
 ADAPTIVE = "adaptive"
-"""The value that chooses pagepool's adaptive eviction, in any case, with or without whitespace around it."""
+"""Value for pagepool's adaptive eviction, in any case, with or without whitespace around it."""
 
 ADAPTIVE_QUEUE = "AdaptiveQueue"
-"""The class of `policy_queue.pyx` that stands for vLLM's free queue with adaptive eviction."""
+"""Class in `policy_queue.pyx` in place of vLLM's free queue, with adaptive eviction."""
 
 ADAPTIVE_NEEDS = ("blocks", "pool", "slots")
-"""The parts that tell the queue of an adaptive policy what is cached, hit and begun."""
+"""Parts that inform the queue of an adaptive policy about caching, hits and new requests."""
 
 
 def is_adaptive() -> bool:
-    """Return whether `EVICTION_VARIABLE` chooses adaptive eviction, not vLLM's order. CompatError for an unknown value."""
+    """Whether `EVICTION_VARIABLE` chooses adaptive eviction, not vLLM's order. Raise CompatError for an unknown value."""
     return read_word(EVICTION_VARIABLE, (ADAPTIVE,), ("lru",)) == ADAPTIVE
 
 
 def choices_for(item: Replacement) -> list[Replacement]:
-    """Return what may replace a definition of vLLM: the free queue has one more for adaptive eviction."""
+    """Return the possible replacements of a definition of vLLM: two for the free queue, the second with adaptive eviction."""
     return [item, item._replace(module="policy_queue", ours=ADAPTIVE_QUEUE)] if item.ours == "Queue" else [item]
 
 
 def replacements(parts: Sequence[Part]) -> list[Replacement]:
-    """Return the replacements of parts, with the queue that `EVICTION_VARIABLE` chooses. CompatError if that needs others."""
+    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`. Raise CompatError if it needs missing
+    parts.
+    """
     missing = [name for name in ADAPTIVE_NEEDS if name not in {part.name for part in parts}]
     if is_adaptive() and missing:
         raise CompatError(f"{EVICTION_VARIABLE}: got {ADAPTIVE}, which needs what is left to vLLM: {', '.join(missing)}")

@@ -7,12 +7,12 @@ from pagepool.core.values.ids cimport PageIds
 
 
 cdef class PolicyQueue(FreeQueue):
-    cdef readonly PageStore store       # a page for each block, of the same id: free, or held once
-    cdef list blocks                    # by id
-    cdef Block null_block               # block 0 until it is taken
-    cdef Ranking *rankings              # [num_blocks] of a request, as of the block that it cached last
-    cdef PageIds ids                    # room for a call
-    cdef bint is_entering               # blocks that are given a hash are entered together
+    cdef readonly PageStore store       # one page per block, with the same id: free, or held once
+    cdef list blocks                    # indexed by block id
+    cdef Block null_block               # block 0 until it is taken, then None
+    cdef Ranking *rankings              # [num_blocks] ranking of a request, kept with its last cached block
+    cdef PageIds ids                    # reused by calls
+    cdef bint is_entering               # new hashes are entered at the end of the span
 
     cdef int32_t id_of(self, Block block) noexcept
     cdef bint has(self, Block block) noexcept

@@ -1,7 +1,7 @@
 """A stand-in for vLLM's free queue whose blocks pagepool's adaptive eviction chooses.
 
-The queue has a store of pages beside it, one for each block: free while the block is queued, held once while it is not, and
-cached under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
+Beside the queue is a store with one page for each block: free while the block is queued, held once otherwise, and cached under
+the block's hash. So the policy sees hits, misses and evictions as in a `PagePool`. This module does not need vLLM.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -27,13 +27,13 @@ from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError
 from pagepool.page_pool.integrity import check_store
 
 cdef enum:
-    UNKNOWN = -1              # a ranking of another request
-    GROUP_BYTES = 4           # behind a block's hash
-    OWN_GROUP = MAX_GROUP - 1  # of entries for queued blocks that have no hash and are to be kept
+    UNKNOWN = -1              # no ranking is known
+    GROUP_BYTES = 4           # size of the group's id behind a block's hash
+    OWN_GROUP = MAX_GROUP - 1  # group of the entries that keep queued blocks without a hash
 
 
 cdef Digest digest_of_key(bytes key) noexcept:
-    """The first 128 bits of a block's hash. Where they are equal the policy takes two contents for one."""
+    """Return the first 128 bits of a block's hash. The policy takes blocks with equal digests for the same content."""
     cdef Digest digest = Digest(0, 0)
     cdef Py_ssize_t size = PyBytes_GET_SIZE(key) - GROUP_BYTES
     memcpy(&digest, PyBytes_AS_STRING(key), max(<Py_ssize_t>0, min(size, <Py_ssize_t>sizeof(Digest))))
@@ -41,7 +41,7 @@ cdef Digest digest_of_key(bytes key) noexcept:
 
 
 cdef int32_t group_of_key(bytes key) noexcept:
-    """The group's id that vLLM appends to a hash."""
+    """Return the group's id that vLLM appends to a hash."""
     cdef const uint8_t *data = <const uint8_t *>PyBytes_AS_STRING(key)
     cdef Py_ssize_t i, size = PyBytes_GET_SIZE(key)
     cdef uint32_t group = 0
@@ -58,21 +58,19 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
 
 
 cdef inline void count_again(Pool *pool, int32_t page_id) noexcept:
-    """Count the queued page of the same content as asked for: it was computed again, since a window was missing."""
+    """Count a use of the queued page with the same content, which was computed again because a window was missing."""
     cdef int32_t first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if is_free(pool, first):
         count_demand(pool.policy, pool.policy.marks[first])
 
 
 cdef class PolicyQueue(FreeQueue):
-    """Free blocks, of which the policy chooses the one to be taken next: uncached ones first, the last that was put first
-    before them.
+    """Free blocks in the policy's order. Uncached blocks come first, in the order of a stack.
 
-    It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. Lists of its blocks have uncached ones
-    first, then the others by the policy's parts, in each the one first that was queued first. O(1) a block. Errors are typed,
-    and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for one that is not queued,
-    `OutOfPagesError` where the queue is empty. Nothing has changed then. Memory a block is that of a page in a pool with the
-    policy, and 16 bytes.
+    It has the methods of vLLM's queue, but no links: its blocks have no neighbours. Lists of its blocks have uncached ones
+    first, then the policy's parts, each in the order of queueing. O(1) a block. Errors name the block and change nothing:
+    `DoubleFreeError` for a block queued already, `IntegrityError` for one that is not queued, `OutOfPagesError` if the queue is
+    empty. A block takes the memory of a page in a pool with the policy, and 16 bytes.
     """
 
     def __cinit__(self, blocks):
@@ -96,17 +94,17 @@ cdef class PolicyQueue(FreeQueue):
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that began to take blocks, which the policy is told."""
+        """Number of requests that began to take blocks, as reported to the policy."""
         return self.store.pool.policy.num_requests
 
     cdef int32_t id_of(self, Block block) noexcept:
-        """The page of a block; the null page for the null block, and for blocks of other pools."""
+        """Return the page of a block; the null page for the null block and for blocks of other pools."""
         if 0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block:
             return block.block_id
         return NULL_PAGE
 
     cdef bint has(self, Block block) noexcept:
-        """Whether a block is in the queue, and not the null block."""
+        """Whether a block is queued and is not the null block."""
         return self.id_of(block) != NULL_PAGE and is_free(&self.store.pool, block.block_id)
 
     cdef int require_in(self, Block block) except -1:
@@ -130,7 +128,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     def popleft_n(self, Py_ssize_t n) -> list[Block]:
-        """Take the `n` blocks that the policy chooses, one after another."""
+        """Take `n` blocks chosen by the policy, one after another."""
         self.check_number(n, "n")
         return self.take(n)
 
@@ -158,7 +156,7 @@ cdef class PolicyQueue(FreeQueue):
         return taken
 
     def remove(self, Block block not None) -> None:
-        """Take a block out, wherever it is: it was hit."""
+        """Take a hit block out of the queue."""
         if block is self.null_block:
             self.null_block = None
             self.num_free_blocks -= 1
@@ -180,7 +178,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef void hit(self, int32_t page_id) noexcept:
-        """Tell the policy of a hit. A page that is queued leaves the queue."""
+        """Report a hit to the policy. A queued page leaves the queue."""
         cdef Pool *pool = &self.store.pool
         if is_free(pool, page_id):
             touch_all(pool, &page_id, 1)
@@ -193,11 +191,11 @@ cdef class PolicyQueue(FreeQueue):
     # Putting back.
 
     def append_n(self, blocks) -> None:
-        """Put blocks back, in their order. They need not be cached to be kept."""
+        """Put blocks back, in order. Blocks without a hash may be kept as well."""
         self.put_back([], list(blocks))
 
     def prepend_n(self, blocks) -> None:
-        """Put blocks before all others, in their order."""
+        """Put blocks before all others, in order."""
         self.put_back(list(blocks), [])
 
     cdef int put_back(self, list first, list last) except -1:
@@ -221,7 +219,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef int refuse(self, list blocks, Py_ssize_t bad) except -1:
-        """Raise for a block that cannot be put back; those before it are held again."""
+        """Raise the error for a block that cannot be put back, after holding the blocks before it again."""
         cdef Py_ssize_t i
         cdef Block block = blocks[bad]
         for i in range(bad):
@@ -231,7 +229,9 @@ cdef class PolicyQueue(FreeQueue):
         raise DoubleFreeError(f"block {block.block_id} is in the free queue already, or is put there twice: {block!r}")
 
     cdef void put_ids(self, Py_ssize_t num_first, Py_ssize_t num) noexcept:
-        """Put the pages in `ids` into the queue. One that is to be kept and has no hash gets an entry that nothing hits."""
+        """Put the pages in `ids` into the queue, the first `num_first` before all others. Of the rest, a page without a hash
+        gets an entry under a key that no lookup has.
+        """
         cdef Pool *pool = &self.store.pool
         cdef Py_ssize_t i
         cdef int32_t page_id
@@ -260,7 +260,9 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef bint set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1:
-        """Give a page the entry of its block's key, or none for None. A new key is a miss. Return whether another has it."""
+        """Give a page the entry of its block's key, or none for None. A new key counts as a miss. Return whether another page
+        has it.
+        """
         cdef Pool *pool = &self.store.pool
         cdef Digest digest
         cdef int32_t group
@@ -280,7 +282,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
-        """Enter the blocks in their order. What the policy knows of the request's blocks is kept with the last of them."""
+        """Enter the blocks in order. The policy's ranking of the request is kept with the last one."""
         cdef Ranking ranking = Ranking(<int32_t>start, 0)
         cdef Py_ssize_t i
         cdef int32_t before = NULL_PAGE
@@ -306,7 +308,7 @@ cdef class PolicyQueue(FreeQueue):
     # Inspection.
 
     cdef int32_t id_behind(self, int32_t page_id) noexcept:
-        """The page behind one in the queue, or behind the null page the first; the null page if there is none."""
+        """Return the page behind another in the queue; the first page for the null page. Return the null page at the end."""
         cdef int32_t behind = NULL_PAGE
         with self.store.lock:
             if page_id == NULL_PAGE or is_free(&self.store.pool, page_id):
@@ -314,7 +316,7 @@ cdef class PolicyQueue(FreeQueue):
         return behind
 
     def iter_blocks_after(self, Block cursor):
-        """Yield the blocks behind `cursor`, all for None. Ends where the last one that was yielded has left the queue."""
+        """Yield the blocks behind `cursor`; all blocks for None. End early if the block just yielded has left the queue."""
         cdef int32_t page_id = NULL_PAGE
         if cursor is not None:
             page_id = self.id_of(cursor)
@@ -328,8 +330,8 @@ cdef class PolicyQueue(FreeQueue):
             page_id = self.id_behind(page_id)
 
     def check(self) -> None:
-        """Check that the pages agree with their blocks, and with each other. IntegrityError names the first that does not.
-        O(blocks).
+        """Check that the pages agree with their blocks, and with each other. Raise IntegrityError naming the first that does
+        not. O(blocks).
         """
         cdef Pool *pool = &self.store.pool
         cdef Block block
@@ -350,7 +352,7 @@ cdef class PolicyQueue(FreeQueue):
 
 
 class AdaptiveQueue(PolicyQueue, metaclass=Unpatched):
-    """What stands for vLLM's class, with adaptive eviction if the pool caches."""
+    """The stand-in for vLLM's class, with adaptive eviction if the pool caches."""
     __slots__ = ()
 
     def __new__(cls, blocks):

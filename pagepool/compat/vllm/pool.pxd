@@ -1,11 +1,11 @@
 from pagepool.compat.vllm.blocks cimport FreeQueue
 
 
-cdef struct Filled:            # blocks of a request that are full
+cdef struct Filled:            # full blocks of a request
     Py_ssize_t start
     Py_ssize_t stop
     Py_ssize_t block_size      # tokens
-    Py_ssize_t stride          # hashes a block
+    Py_ssize_t stride          # hashes per block
 
 
 cdef bytes suffix_of(object group_id)

@@ -1,8 +1,7 @@
-"""What vLLM's pool of blocks does for each block, compiled: take, touch, free, cache, look up.
+"""The per-block work of vLLM's block pool, compiled: take, touch, free, cache, look up.
 
-The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. What they
-do not know they leave to vLLM's own methods: a pool that publishes events, or samples how long blocks stay, where that shows; a
-pool with another queue. O(1) a block.
+The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. They leave
+other cases to vLLM's own methods: visible effects on events or sampled residency, and pools with another queue. O(1) a block.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -24,12 +23,12 @@ cdef object vllm_cache_full_blocks = BlockPool.cache_full_blocks
 
 
 cdef bytes suffix_of(object group_id):
-    """What vLLM appends to a hash for a group."""
+    """Return the suffix that vLLM appends to a hash for a group."""
     return group_id.to_bytes(4, "big")
 
 
 cdef bytes key_of(object block_hash, object suffix):
-    """A block's key in the map: its hash, then its group."""
+    """Make a block's key in the map: its hash, then its group."""
     cdef bytes digest = block_hash, group = suffix
     cdef Py_ssize_t size = PyBytes_GET_SIZE(digest)
     cdef bytes key = PyBytes_FromStringAndSize(NULL, size + PyBytes_GET_SIZE(group))
@@ -39,7 +38,7 @@ cdef bytes key_of(object block_hash, object suffix):
 
 
 cdef FreeQueue queue_of(object pool):
-    """The queue of a pool, or None if vLLM's own methods have to serve it."""
+    """Return the queue of a pool, or None to leave the pool to vLLM's own methods."""
     queue = pool.free_block_queue
     return <FreeQueue>queue if isinstance(queue, FreeQueue) and pool.metrics_collector is None else None
 
@@ -60,9 +59,9 @@ def get_cached_block(self, block_hash, kv_cache_group_ids):
 
 
 def get_new_blocks(self, num_blocks):
-    """Take free blocks from the front of the queue; those that are cached lose their entries.
+    """Take free blocks from the front of the queue; cached ones lose their entries.
 
-    OutOfPagesError, a ValueError, and nothing taken, if fewer are free. IntegrityError if a queued block has references.
+    Raise OutOfPagesError, a ValueError, with nothing taken, if fewer are free; IntegrityError if a queued block has references.
     """
     cdef FreeQueue queue = queue_of(self)
     if queue is None:
@@ -84,7 +83,7 @@ cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n):
 
 
 cdef int evict(object pool, list blocks) except -1:
-    """Drop the entries of blocks that were taken."""
+    """Drop the entries of taken blocks."""
     cdef Block block
     cached = pool.cached_block_hash_to_block
     is_simple = type(cached) is BlockMap and not pool.enable_kv_cache_events and not pool.cached_block_hashes_by_block
@@ -104,7 +103,7 @@ cdef int evict(object pool, list blocks) except -1:
 def touch(self, blocks):
     """Add a reference to each block; those without any leave the queue.
 
-    IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing has changed then.
+    Raise IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing is changed then.
     """
     cdef FreeQueue queue = queue_of(self)
     cdef list touched = []
@@ -124,10 +123,11 @@ def touch(self, blocks):
 
 
 def free_blocks(self, ordered_blocks):
-    """Take a reference from each block. Of those without any left, the uncached ones go before the queue's first block, the
-    others behind its last one, both in their order. Blocks of other pools go back to these.
+    """Remove a reference from each block. Blocks without any left go into the queue: uncached ones before its first block,
+    others behind its last one, both in order. Blocks of other pools go back to those pools.
 
-    DoubleFreeError for a block without a reference, PageIdError for one that is no block of its pool; nothing has changed then.
+    Raise DoubleFreeError for a block without a reference, PageIdError for one that its pool does not have; nothing is changed
+    then.
     """
     cdef FreeQueue queue = queue_of(self)
     if queue is None:
@@ -163,7 +163,7 @@ cdef int give_blocks_back(object pool, FreeQueue queue, object blocks) except -1
 
 
 cdef int take_reference(object pool, FreeQueue queue, Block block) except -1:
-    """Take a reference from a block. One that was made by hand, without a pool, must not get into the queue."""
+    """Remove a reference from a block. A block made by hand, without a pool, must not get into the queue."""
     cdef bint is_own = block.pool is pool or is_listed(pool.blocks, block)
     if is_own and block.ref_cnt <= 0:
         raise DoubleFreeError(f"block {block.block_id} is freed more often than it was taken: {block!r}")
@@ -180,7 +180,7 @@ cdef bint is_listed(list blocks, Block block):
 
 def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options):
     """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and those left out by a mask.
-    Options: ``kv_cache_group_id``, ``block_mask``.
+    The options are ``kv_cache_group_id`` and ``block_mask``.
     """
     cdef Filled filled
     hashes = request.block_hashes
@@ -207,7 +207,7 @@ cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled
 
 
 cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1:
-    """Cache blocks. False, and nothing done, where vLLM's own method has to: events, blocks that are cached, wrong sizes."""
+    """Cache blocks. Return False, with nothing done, to leave it to vLLM's method: events, cached blocks, wrong sizes."""
     cdef Block block
     cdef dict cache
     cdef bytes key
@@ -236,7 +236,7 @@ cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, obj
 
 
 cdef bint has_room(object pool, list blocks, list hashes, Filled filled, object mask) except -1:
-    """Whether there are blocks, hashes and a mask for all that are full."""
+    """Whether there are blocks, hashes and mask entries for all full blocks."""
     if filled.stride * <Py_ssize_t>pool.hash_block_size != filled.block_size:
         return False
     if filled.stop > len(blocks) or filled.stop * filled.stride > len(hashes):
@@ -245,7 +245,7 @@ cdef bint has_room(object pool, list blocks, list hashes, Filled filled, object 
 
 
 def count_evictable(cls, blocks):
-    """The blocks that have no reference and so leave the queue when they are touched."""
+    """Return the blocks without a reference: touching takes them out of the queue."""
     cdef Block block
     cdef Py_ssize_t n = 0
     for value in blocks:
@@ -255,7 +255,7 @@ def count_evictable(cls, blocks):
 
 
 def get_block_ids(self, allow_none=False, *, group_ids=None):
-    """Return the ids of the blocks by group, or of the groups `group_ids`; with `allow_none` None if there are no blocks."""
+    """Return the block ids of each group, or of the groups `group_ids`; None without blocks if `allow_none`."""
     groups = self.blocks if group_ids is None else [self.blocks[group_id] for group_id in group_ids]
     if allow_none:
         for blocks in groups:

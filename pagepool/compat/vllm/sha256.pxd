@@ -73,7 +73,7 @@ cdef extern from *:
 
 
 cdef inline uint32_t rotate(uint32_t x, int bits) noexcept nogil:
-    """`x`, rotated right."""
+    """Return `x` rotated right."""
     return (x >> bits) | (x << (32 - bits))
 
 
@@ -89,7 +89,7 @@ cdef inline void store_word(uint8_t *out, uint32_t word) noexcept nogil:
 
 
 cdef inline void extend(uint32_t *words) noexcept nogil:
-    """The word of the message schedule 16 words after the first one."""
+    """Return the word of the message schedule 16 words after the first one."""
     cdef uint32_t early = words[1], late = words[14]
     words[16] = words[0] + words[9]
     words[16] += rotate(early, 7) ^ rotate(early, 18) ^ early >> 3
@@ -97,7 +97,9 @@ cdef inline void extend(uint32_t *words) noexcept nogil:
 
 
 cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
-    """FIPS 180-4, 6.2.2. The schedule is made along the way: in a loop of its own GCC makes two words at once, slowly."""
+    """Compress a block: FIPS 180-4, 6.2.2. The schedule is computed along the way, since GCC vectorises a loop of its own
+    badly.
+    """
     cdef uint32_t a = state[0], b = state[1], c = state[2], d = state[3]
     cdef uint32_t e = state[4], f = state[5], g = state[6], h = state[7]
     cdef uint32_t first, second
@@ -136,7 +138,7 @@ cdef inline void compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_b
 
 
 cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, bint is_fast) noexcept nogil:
-    """The 32 bytes of the digest. `is_fast`: with SHA instructions, which the processor must have."""
+    """Write the 32 bytes of the digest. `is_fast` uses SHA instructions, which the processor must have."""
     cdef uint32_t[8] state = [
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
     ]

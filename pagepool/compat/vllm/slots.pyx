@@ -1,9 +1,9 @@
 """Blocks for a request's next tokens, compiled: blocks behind windows go back, missing ones are taken, full ones are cached.
 
-The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs nothing costs a few look-ups
-for each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call
-brings hits or external tokens, and managers that `plan_of` does not know are left to vLLM's own methods, which call the pool's
-compiled ones; so are single groups of other kinds than full attention and windows.
+The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs no block costs a few look-ups
+per group. They read and write vLLM's own dicts, so vLLM's other methods work beside them. Three cases are left to vLLM's own
+methods, which call the pool's compiled ones: a request's first call, with hits or external tokens; managers unknown to
+`plan_of`; and groups of kinds other than full attention and windows.
 """
 
 from cpython.dict cimport PyDict_GetItemWithError
@@ -23,22 +23,22 @@ cdef object vllm_cache_blocks = KVCacheManager.cache_blocks
 cdef tuple UNCACHED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 cdef tuple WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
-cdef struct Tokens:           # of a request in a step
+cdef struct Tokens:           # token counts of a request in a step
     int64_t num_before        # computed before the step
-    int64_t num_computed      # the same, at most the longest sequence
-    int64_t num_scheduled     # with those of the step
-    int64_t num_slots         # with those drafted ahead
+    int64_t num_computed      # num_before, limited to the longest sequence
+    int64_t num_scheduled     # num_computed and the tokens of the step
+    int64_t num_slots         # num_scheduled and drafted tokens
 
 cdef struct Missing:          # blocks
-    int64_t num_needed        # that have to be free: skipped ones are not
+    int64_t num_needed        # blocks that must be free; skipped ones are not taken
     int64_t num_taken
 
 
 def allocate_slots(self, request, num_new_tokens, *args, **options):
-    """Give a request blocks for its next tokens, and cache those of its blocks that these fill.
+    """Give a request blocks for its next tokens, and cache the blocks that these fill.
 
-    Returns vLLM's `KVCacheBlocks` with the new ones, or None if too few blocks are free. Arguments and options: those of vLLM's
-    method. O(groups + blocks taken, given back and cached).
+    Return vLLM's `KVCacheBlocks` with the new ones, or None if too few blocks are free. Arguments and options are those of
+    vLLM's method. O(groups + blocks taken, given back and cached).
     """
     cdef Plan plan = None
     cdef Tokens tokens
@@ -57,7 +57,7 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
 
 
 cdef object allocate_as_vllm(object self, object request, object num_new_tokens, tuple args, dict options):
-    """Allocate by vLLM's own method, as for all requests that begin, and tell the queue of these."""
+    """Allocate by vLLM's own method, as all new requests do, and report new requests to the queue."""
     managers = self.coordinator.single_type_managers
     is_new = not (managers and managers[0].req_to_blocks.get(request.request_id))
     blocks = vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
@@ -68,7 +68,7 @@ cdef object allocate_as_vllm(object self, object request, object num_new_tokens,
 
 
 cdef bint has_partial_hit(Plan plan, object request_id) except -1:
-    """Whether the request begins inside a block that it shares, which vLLM's own method copies."""
+    """Whether the request begins inside a shared block, which vLLM's own method copies."""
     cdef GroupPlan group
     for value in plan.groups:
         group = <GroupPlan>value
@@ -78,7 +78,7 @@ cdef bint has_partial_hit(Plan plan, object request_id) except -1:
 
 
 cdef object take_slots(object self, Plan plan, object request, const Tokens *tokens):
-    """Take the blocks that are missing, or return None if too few are free."""
+    """Take the missing blocks, or return None if too few are free."""
     cdef Missing missing = Missing(0, 0)
     request_id = request.request_id
     for group in plan.groups:
@@ -100,7 +100,7 @@ cdef object take_slots(object self, Plan plan, object request, const Tokens *tok
 
 
 cdef int64_t count_tokens(object request) except -1:
-    """The request's known tokens."""
+    """Count the request's known tokens."""
     return len(request._all_token_ids) if type(request) is Request else request.num_tokens
 
 
@@ -110,14 +110,14 @@ cdef inline int64_t count_held(object held, object request_id) except -1:
 
 
 cdef inline int64_t count_skipped(GroupPlan group, int64_t num_computed) noexcept:
-    """The blocks before the window of the next token."""
+    """Count the blocks before the window of the next token."""
     return max(0, num_computed - group.window) // group.block_size if group.window != EVERYTHING else 0
 
 
 cdef int count_missing(
     Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens, Missing *missing
 ) except -1:
-    """Add the blocks that a group will take for the request."""
+    """Add the number of blocks that a group will take for the request."""
     cdef int64_t num_held, num_needed
     if not group.is_known:
         missing.num_needed += count_by_manager(plan, group, request, tokens)
@@ -142,7 +142,7 @@ cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const 
 
 
 cdef list extend(Plan plan, GroupPlan group, object request_id, const Tokens *tokens):
-    """Give the request the blocks that a group misses, and return them."""
+    """Take a request's missing blocks of a group, and return them."""
     cdef list blocks, new_blocks
     cdef int64_t num_missing
     if not group.is_known:
@@ -159,7 +159,7 @@ cdef list extend(Plan plan, GroupPlan group, object request_id, const Tokens *to
 
 
 cdef int leave_windows(Plan plan, object request, int64_t num_processed) except -1:
-    """Give back the blocks that no coming token attends to."""
+    """Give back the blocks outside the windows of all later tokens."""
     cdef GroupPlan group
     for value in plan.groups:
         group = <GroupPlan>value
@@ -171,7 +171,7 @@ cdef int leave_windows(Plan plan, object request, int64_t num_processed) except 
 
 
 cdef int leave_window(Plan plan, GroupPlan group, list blocks, int64_t num_skipped) except -1:
-    """Give back those of the first blocks that are left, the last one first, and put the null block in their places."""
+    """Give back the first blocks not yet given back, last one first, and put the null block in their places."""
     cdef list freed = []
     cdef Py_ssize_t i = min(num_skipped, <int64_t>len(blocks)) - 1
     while i >= 0 and blocks[i] is not group.null_block:
@@ -194,7 +194,7 @@ def estimate_cached_tokens(self, request):
 
 
 cdef int64_t count_hashed(object blocks) except -1:
-    """The tokens that the longest hash among blocks covers."""
+    """Return the number of tokens covered by the longest hash among blocks."""
     cdef int64_t most = 0
     for block in blocks:
         most = max(most, as_block(block).num_hash_tokens)
@@ -202,7 +202,7 @@ cdef int64_t count_hashed(object blocks) except -1:
 
 
 def cache_blocks(self, request, num_computed_tokens):
-    """Cache those of a request's blocks that its first `num_computed_tokens` fill. O(groups + blocks cached)."""
+    """Cache the blocks that a request's first `num_computed_tokens` fill. O(groups + blocks cached)."""
     cdef Plan plan = plan_of(self)
     if plan is None:
         vllm_cache_blocks(self, request, num_computed_tokens)
@@ -211,7 +211,7 @@ def cache_blocks(self, request, num_computed_tokens):
 
 
 cdef int cache_full(Plan plan, object request, object request_id, int64_t num_tokens) except -1:
-    """Cache what is full, group by group. From the first one on that its own manager serves, vLLM's coordinator does it."""
+    """Cache full blocks, group by group. At the first group served by its own manager, vLLM's coordinator takes over."""
     cdef GroupPlan group
     cdef int64_t num_hashed = <int64_t>len(request.block_hashes) * plan.hash_block_size
     for value in plan.groups:
@@ -225,7 +225,7 @@ cdef int cache_full(Plan plan, object request, object request_id, int64_t num_to
 
 
 cdef int64_t count_cacheable(Plan plan, GroupPlan group, int64_t num_tokens) noexcept:
-    """The leading tokens that a later hit of a group may have, among computed ones."""
+    """Count the leading computed tokens that a later hit of a group may use."""
     cdef int64_t num_final = max(0, num_tokens - plan.num_lag)
     if not plan.is_hybrid:
         return num_final
@@ -241,7 +241,7 @@ cdef inline int64_t align(Plan plan, int64_t num_tokens) noexcept:
 cdef bint cache_group(
     Plan plan, GroupPlan group, object request, object request_id, int64_t num_hashed, int64_t num_tokens
 ) except -1:
-    """Cache what is full of a group. False, and nothing done, if its manager has to do it."""
+    """Cache a group's full blocks. Return False, with nothing done, to leave it to the group's manager."""
     cdef int64_t num_cached = 0, num_full = min(num_tokens, num_hashed) // group.block_size
     cdef PyObject *found
     if not group.is_known:

@@ -18,7 +18,7 @@ def definitions_in(source: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def digests_of(source: str) -> dict[str, str]:
-    """Return digests of a module's definitions by name. Those that share a name have one digest."""
+    """Return digests of a module's definitions by name. Definitions of the same name share one digest."""
     codes = defaultdict(list)
     for name, node in definitions_in(source):
         codes[name].append(_code_of(node))
@@ -26,7 +26,7 @@ def digests_of(source: str) -> dict[str, str]:
 
 
 def _code_of(value: object) -> str:
-    """Return a syntax tree as text, without strings that do nothing. Python's versions differ in their empty fields."""
+    """Return a syntax tree as text, without docstrings, and without empty fields, which differ between versions of Python."""
     match value:
         case ast.Expr(ast.Constant(str())):
             return ""
