@@ -1,11 +1,11 @@
-"""Host memory behind an engine's arrays of pages: `HostPages` does what `take_transfers` lists.
+"""Host memory behind an engine's arrays of pages: `HostPages` makes the transfers listed by `take_transfers`.
 
 Each saved page becomes one array per dtype, with the page of all layers, gathered on the device and copied out by the runtime.
 No program computes in host memory: XLA on GPUs aborts the process on a scatter into it (openxla/xla issues 34565 and 47362),
-and there is nothing to donate, so a copy that fails spoils its own page only. A load depends on the arrays that its save made,
-so it never reads a page too early. An array on the host is never written again; a later save of the page replaces it.
+and nothing is donated, so a failed copy spoils only its own page. A load depends on the arrays made by its save, so it never
+reads a page too early. An array on the host is never written again; a later save of the page replaces it.
 
-Pages are moved by programs for up to 16, in powers of two. jax is imported by the first `HostPages`.
+Programs move up to 16 pages each, in powers of two. jax is imported by the first `HostPages`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["FinishedTransfers", "HostPages"]
 
 MAX_PAGES_PER_CALL = 16
-"""More pages are moved by several calls of a program."""
+"""Largest number of pages of one call of a program."""
 
 NOWHERE = np.iinfo(np.int32).max
-"""A page that no array has: what is written to it is dropped."""
+"""A page outside every array: writes to it are dropped."""
 
 MEMORY_KINDS = ("pinned_host", "unpinned_host")
 
@@ -54,7 +54,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Transfers(Protocol):
-    """The attributes of `pagepool.Transfers` that `HostPages.run` reads: its number, and int32 arrays of ids and groups."""
+    """The attributes of `pagepool.Transfers` read by `HostPages.run`: its number, and int32 arrays of ids and groups."""
 
     @property
     def number(self) -> int: ...
@@ -73,7 +73,7 @@ class Transfers(Protocol):
 
 
 class FinishedTransfers(NamedTuple):
-    """Finished transfers, for `CacheManager.fail_transfers`: indices of saves and loads that failed, and the first error."""
+    """Finished transfers, for `CacheManager.fail_transfers`: indices of failed saves and loads, and the first error."""
 
     number: int
     failed_saves: list[int]
@@ -82,7 +82,7 @@ class FinishedTransfers(NamedTuple):
 
 
 class HostPages:
-    """Host memory with room for `num_pages` pages of an engine's arrays; `num_pages` is that of the manager's `HostTier`.
+    """Host memory for `num_pages` pages of an engine's arrays, the same number as in the manager's `HostTier`.
 
     >>> import jax.numpy as jnp
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier
@@ -95,7 +95,7 @@ class HostPages:
     >>> for finished in host_pages.poll():
     ...     failed = manager.fail_transfers(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
-    `run` starts copies and returns; `poll` tells which are done. Arrays keep their shardings. One thread at a time may use it.
+    `run` starts copies and returns; `poll` reports finished ones. Arrays keep their shardings. One thread at a time may use it.
     Each page costs the calling thread about 30 us each way, whatever its size, and about 100 us beside an H100.
     """
 
@@ -108,17 +108,17 @@ class HostPages:
         page_axis: int | Sequence[int] = 0,
         memory_kind: str | None = "pinned_host",
     ) -> None:
-        """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`, whose `page_axis` has a place for each
-        page of the device, of all cache groups. With `groups` it is a list or tuple of a pytree for each of these groups; then
-        `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the
-        same devices; if they have none, or for None, in arrays of the first CPU device, and the attribute `memory_kind` is
-        None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block `run` until the device has
-        computed it.
+        """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`; their `page_axis` has a place for each
+        page of the device, of all cache groups. With `groups` it is a list or tuple with a pytree for each of these groups;
+        then `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of
+        the same devices. For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the
+        attribute `memory_kind` is None. `run` may block until the device has computed a page if the page is copied to another
+        backend's CPU device, or on a CPU with jax before 0.9.
 
-        Host memory is taken page by page. On GPUs XLA limits what is pinned: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
+        Host memory is allocated page by page. On GPUs XLA limits pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
-        ArgumentTypeError for other types and shardings; ArgumentError for other values, and arrays that span processes.
+        Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, and arrays that span processes.
         """
         self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
         jax = import_jax()
@@ -141,20 +141,20 @@ class HostPages:
         self._pending: dict[int, tuple[list[PageCopy], list[PageCopy]]] = {}
 
     def run(self, arrays: Arrays, transfers: Transfers) -> Arrays:
-        """Start transfers, and return the arrays, with which the next step runs. All saves are read before a load is written.
+        """Start transfers, and return the arrays for the next step. All saves are read before any load is written.
 
-        `transfers` is what `take_transfers` returned, or any object with its attributes; if it is empty, `arrays` is returned.
-        The arrays are those of the same pytree, shapes, dtypes and shardings as at first. If something is loaded they are
-        donated: updated in place, and those passed become invalid; they are committed to their devices from then on.
+        `transfers` is the result of `take_transfers`, or any object with its attributes; if it is empty, `arrays` is returned.
+        The arrays must have the pytree, shapes, dtypes and shardings given at first. If something is loaded, the arrays are
+        donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
-        Nothing waits for the device, which keeps a copy of the pages until the transfers are done. A page that was never saved,
-        or whose save failed, is not loaded; `poll` reports this, and what jax raises here or later for a copy. Only an error
-        after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step. Devices
+        The call does not wait for the device, which keeps a copy of the pages until the transfers are done. A page that was
+        never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after
+        arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step. Devices
         communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
-        Errors, before anything is done: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that
-        the arrays or the host do not have, and for null pages; ArgumentError for a page that is written twice, a group without
-        arrays, a number that is still in flight, lengths that differ, and arrays that are deleted or not as at first.
+        Before anything is done, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond
+        the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
+        still in flight, unequal lengths, and arrays that are deleted or not as at first.
         """
         saves = read_fields(transfers, "transfers", ("save_src", "save_dst", "save_group"), "Transfers")
         loads = read_fields(transfers, "transfers", ("load_src", "load_dst", "load_group"), "Transfers")
@@ -174,19 +174,19 @@ class HostPages:
         return self._join(grouped)  # type: ignore[no-any-return]
 
     def poll(self) -> list[FinishedTransfers]:
-        """Return the transfers that are done, each once, in the order of their start. It does not block. O(pages in flight)."""
+        """Return finished transfers, each once, in the order of their start, without blocking. O(pages in flight)."""
         ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for copy in copies)]
         return [self._finish(number) for number in ready]
 
     def wait(self) -> list[FinishedTransfers]:
-        """Wait until all transfers are done, and return those that were not returned before."""
+        """Wait for all transfers, and return those not returned before."""
         return [self._finish(number) for number in list(self._pending)]
 
     def warmup(self, arrays: Arrays, max_num_pages: int = MAX_PAGES_PER_CALL) -> Arrays:
         """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged.
 
-        There are at most 5 each way for each dtype, and twice as many for loads if devices divide the page axis. The arrays are
-        donated, and errors are those of `run`.
+        There are at most 5 programs each way for each dtype, and twice as many for loads if devices divide the page axis. The
+        arrays are donated; errors are those of `run`.
         """
         max_num_pages = require_int("max_num_pages", max_num_pages, 1)
         grouped = self._split(arrays)
@@ -209,7 +209,7 @@ class HostPages:
         return self._tree.unflatten([leaf for leaves in grouped for leaf in leaves])
 
     def _check(self, moves: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
-        """Check saves or loads. Return the places of those of each group."""
+        """Check saves or loads. Return the indices of each group's transfers."""
         places = [find_places(moves[2], group.group) for group in self._groups]
         wrong = np.delete(moves[2], np.concatenate(places))
         if wrong.size:
@@ -234,7 +234,7 @@ def put(items: list[Any], places: Any, values: Sequence[Any]) -> None:
 
 
 def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | None:
-    """Return the kind of memory, or None if the devices do not have it. ArgumentError for others."""
+    """Return the kind of memory, or None if the devices do not have it. Raise ArgumentError for other kinds."""
     if memory_kind is not None and memory_kind not in MEMORY_KINDS:
         raise ArgumentError(f"memory_kind: got {shown(memory_kind)}, allowed: {', '.join(MEMORY_KINDS)}, None")
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
@@ -245,8 +245,8 @@ def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | No
 
 
 class PageCopy:
-    """A copy of a page, which may still be under way: an array for each pack of its group, or the error that prevented it.
-    `origin` is the page of the device from which it was read.
+    """A copy of a page, possibly under way: an array for each pack of its group, or the error that prevented it. `origin` is
+    the device page it was read from.
     """
 
     def __init__(self, origin: int = 0, arrays: Sequence[Any] = (), error: Exception | None = None) -> None:
@@ -257,7 +257,7 @@ class PageCopy:
         return all(array.is_ready() for array in self.arrays)
 
     def wait(self) -> Exception | None:
-        """Wait for it, and return its error."""
+        """Wait for the copy, and return its error."""
         try:
             for array in self.arrays:
                 array.block_until_ready()
@@ -267,7 +267,7 @@ class PageCopy:
 
 
 class GroupPages:
-    """The pages of the host for the arrays of a cache group; None stands for all groups."""
+    """The host pages of a cache group's arrays; group None stands for all groups."""
 
     def __init__(self, leaves: Sequence[Any], group: int | None, page_axis: int, memory_kind: str | None) -> None:
         self.group, self.page_axis = group, page_axis
@@ -287,11 +287,11 @@ class GroupPages:
                 raise ArgumentError(f"arrays: got {got}, allowed: as at first, {dtype} {shape} {sharding}")
 
     def save(self, leaves: Sequence[Any], pairs: Int32Array) -> list[PageCopy]:
-        """Start saves, from pages of the device to pages of the host."""
+        """Start saves, from device pages to host pages."""
         copies: list[PageCopy] = []
         for src, dst in divide(pairs):
             for page_id in dst.tolist():
-                self.pages.pop(page_id, None)  # its memory is given back before more is taken
+                self.pages.pop(page_id, None)  # free its memory before allocating more
             try:
                 arrays = zip(*[pack.save(leaves, src) for pack in self.packs], strict=True)
                 saved = [PageCopy(*copy) for copy in zip(src.tolist(), arrays, strict=True)]
@@ -302,7 +302,7 @@ class GroupPages:
         return copies
 
     def load(self, leaves: list[Any], pairs: Int32Array) -> list[PageCopy]:
-        """Start loads, from pages of the host to pages of the device. The arrays in `leaves` are replaced."""
+        """Start loads, from host pages to device pages, and replace the arrays in `leaves`."""
         copies = [
             self.pages.get(page_id)
             or PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
@@ -327,7 +327,7 @@ class GroupPages:
         return [PageCopy(arrays=arrays) for arrays in zip(*loaded, strict=True)]
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
-        """Run all programs for up to so many pages: null pages are read, and dropped instead of written."""
+        """Run all programs for up to `max_num_pages` pages: they read null pages and drop their writes."""
         programs = list_programs(leaves, self.page_axis, max_num_pages)
         for pack in self.packs:
             pack.commit(leaves)
@@ -337,14 +337,14 @@ class GroupPages:
 
 
 def divide(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the pieces of the last axis that one call of a program moves each."""
+    """Divide the last axis into pieces, one for each call of a program."""
     for start in range(0, values.shape[-1], MAX_PAGES_PER_CALL):
         yield values[..., start : start + MAX_PAGES_PER_CALL]
 
 
 class Pack(NamedTuple):
-    """Arrays of one dtype on the same mesh, or on one device. A page of all of them is moved as one array with one axis, whose
-    parts are those of the devices.
+    """Arrays of one dtype on the same mesh, or on one device. A page of all of them is moved as one array with one axis,
+    divided among the devices.
     """
 
     places: tuple[int, ...]
@@ -354,7 +354,7 @@ class Pack(NamedTuple):
     host: jax.sharding.Sharding
 
     def commit(self, leaves: list[Any]) -> None:
-        """Commit arrays on one device to it, as loads do: other ones would need other programs."""
+        """Commit arrays on one device to it, as loads do, since uncommitted arrays would need other programs."""
         if len(self.device.device_set) == 1:
             put(leaves, self.places, import_jax().device_put([leaves[place] for place in self.places], list(self.shardings)))
 
@@ -365,8 +365,8 @@ class Pack(NamedTuple):
         return import_jax().device_put(pages[: len(page_ids)], self.host)  # type: ignore[no-any-return]
 
     def load(self, leaves: list[Any], pages: Sequence[Any], pairs: Int32Array, crosses: bool) -> list[Any]:
-        """Start to copy pages to the device, where they are written into the arrays, which replace those in `leaves`.
-        `pairs` are the pages that they were saved from, and those to be written.
+        """Start to copy pages to the device and write them into the arrays; the results replace those in `leaves`. `pairs` are
+        the pages they were saved from, and the pages to write.
         """
         loaded: list[Any] = import_jax().device_put(pages, self.device)
         write = get_writer(self.shardings, self.page_axis, crosses)
@@ -378,7 +378,7 @@ class Pack(NamedTuple):
 
 
 def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -> list[Pack]:
-    """Divide arrays by dtype and mesh. On the host a page lies in memory of this kind, or for None on the first CPU device."""
+    """Divide arrays by dtype and mesh. Host pages are in memory of this kind, or for None on the first CPU device."""
     jax = import_jax()
     places: dict[tuple[Any, Any], list[int]] = {}
     for place, leaf in enumerate(leaves):
@@ -395,7 +395,7 @@ def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -
 
 
 def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
-    """Return how a page of an array lies on the devices: each has its part of it, or any page if the page is in other parts."""
+    """Return the sharding of a moved page of an array: each device has its own part, or a dummy page if it has none."""
     kinds = import_jax().sharding
     if not sharding.is_fully_addressable:
         raise ArgumentError("arrays: got an array that spans processes, allowed: arrays of this process")
@@ -411,7 +411,7 @@ Shardings = tuple["jax.sharding.Sharding", ...]
 
 @lru_cache(maxsize=64)
 def get_reader(shardings: Shardings, page_axis: int) -> Callable[..., Any]:
-    """Return the program that reads pages of the arrays of a pack. jax compiles it once per number of pages."""
+    """Return the program that reads pages of a pack's arrays. jax compiles it once per number of pages."""
     jax = import_jax()
     read = partial(read_pages, page_axis=page_axis, axes=[get_page_axes(sharding, page_axis) for sharding in shardings])
     return jax.jit(map_parts(read, shardings, is_writer=False))  # type: ignore[no-any-return]
@@ -419,7 +419,7 @@ def get_reader(shardings: Shardings, page_axis: int) -> Callable[..., Any]:
 
 @lru_cache(maxsize=64)
 def get_writer(shardings: Shardings, page_axis: int, crosses: bool) -> Callable[..., Any]:
-    """Return the program that writes pages into the arrays of a pack. `crosses`: whether one goes to another device's part."""
+    """Return the program that writes pages into a pack's arrays. `crosses`: some page goes to another device's part."""
     jax = import_jax()
     axes = [get_page_axes(sharding, page_axis) for sharding in shardings]
     write = partial(write_pages, page_axis=page_axis, axes=axes, crosses=crosses)
@@ -436,7 +436,7 @@ def map_parts(function: Callable[..., Any], shardings: Shardings, is_writer: boo
     arrays = [getattr(sharding, "spec", None) for sharding in shardings]
     pages, ids = get_page_sharding(first).spec, jax.sharding.PartitionSpec()
     in_specs, out_specs = ((arrays, pages, ids), arrays) if is_writer else ((arrays, ids), pages)
-    shard_map = get_shard_map(is_checked=False)  # a page's copies on several devices are not known to be equal
+    shard_map = get_shard_map(is_checked=False)  # jax cannot know that a page's copies on several devices are equal
     return shard_map(function, mesh=first.mesh, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
 
 
@@ -451,7 +451,7 @@ def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequen
 def write_pages(
     parts: Sequence[Any], pages: Sequence[Any], pairs: Any, page_axis: int, axes: Sequence[Axes], crosses: bool
 ) -> list[Any]:
-    """Write pages that `read_pages` returned (traced)."""
+    """Write the pages returned by `read_pages` (traced)."""
     jnp = import_jax().numpy
     flat, start, written = jnp.stack(pages), 0, []
     for part, own in zip(parts, axes, strict=True):

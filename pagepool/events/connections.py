@@ -25,42 +25,42 @@ __all__ = ["Guard", "Peer", "Peers"]
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES = 1 << 16  # in an unfinished message; small frames take up to 32 times as much in libzmq
+MAX_UNREAD_BYTES = 1 << 16  # limit of an unfinished message; in libzmq small frames take up to 32 times as much
 NUM_FRAME_BYTES = 64  # largest overhead of a frame on the wire
-NUM_SUBSCRIPTION_BYTES = 64  # added to the length of each topic
-MAX_SUBSCRIPTIONS_READ = 256  # in one call
+NUM_SUBSCRIPTION_BYTES = 64  # overhead of each topic
+MAX_SUBSCRIPTIONS_READ = 256  # limit of one call
 MILLISECONDS_BETWEEN_LOOKS = 50
-SHARE_OF_DESCRIPTORS = 8  # one in this many of the process may be a connection of an endpoint
+SHARE_OF_DESCRIPTORS = 8  # an endpoint may use 1/8 of the process's descriptors
 SECONDS_BETWEEN_WARNINGS = 60.0
-SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # on Linux
-DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # the packet filter's program that keeps 0 bytes
-BYTES_RECEIVED_AT = 128  # in Linux's tcp_info
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's socket options
+DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # packet filter that keeps 0 bytes
+BYTES_RECEIVED_AT = 128  # offset in Linux's tcp_info
 
 
 class Peer:
-    """One connection."""
+    """One connection to a router."""
 
     def __init__(self, is_refused: bool = False) -> None:
         """Start without topics and messages."""
         self.is_refused = is_refused
-        self.client = b""  # the routing id of its requests; the next connection with its descriptor has another
+        self.client = b""  # routing id of its requests; tells it from a later connection with the same descriptor
         self.num_topic_bytes = 0
         self._topics: set[bytes] = set()
         self._num_bytes_read = self._num_bytes_unread = self._last_difference = 0
 
     def note_read(self, frames: Sequence["zmq.Frame"]) -> None:
-        """Count a message that was read."""
+        """Count a message just read."""
         self._num_bytes_read += sum(len(frame) + NUM_FRAME_BYTES for frame in frames)
 
     def count_unread(self, num_bytes_received: int) -> int:
-        """Return the received bytes that no read message accounts for. Overestimates give no credit."""
+        """Return the number of received bytes not yet read as messages. Overestimates of read bytes give no credit."""
         difference = num_bytes_received - self._num_bytes_read
         self._num_bytes_unread = max(0, self._num_bytes_unread + difference - self._last_difference)
         self._last_difference = difference
         return self._num_bytes_unread
 
     def note_subscription(self, message: bytes) -> None:
-        """Add or remove a topic. Other messages of a subscriber are ignored."""
+        """Add or remove a topic. Ignore other messages of a subscriber."""
         kind, topic = message[:1], message[1:]
         if kind in (b"\0", b"\1") and (topic in self._topics) == (kind == b"\0"):
             self._topics ^= {topic}
@@ -71,23 +71,23 @@ class Peers:
     """The connections of one socket, by their descriptors."""
 
     def __init__(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> None:
-        """Watch a socket, and let it listen or connect, in this order, so that no connection is missed."""
+        """Watch a socket first, then let it listen or connect, so that no connection is missed."""
         self.watched = watched
         self.by_descriptor: dict[int, Peer] = {}
-        self.listening = -1  # the descriptor at which libzmq listens until the socket is closed
+        self.listening = -1  # listening descriptor, until the socket is closed
         self._is_open = True
         self._is_connecting = is_connecting
         begun = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
         self.monitor = watched.get_monitor_socket(begun | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         watched.connect(endpoint) if is_connecting else watched.bind(endpoint)
         self.endpoint = watched.getsockopt_string(zmq.LAST_ENDPOINT)
-        if not is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
+        if not is_connecting and not self.endpoint.startswith("inproc:"):  # inproc has no connections
             self.listening = recv_monitor_message(self.monitor, zmq.DONTWAIT)["value"]
 
     def set_open(self, is_open: bool) -> bool:
-        """Accept connections to a TCP port, or let Linux drop their packets, so that they take no descriptor and are retried.
+        """Accept connections to a TCP port, or let Linux drop their packets: they then take no descriptor and retry.
 
-        Returns whether the state has changed.
+        Return whether the state has changed.
         """
         if is_open == self._is_open:
             return False
@@ -99,7 +99,7 @@ class Peers:
         return True
 
     def find(self, frame: "zmq.Frame") -> tuple[int, Peer]:
-        """Return the descriptor and connection of a frame: a refused one if it is gone, a new one if it is not recorded."""
+        """Return the descriptor and connection of a frame. A closed connection counts as refused; an unknown one is added."""
         try:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
@@ -119,10 +119,10 @@ class Peers:
 
 
 class Guard:
-    """Enforces the limits on the connections of a publisher's sockets, in its own thread, started once all are watched."""
+    """Limits of the connections of a publisher's sockets, enforced in a thread started once all sockets are watched."""
 
     def __init__(self, max_connections: int) -> None:
-        """Each socket has at most `max_connections`, or an eighth of the descriptors that the process may open."""
+        """Allow each socket `max_connections`, and at most an eighth of the process's descriptors."""
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, soft_limit // SHARE_OF_DESCRIPTORS))
@@ -139,8 +139,8 @@ class Guard:
         return self._all_peers[-1]
 
     def stop(self) -> None:
-        """Stop the thread, before the sockets are closed, in the thread that uses them."""
-        if self.thread.is_alive():  # it must read to the end: libzmq blocks on a full monitor
+        """Stop the thread. Call this in the thread that uses the sockets, before they are closed."""
+        if self.thread.is_alive():  # the thread must read to the end: libzmq blocks on a full monitor
             for peers in self._all_peers:
                 peers.watched.disable_monitor()
             self.thread.join()
@@ -156,7 +156,7 @@ class Guard:
         self._nothing.close()
 
     def close(self, peers: Peers, descriptor: int) -> None:
-        """Refuse a connection, and let libzmq close it. Has no effect if the descriptor has been reused."""
+        """Refuse a connection, and let libzmq close it. No effect if the descriptor has been reused."""
         peer = peers.by_descriptor.get(descriptor)
         if peer is not None:
             peer.is_refused = True
@@ -205,7 +205,7 @@ class Guard:
                 time.sleep(0.1)
 
     def _follow(self, peers: Peers) -> bool:
-        """Record new and closed connections, and close excess ones. Returns whether the monitor goes on."""
+        """Record new and closed connections, and close excess ones. Return whether the monitor continues."""
         with contextlib.suppress(zmq.Again):
             while True:
                 message = recv_monitor_message(peers.monitor, zmq.DONTWAIT)
@@ -243,12 +243,12 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _count_received(descriptor: int) -> int:
-    """Return the bytes received over a TCP connection, buffered ones included; 0 if the system does not report it."""
+    """Return the number of bytes received over a TCP connection, including buffered ones; 0 if it is unknown."""
     if sys.platform != "linux":
         return 0
     try:
         with _borrowed(descriptor) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
-    except OSError:  # it is closed, or no TCP connection
+    except OSError:  # closed, or not a TCP connection
         return 0
     return int.from_bytes(info[BYTES_RECEIVED_AT:], sys.byteorder)

@@ -15,7 +15,7 @@ Hash = int | bytes
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """Events that are sent together. ``ts`` is in seconds since 1970, ``data_parallel_rank`` identifies the engine."""
+    """Events sent together. ``ts`` is in seconds since 1970, ``data_parallel_rank`` identifies the engine."""
 
     ts: float
     events: "Sequence[Event]"
@@ -28,17 +28,17 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
 
 class BlockStored(Event):
     """Consecutive pages of one request that can be hit from now on. With the `medium` ``"CPU"`` they are pages of the host
-    tier, in any order, without parent, tokens and extra keys: what they hold is known from their hashes.
+    tier, in any order, without parent, tokens and extra keys; their hashes identify their content.
 
     ``block_hashes``: one hash for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: the hash of the
-    preceding page; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that
-    were cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, as
-    an int or a string; for a pair its name. ``extra_keys``: for each page the keys that are hashed with its tokens (LoRA's
-    name, features as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with
-    ``sha256_cbor``, as in vLLM, and of the first page with other algorithms. ``group_idx``: the cache group;
-    ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the
-    request or row that cached the pages; others may hit them. None in the host tier. ``num_groups``: how many cache groups the
-    manager has; None for one.
+    preceding page; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages
+    cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, as an
+    int or a string; for a pair its name. ``extra_keys``: for each page the keys hashed with its tokens (LoRA's name, features
+    as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with ``sha256_cbor``, as in vLLM,
+    and of the first page with other algorithms. ``group_idx``: the cache group; ``kv_cache_spec_kind``,
+    ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
+    cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
+    groups; None for one.
     """
 
     block_hashes: Any
@@ -57,8 +57,8 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Pages of one group that can no longer be hit in a medium: the last copy was evicted, or its entry was dropped. What was
-    stored in the other medium is still there.
+    """Pages of one group that can no longer be hit in a medium: the last copy was evicted, or its entry was dropped. Copies in
+    the other medium remain.
 
     ``block_hashes`` and ``medium`` are as in `BlockStored`.
     """
@@ -69,7 +69,7 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """No page that was stored before can be hit, in any medium."""
+    """No page stored before can be hit any more, in any medium."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -84,7 +84,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 def encode_batch(batch: EventBatch) -> bytes:
     """Return the batch in msgpack, as vLLM sends it. O(pages + tokens); other threads may run between events.
 
-    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode (ints beyond 64 bits).
+    Raise ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode (ints beyond 64
+    bits).
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
     try:
@@ -95,7 +96,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def require_seconds(name: str, value: Any) -> float:
-    """Return `value`; ArgumentTypeError unless it is a number."""
+    """Return `value`. Raise ArgumentTypeError unless it is a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
     return value

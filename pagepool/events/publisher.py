@@ -4,10 +4,10 @@
 
 A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and the result of
 `pagepool.events.encode_batch`. A router that sees a gap in the numbers sends the first missing number to the replay endpoint
-from a DEALER or REQ socket, after an empty frame. Each batch from there on arrives as an empty frame and the three above, and
-at the end an empty one with the number -1. As an extension to vLLM, a request for a batch that is not kept, that never existed,
-or for -1 is answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the
-number from which to continue.
+from a DEALER or REQ socket, after an empty frame. It then receives each batch from there on as an empty frame and the three
+above, and at the end an empty batch with the number -1. As an extension to vLLM, a request for a batch no longer kept, an
+unknown batch, or -1 is answered first with a snapshot: a batch with `AllBlocksCleared` and all cached pages, numbered so that
+the router can continue from it.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
-MAX_INT32 = 2**31 - 1  # the largest value of ZeroMQ's options
+MAX_INT32 = 2**31 - 1  # largest value of ZeroMQ's options
 REQUEST = [0, 8]  # lengths of the frames of a request
 END = (-1).to_bytes(8, "big", signed=True)
-SUBSCRIPTIONS_HWM = 4  # messages of one subscriber that wait in libzmq, which accepts all of them at each send
-MAX_REQUESTS_READ = 64  # in one call
-MAX_REPLAYS = 4  # to one router at once
-MAX_REPLAYS_TRIED = 32  # in one call, until a router accepts something
-REPLAY_HWM = 16  # batches that wait in the socket for one router
-PATIENCE = 10.0  # seconds after which the connection of a router that does not read its replay is closed
-SECONDS_UNREAD = 30.0  # after which a subscriber that reads nothing is disconnected
-SHARE_OF_SERVICE = 0.1  # the part of the thread's time for requests of routers
+SUBSCRIPTIONS_HWM = 4  # messages queued in libzmq per subscriber; each send accepts all of them
+MAX_REQUESTS_READ = 64  # limit of one call
+MAX_REPLAYS = 4  # limit for one router at once
+MAX_REPLAYS_TRIED = 32  # limit of one call, until a router accepts something
+REPLAY_HWM = 16  # batches queued in the socket per router
+PATIENCE = 10.0  # seconds until a router that does not read its replay is disconnected
+SECONDS_UNREAD = 30.0  # until a subscriber that reads nothing is disconnected
+SHARE_OF_SERVICE = 0.1  # share of the thread's time for requests of routers
 MIN_REST = 0.002  # seconds between two parts of replays
 MAX_WAIT = 3600.0  # seconds
 MAX_SILENCE = 60.0  # seconds between two heartbeats
@@ -60,26 +60,27 @@ SECONDS_TO_CLOSE = 1.0
 NUM_KEY_BYTES = 32
 ZAP_DOMAIN = "pagepool"
 SOCKET_OPTIONS: dict[int, int | bytes] = {
-    zmq.MAXMSGSIZE: 1024,  # bytes of a message from a router: handshakes, sequence numbers, topics
+    zmq.MAXMSGSIZE: 1024,  # largest message from a router, in bytes: handshakes, sequence numbers, topics
     zmq.HANDSHAKE_IVL: 5000,  # milliseconds for a handshake
-    zmq.BACKLOG: 32,  # connections that the system keeps until libzmq accepts them
+    zmq.BACKLOG: 32,  # connections waiting to be accepted by libzmq
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,  # seconds before the first probe of a silent router
     zmq.TCP_KEEPALIVE_INTVL: 10,  # seconds between probes
-    zmq.TCP_KEEPALIVE_CNT: 6,  # probes
-    # Refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is no handler.
+    zmq.TCP_KEEPALIVE_CNT: 6,  # unanswered probes before the connection is closed
+    # A ZAP domain refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is
+    # no handler.
     zmq.ZAP_DOMAIN: ZAP_DOMAIN.encode(),
 }
 
 Batch = tuple[int, zmq.Frame]
 """Sequence number and payload."""
 Curve = tuple[bytes, frozenset[bytes]]
-"""A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
+"""A publisher's secret key, and the public keys of its permitted routers, each as Z85."""
 
 
 @dataclass(eq=False, repr=False)
 class Worker:
-    """The thread of a publisher, with its sockets, which only the thread uses, except `wake`."""
+    """The thread of a publisher, with its sockets. No other thread uses the sockets, except in `wake`."""
 
     source: EventSource | None
     endpoint: object
@@ -96,11 +97,11 @@ class Worker:
     max_subscription_bytes: int
 
     def __post_init__(self) -> None:
-        """Open the sockets and start the thread, or none of these: EndpointError for an address that cannot be used."""
+        """Open the sockets and start the thread, or do neither. Raise EndpointError for an unusable address."""
         self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
         self.batches: deque[Batch] = deque(maxlen=self.buffer_steps)
         self.next_sequence = 0
-        self._start: Batch | None = None  # the last self-contained batch, or a snapshot in the place of one
+        self._start: Batch | None = None  # last self-contained batch, or a snapshot instead
         self.replays: deque[tuple[bytes, Iterator[bool]]] = deque()
         self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
@@ -129,7 +130,7 @@ class Worker:
 
     def _open(self) -> None:
         curve, self.curve = self.curve, None  # no object of this package keeps the secret key
-        if curve is not None:  # without its check, CURVE admits every router that knows the server's public key
+        if curve is not None:  # without this check, CURVE admits every router with the server's public key
             authenticator = ThreadAuthenticator(self._context)
             allowed = SimpleNamespace(callback=lambda domain, key, keys=curve[1]: key in keys)
             authenticator.configure_curve_callback(ZAP_DOMAIN, allowed)
@@ -161,11 +162,11 @@ class Worker:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         if curve is not None:
-            if not endpoint.startswith(("tcp:", "ipc:")):  # ZeroMQ would send unencrypted
+            if not endpoint.startswith(("tcp:", "ipc:")):  # over other transports ZeroMQ would not encrypt
                 raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, curve[0])
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is admitted without the authenticator
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if the authenticator is missing, refuse all connections
         require_ports(name, endpoint)
         try:
             return self.guard.watch(socket, endpoint, is_connecting)
@@ -175,7 +176,7 @@ class Worker:
             raise EndpointError(f"{name}: got {got}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
 
     def _close_sockets(self, linger_seconds: float) -> None:
-        """Close all, once what is sent has gone or this time is over."""
+        """Close all sockets once pending messages are gone, or after this time."""
         if self.authenticator is not None:
             self.authenticator.stop()
         self.guard.stop()
@@ -183,17 +184,17 @@ class Worker:
 
     @property
     def is_open(self) -> bool:
-        """False after `close`, and in a forked process, which does not have the thread."""
+        """False after `close`, and in a forked process, since it lacks the thread."""
         return not self._is_closing and self._pid == os.getpid()
 
     def require_open(self) -> None:
-        """Raise ArgumentError if it is not open."""
+        """Raise ArgumentError if the publisher is not open."""
         if not self.is_open:
             raise ArgumentError("the publisher is closed, or belongs to another process")
 
     def wake(self) -> None:
-        """Wake the thread, so that it looks for work."""
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # other wake-ups are pending, or it has ended
+        """Wake the thread to look for work."""
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # a wake-up is pending, or the thread has ended
             self._waking.send(b"", zmq.DONTWAIT)
 
     def close(self) -> None:
@@ -205,9 +206,9 @@ class Worker:
                 self._thread.join(2 * SECONDS_TO_CLOSE)
 
     def encode(self, events: Sequence[Event]) -> tuple["zmq.Frame", bool]:
-        """Return the payload, in memory of libzmq that all routers share, and whether it is self-contained."""
+        """Return the payload, in libzmq's memory shared by all routers, and whether it is self-contained."""
         payload = encode_batch(EventBatch(time.time(), events, self.data_parallel_rank))
-        with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
+        with memoryview(payload) as view:  # release the view, or the frame would keep the payload too
             return zmq.Frame(view, copy=True), bool(events) and isinstance(events[0], AllBlocksCleared)
 
     # Methods that run in the thread.
@@ -222,7 +223,7 @@ class Worker:
             self._close_sockets(SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
-        """Call `work`. The thread survives any error, and replaces the events that were taken by then by a snapshot."""
+        """Call `work`. The thread survives any error, and replaces events taken before it by a snapshot."""
         try:
             work()
         except Exception:
@@ -275,12 +276,12 @@ class Worker:
         if is_start:
             self._start = batch
         self.published.watched.send_multipart([self.topic, batch[0].to_bytes(8, "big"), payload])
-        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # libzmq accepts some at each send
+        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # each send lets libzmq accept some
         self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
 
     def _serve(self) -> None:
-        """Serve subscriptions and a part of one replay, in a bounded share of the time."""
+        """Serve subscriptions and a part of one replay, in a bounded share of the thread's time."""
         start = time.monotonic()
         if start < self._serve_at or not (self._is_asked or self.replays):
             return
@@ -292,7 +293,7 @@ class Worker:
         self._serve_at = now + max(MIN_REST if self.replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
-        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
+        """Read all requests of routers. While requests are unread, libzmq does not notice that their router is gone."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -305,7 +306,7 @@ class Worker:
                 if len(self.replays) - len(others) < MAX_REPLAYS:
                     sequence = int.from_bytes(request[1].bytes, "big")
                     self.replays.append((client.bytes, self._replay(peers, client.bytes, descriptor, sequence)))
-                else:  # a router that requests too many at once gets none
+                else:  # a router with too many replays loses them all
                     self.replays = deque(others)
                     self.guard.close(peers, descriptor)
 
@@ -320,8 +321,8 @@ class Worker:
                 return
 
     def _replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> Iterator[bool]:
-        """Send a replay to a router as it reads it: at most `REPLAY_HWM` messages, or until it accepts no more; then yield
-        whether any was sent. The connection of a router that does not read is closed.
+        """Send a replay at the router's pace: send up to `REPLAY_HWM` messages, or until it accepts no more, then yield whether
+        any was sent. Disconnect a router that does not read.
         """
         num_sent, give_up_at = 0, time.monotonic() + PATIENCE
         for message in self._list_messages(client, sequence):
@@ -340,9 +341,9 @@ class Worker:
                     num_sent = 0
 
     def _list_messages(self, client: bytes, sequence: int) -> Iterator[list[Any]]:
-        """Yield batches from `sequence` on, or from a self-contained one, up to the current last one; and the end.
+        """Yield batches from `sequence` on, or from a self-contained one, up to the latest; then the end marker.
 
-        Batches are looked up as they are sent, so that a slow router keeps none in memory.
+        Batches are looked up when sent, so a slow router keeps none in memory.
         """
         stop = self.next_sequence
         while sequence != stop:
@@ -357,7 +358,7 @@ class Worker:
         yield [client, b"", b"", END, b""]
 
     def _find_start(self) -> Batch | None:
-        """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
+        """Return a self-contained batch whose successors are all kept; without a manager, the first batch kept."""
         num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
         if num_behind <= len(self.batches):
             return self._start
@@ -371,11 +372,11 @@ class Worker:
 
 
 WORKERS: "weakref.WeakValueDictionary[int, Worker]" = weakref.WeakValueDictionary()
-"""Workers by their ids, and the last one of each source of events by the id of the source."""
+"""Workers by id, and the latest worker of each source of events by the source's id."""
 
 
 def _forget_workers() -> None:
-    """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
+    """Close the connections in a forked process. Nothing else may be used there, not even by the garbage collector."""
     for worker in WORKERS.values():
         if worker.authenticator is not None:
             worker.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
@@ -387,27 +388,27 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
-    """Publishes the events of a manager, or events passed to `publish`, in its own thread.
+    """Publisher of a manager's events, and of events passed to `publish`, in its own thread.
 
     The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
-    misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last `buffer_steps` batches and sends a
-    snapshot of the cache to a router that asks later. The first batch is a snapshot too. After `heartbeat` seconds without a
-    batch, and then at doubling intervals up to a minute, the thread sends a batch without events: its number shows a gap to a
-    router that has lost the last batches, and other routers ignore it.
+    misses batches beyond `hwm` and requests them at `replay_endpoint`. The last `buffer_steps` batches are kept; a router that
+    asks for an older one gets a snapshot of the cache. The first batch is a snapshot too. After `heartbeat` seconds without a
+    batch, and then at doubling intervals up to a minute, the thread sends a batch without events: its number shows the gap to a
+    router that missed the last batches, and other routers ignore it.
 
-    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and an eighth of the descriptors
-    that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes.
-    A connection is closed beyond these limits, and if it takes 5 seconds for its handshake, leaves messages unread for 30
+    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
+    process's descriptors. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes. A
+    connection beyond these limits is closed. So is one that takes 5 seconds for its handshake, leaves messages unread for 30
     seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
-    by themselves. They need ZMTP 3, which libzmq has since 4.0.
+    by themselves. They need ZMTP 3 (libzmq 4.0 or later).
 
-    In a forked process `publish` and `flush` raise, `close` does nothing, the copies of the connections are closed, and the
-    copy of the manager can have its own publisher.
+    In a forked process `publish` and `flush` raise, `close` does nothing, the copied connections are closed, and the copied
+    manager can have its own publisher.
 
-    Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
-    routers on other machines, use keys: with `curve_secretkey`, its own from ``zmq.curve_keypair()``, both endpoints encrypt,
-    and only routers with one of the public keys `curve_client_keys` receive anything. A router sets pyzmq's
-    ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects. Examples are in ``docs/routers.md``.
+    Events contain the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
+    routers on other machines, use keys. With `curve_secretkey`, made by ``zmq.curve_keypair()``, both endpoints encrypt, and
+    only routers with a public key in `curve_client_keys` receive anything. A router sets pyzmq's ``curve_serverkey``,
+    ``curve_publickey`` and ``curve_secretkey`` before it connects. Examples are in ``docs/routers.md``.
     """
 
     def __init__(
@@ -428,13 +429,13 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
         curve_secretkey: str | bytes | None = None,
         curve_client_keys: Iterable[str | bytes] | None = None,
     ) -> None:
-        """Without a `manager` only events passed to `publish` are sent.
+        """Start the thread. Without a `manager` only events passed to `publish` are sent.
 
         `endpoint` is the address to listen at or, if `is_connecting`, the address of a router; port ``*`` is any free port.
         Routers may subscribe to a `topic`. With `heartbeat` None there is no heartbeat. The attributes ``endpoint`` and
-        ``replay_endpoint`` are the addresses with their ports. EndpointError, an OSError, if an address is malformed or its
-        port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys, keys
-        without CURVE in libzmq, and a manager without events or with another publisher.
+        ``replay_endpoint`` are the addresses with their ports. Raise EndpointError, an OSError, if an address is malformed or
+        its port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys,
+        keys without CURVE in libzmq, and a manager without events or with another publisher.
         """
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
@@ -464,9 +465,9 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
         self._close = weakref.finalize(self, self._worker.close)
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch of events, with or without a manager. Waits while `hwm` batches wait to be sent.
+        """Send a batch of events, with or without a manager. Wait while `hwm` batches are queued.
 
-        ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
+        Raise ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
         """
         encoded = self._worker.encode(as_list("events", events, "a list"))
         while True:
@@ -476,12 +477,12 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
                 return self._worker.wake()
 
     def flush(self) -> None:
-        """Let the thread take and send the manager's events now, without waiting. ArgumentError if it is closed."""
+        """Let the thread take and send the manager's events now; do not wait for it. Raise ArgumentError if it is closed."""
         self._worker.require_open()
         self._worker.wake()
 
     def close(self) -> None:
-        """Send pending events and stop, in up to two seconds if a router reads slowly. Has no effect if it is closed."""
+        """Send pending events and stop; slow routers delay this by at most two seconds. No effect if closed already."""
         self._close()
 
     def __exit__(self, *_: object) -> None:
@@ -496,7 +497,7 @@ def _as_seconds(name: str, value: float) -> float:
 
 
 def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
-    """Require both or neither: without client keys any router with the public key, which is no secret, could connect."""
+    """Require both or neither: without client keys any router with the server's public key could connect."""
     if secret_key is None and client_keys is None:
         return None
     if secret_key is None or client_keys is None:
@@ -512,7 +513,9 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
 
 
 def require_ports(name: str, endpoint: str) -> None:
-    """Raise EndpointError for a TCP address with a wrong port; libzmq would take it modulo 2**16, or its first digits."""
+    """Raise EndpointError for a TCP address with a wrong port. libzmq would take it modulo 2**16, or read only its first
+    digits.
+    """
     for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
         port = part.rpartition(":")[2]
         is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT
@@ -522,7 +525,7 @@ def require_ports(name: str, endpoint: str) -> None:
 
 
 def as_key(name: str, key: object) -> bytes:
-    """Return a key as Z85. No error message contains it, since it may be the secret key."""
+    """Return a key as Z85. Error messages omit it, since it may be the secret key."""
     if not isinstance(key, str | bytes):
         raise ArgumentTypeError(f"{name}: got {type(key).__name__}, allowed: 40 characters of Z85")
     try:

@@ -1,4 +1,4 @@
-"""Makes events from the journal of a pool and its host tier; and small ints for the extra keys and sessions of requests."""
+"""Events from the journal of a pool and its host tier; and small ints for the extra keys and sessions of requests."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -33,10 +33,10 @@ Keys = tuple[Array, Array]
 
 
 class Contexts:
-    """Maps small ints to the extra keys and sessions of requests. Ints without pages and rows are reused."""
+    """Small ints for the extra keys and sessions of requests. Ints without pages and rows are reused."""
 
     def __init__(self, journal: EntryJournal) -> None:
-        """`journal` counts the pages and rows of each int."""
+        """Use `journal` to count the pages and rows of each int."""
         self._journal = journal
         self._values: dict[int, Context] = {}
         self._contexts: dict[Context, int] = {}
@@ -50,7 +50,7 @@ class Contexts:
             self._journal.hold_context(context)
             return context
         kept = self._journal.kept_contexts() if len(self._values) >= self._num_at_sweep else None
-        if kept is not None:  # the number of values has doubled since the unused ones were dropped
+        if kept is not None:  # the number of values has doubled since the last cleaning
             unused = [context for context in self._values if context not in kept]
             for context in unused:
                 self._contexts.pop(self._values.pop(context), None)
@@ -66,7 +66,7 @@ class Contexts:
         return context
 
     def release(self, context: int) -> None:
-        """Release an int. It is reused when no page or row has it any more."""
+        """Release an int. It is reused once no page or row has it."""
         self._journal.release_context(context)
 
     def __getitem__(self, context: int) -> Context:
@@ -75,10 +75,10 @@ class Contexts:
 
 
 class EventSource:
-    """Makes events from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
+    """Source of events, from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
 
     def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
-        """Start the journal of `store`. ArgumentError if pages are held or cached already."""
+        """Start the journal of `store`. Raise ArgumentError if pages are held or cached already."""
         self.hashes_as_bytes = hashes_as_bytes
         self._journal = EntryJournal(store)
         self.contexts = Contexts(self._journal)
@@ -99,7 +99,7 @@ class EventSource:
     def take(self) -> list[Event]:
         """Return the changes since the last call. O(changes)."""
         events, _ = self._take(False)
-        self._must_start_over = False  # last, so that an interrupt comes before
+        self._must_start_over = False  # last, so that an interrupt leaves it set
         return events
 
     def take_with_snapshot(self) -> tuple[list[Event], list[Event]]:
@@ -109,7 +109,7 @@ class EventSource:
         return taken
 
     def start_over(self) -> None:
-        """Make the next events a snapshot, because some events were lost."""
+        """Make the next events a snapshot, after a loss of events."""
         self._must_start_over = True
 
     def list_all(self) -> list[Event]:
@@ -148,7 +148,7 @@ class EventSource:
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(described):  # callers may have entered pages of other groups
+            if group < len(described):  # callers may enter pages under other group ids
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if context:
@@ -158,13 +158,15 @@ class EventSource:
                         _add_extra_keys(event, extra_keys, start_page, num_pages)
                 events.append((start_page, event))
             page, token = stop_page, stop_token
-        events.sort(key=itemgetter(0))  # a parent is in a run that begins earlier in its request
+        events.sort(key=itemgetter(0))  # parents first: their runs begin earlier in a request
         saved = self._split(tier_entries)
         tier_events = [BlockStored(hashes, None, NO_TOKENS, *self._described[CPU][group]) for group, hashes in saved]
         return [*(event for _, event in events), *tier_events]
 
     def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
-        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
+        """Yield each group with keys, and its hashes as events have them. Ignore other group ids, under which callers may enter
+        pages.
+        """
         all_keys, groups = keys
         for group in range(len(self._described[GPU]) if len(groups) else 0):
             is_one = groups == group
@@ -172,13 +174,13 @@ class EventSource:
                 yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
-        """Return the hashes in events for keys of the index, ``[2 n]``."""
+        """Return hashes, as events have them, for keys of the index, ``[2 n]``."""
         if not self.hashes_as_bytes:
             return keys[::2]
         return [self._hash_of(high << 64 | low) for low, high in keys.reshape(-1, 2).tolist()]
 
     def _hash_of(self, key: int) -> Hash:
-        """Return the hash in events for a key, which is the lower half of a digest or all of it."""
+        """Return the hash, as events have it, for a key: the lower half of a digest or all of it."""
         if not self.hashes_as_bytes:
             return key & MASK
         name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
@@ -195,14 +197,14 @@ def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> 
         case ChunkedLocalAttentionSpec():
             kind = "chunked_local_attention"
         case MambaSpec():
-            kind, page_size = "mamba", hash_page_size  # the hash of a state is that of the last hash page before it
+            kind, page_size = "mamba", hash_page_size  # a state's hash is that of the last hash page before it
         case _:
             kind = "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
     return page_size, None, medium, None, None, group, kind, window
 
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
-    """Add the keys that are hashed with the tokens of the pages."""
+    """Add the keys hashed with the tokens of the pages."""
     for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
         if isinstance(_portable(lora_id), int):
             event.lora_id = lora_id
@@ -217,7 +219,7 @@ def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int
 
 
 def _portable(key: Any) -> Any:
-    """Return `key`, with text in place of ints beyond 64 bits and of invalid Unicode, which msgpack cannot encode."""
+    """Return `key`, with valid text in place of ints beyond 64 bits and invalid Unicode: msgpack cannot encode these."""
     if isinstance(key, tuple):
         return tuple(map(_portable, key))
     if isinstance(key, int) and not -(1 << 63) <= key <= MASK:

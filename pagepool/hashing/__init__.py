@@ -1,4 +1,4 @@
-"""Hashes of pages: seeds, names of hashes that differ from the key in the prefix index, and the hash functions in Python.
+"""Hashes of pages: seeds, names of hashes other than their keys in the prefix index, and the hash functions in Python.
 
 The hash of a page covers everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes mean equal
 contents from the first token on, so two requests can share the page.
@@ -51,21 +51,21 @@ __all__ = [
 ]
 
 MAX_KEY = (1 << 128) - 1
-"""The largest key of the prefix index."""
+"""Largest key of the prefix index."""
 
 HashFunction = Callable[[Any], int]
-"""Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
+"""Function from ``(parent hash, token ids, extra keys)`` to an int, such as the builtin `hash`."""
 
 NONE_HASH: int = 0
-"""Parent hash of a first page for hash functions that are callables. Set by `init_none_hash`."""
+"""Parent hash of first pages for callable hash functions. Set by `init_none_hash`."""
 
 _PROCESS_SECRET = os.urandom(32)
 
 
 def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
-    """Return the seed as bytes: `hash_seed` if given, else ``PYTHONHASHSEED`` if it names one, else None.
+    """Return the seed as bytes: `hash_seed` if given, otherwise a seed in ``PYTHONHASHSEED``, otherwise None.
 
-    ArgumentError for an empty `hash_seed`, whose key anyone could derive. An empty ``PYTHONHASHSEED`` names no seed, as in
+    Raise ArgumentError for an empty `hash_seed`: anyone could derive its key. An empty ``PYTHONHASHSEED`` means no seed, as in
     Python.
 
     >>> get_hash_seed(7)
@@ -88,7 +88,7 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
 
 
 def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
-    """Return the 16-byte SipHash key: from the seed if there is one, else from the secret of the process.
+    """Return the 16-byte SipHash key: from the seed if there is one, otherwise from the secret of the process.
 
     >>> get_siphash_key(1) == get_siphash_key(1) != get_siphash_key(2)
     True
@@ -99,7 +99,7 @@ def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
 
 
 def init_none_hash() -> None:
-    """Set `NONE_HASH` from ``PYTHONHASHSEED`` if it is set, else from the secret of the process.
+    """Set `NONE_HASH` from ``PYTHONHASHSEED`` if it is set, otherwise from the secret of the process.
 
     Existing hashes stay valid unless the environment has changed.
     """
@@ -113,7 +113,7 @@ init_none_hash()
 
 
 class KeyHolder:
-    """Base of objects that reference the secret key of the hashes. They cannot be pickled or copied."""
+    """Base of objects with the secret key of the hashes. They cannot be pickled or copied."""
 
     __slots__ = ()
 
@@ -135,10 +135,11 @@ class PageHash(NamedTuple):
 
 
 def checked_hash(page_hash: Any) -> PageHash:
-    """Return a page hash whose value is a Python int. It may be an engine's own named tuple with `hash_value` and `token_ids`.
-    ArgumentTypeError unless it is such a tuple, and hashable; ArgumentError if the value is too large to convert to text.
+    """Return a page hash with a Python int as its value. `page_hash` may be an engine's own named tuple with `hash_value` and
+    `token_ids`. Raise ArgumentTypeError unless it is a hashable tuple with these, ArgumentError if the value is too large to
+    convert to text.
     """
-    if type(page_hash) is PageHash and len(page_hash) == 3:  # nearly always a plain digest, for which this is enough
+    if type(page_hash) is PageHash and len(page_hash) == 3:  # the usual case, a plain digest, needs no more checks
         value, token_ids, extra_keys = page_hash
         if type(value) is int and 0 <= value < 1 << 128 and type(token_ids) is tuple and not token_ids and extra_keys is None:
             return page_hash
@@ -157,7 +158,7 @@ def checked_hash(page_hash: Any) -> PageHash:
 
 
 class PageHashWithGroupId(NamedTuple):
-    """A page hash in one cache group. Groups have different layers, so equal tokens need a page in each."""
+    """A page hash in one cache group. Groups have different layers, so equal tokens need one page per group."""
 
     page_hash: PageHash
     group_id: int
@@ -168,10 +169,10 @@ class PageHashWithGroupId(NamedTuple):
 
 
 class HashNames:
-    """Maps 128-bit keys of the prefix index to the `PageHash` that names them, where the key is not the hash value.
+    """The names of keys of the prefix index: maps a 128-bit key to its `PageHash`, unless the key is the hash value itself.
 
-    The keys of natively hashed pages are their hash values and need no entry. One hash may name several keys, if a weak hash
-    function gives different prefixes the same value.
+    Keys of natively hashed pages are their hash values and need no name. A hash may name several keys if a weak hash function
+    gives different prefixes the same value.
     """
 
     __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock")
@@ -183,22 +184,22 @@ class HashNames:
         self._keys_of_hash: dict[PageHash, list[int]] = {}
 
     def __len__(self) -> int:
-        """Number of keys with a name."""
+        """Return the number of named keys."""
         return len(self._hash_of_key)
 
     def add(self, key: int, page_hash: PageHash) -> None:
-        """Name `key` by `page_hash`. O(1)."""
+        """Name `key` after `page_hash`. O(1)."""
         with self._lock:
             if key not in self._hash_of_key:
                 self._hash_of_key[key] = page_hash
                 named = self._keys_of_hash.get(page_hash)
                 if named is None:
-                    self._keys_of_hash[page_hash] = [key]  # others read without the lock, and must find no empty list
+                    self._keys_of_hash[page_hash] = [key]  # readers without the lock must never see an empty list
                 else:
                     named.append(key)
 
     def items(self) -> Iterable[tuple[int, PageHash]]:
-        """Return keys and their names, in the order in which they were added."""
+        """Return keys and their names, in the order they were added."""
         with self._lock:
             return list(self._hash_of_key.items())
 
@@ -207,14 +208,14 @@ class HashNames:
         return self._hash_of_key.get(key)
 
     def keys_of(self, page_hash: PageHash) -> list[int]:
-        """Return the keys that `page_hash` may name, the oldest first. Empty if it cannot be cached."""
+        """Return the possible keys of `page_hash`, oldest first; none if it cannot be cached."""
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named
         return [page_hash.hash_value] if 0 <= page_hash.hash_value <= MAX_KEY else []
 
     def key_of(self, page_hash: PageHash) -> int:
-        """Return the key for a page with `page_hash`. A hash with tokens gets a new random key, and becomes its name."""
+        """Return the key for a page with `page_hash`. A hash with tokens gets a new random key, named after it."""
         page_hash = checked_hash(page_hash)
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
@@ -261,7 +262,7 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
 def hash_next_pages(
     hash_function: HashFunction, page_size: int, request: Any, page_hashes: Sequence[PageHash], num_pages: int | None
 ) -> list[PageHash]:
-    """Return the hashes of a request's pages after those in `page_hashes`, up to `num_pages` pages; None: all full ones."""
+    """Return the hashes of a request's pages after those in `page_hashes`, up to `num_pages` pages; None: all full pages."""
     all_token_ids = read(request, "all_token_ids")
     extra_keys = RequestExtraKeys.of(request)
     parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None

@@ -33,18 +33,18 @@ from pagepool.request import Request, TokenIds
 __all__ = ["HashAlgorithm", "PageHasher", "RequestPageHashes", "make_page_hasher", "sha256_cbor", "sha256_page"]
 
 HashAlgorithm = str | HashFunction
-"""``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
+"""``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
 
 VLLM_SEED = "vllm-none-hash"
-"""The seed of vLLM 0.33 for the parent of first pages if no seed is set."""
+"""vLLM 0.33's default seed for the parent of first pages."""
 
 
 class PageHasher(KeyHolder):
-    """SipHash-2-4-128 in the compiled core, and the base of the other algorithms, which hash in Python. Each manager has one.
+    """SipHash-2-4-128 in the compiled core; also the base class of the algorithms in Python. Each manager has one.
 
-    It hashes pages of `page_size` tokens. The core can make the hashes alone if it ``is_native``. A digest has
-    ``num_digest_bytes``; the key of the index is its lower half, or all of it. The hashes of equal contents depend on
-    ``_root``, which may be secret.
+    It hashes pages of `page_size` tokens. If it ``is_native``, the core makes hashes by itself. A digest has
+    ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the content and on ``_root``,
+    which may be secret.
     """
 
     is_native = True
@@ -53,13 +53,13 @@ class PageHasher(KeyHolder):
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
-        """See `CacheManager` for the seed. Setting ``keep_token_ids`` later affects requests that start after that."""
+        """See `CacheManager` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
         self.page_size = page_size
         self.keep_token_ids = False
         self.siphash_key = self._root = get_siphash_key(hash_seed)
 
     def describe(self) -> dict[str, int | str | None]:
-        """Return the algorithm, and a keyed digest that identifies the seed without revealing it."""
+        """Return the name of the algorithm, and a keyed digest of the seed: it identifies the seed without revealing it."""
         digest = hmac.digest(self._root, b"pagepool configuration", "sha256")
         return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
 
@@ -74,7 +74,7 @@ class PageHasher(KeyHolder):
         return RequestHashes(request, HashChain(self.page_size, self.siphash_key, self.keep_token_ids), extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
-        """Hash up to `num_pages` pages of the request. ArgumentError for missing or negative tokens. O(new tokens)."""
+        """Hash up to `num_pages` pages of the request. Raise ArgumentError for missing or negative tokens. O(new tokens)."""
         num_hashed = len(hashes.chain)
         while num_hashed < num_pages:
             keyed_page, keys = None, None
@@ -99,7 +99,7 @@ class PageHasher(KeyHolder):
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except (TypeError, IndexError, KeyError) as error:
-            is_list = isinstance(error, ArgumentTypeError)  # of other items than ints
+            is_list = isinstance(error, ArgumentTypeError)  # items other than ints raise it
             fault = error if is_list else f"got {type(all_ids).__name__}, allowed: a list or an int32 array"
             raise ArgumentTypeError(f"request {shown(request.request_id)}: all_token_ids: {fault}") from error
         if not isinstance(token_ids, PageIds | np.ndarray):
@@ -130,7 +130,7 @@ class Sha256Hasher(PageHasher):
     algorithm = "sha256"
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
-        """The root is the parent of first pages."""
+        """Derive the root, the parent of first pages, from the seed."""
         super().__init__(page_size, hash_seed)
         self._root = self._make_root(hash_seed)
 
@@ -151,13 +151,15 @@ class Sha256Hasher(PageHasher):
 
 
 class VllmHasher(Sha256Hasher):
-    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists the identical parts."""
+    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists the parts identical to vLLM's."""
 
     extra_keys = VllmExtraKeys
     algorithm = "sha256_cbor"
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
-        """Return the hash of `hash_seed` as text if given, else that of any ``PYTHONHASHSEED`` that is set, or `VLLM_SEED`."""
+        """Return the hash of a seed as text: `hash_seed` if given, otherwise ``PYTHONHASHSEED``, even empty, otherwise
+        `VLLM_SEED`.
+        """
         if hash_seed is None:
             return sha256_cbor(os.environ.get("PYTHONHASHSEED", VLLM_SEED))
         try:
@@ -170,12 +172,12 @@ class VllmHasher(Sha256Hasher):
 
 
 class CallableHasher(PageHasher):
-    """Any callable; users see its values. Keys are SipHash chains, so prompts that collide under a weak one share no page."""
+    """Any callable; users see its values. Keys are SipHash chains, so a weak callable's collisions do not share pages."""
 
     is_native = False
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
-        """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
+        """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``."""
         super().__init__(page_size, hash_seed)
         self._hash_function = hash_function
         name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
@@ -192,7 +194,7 @@ class CallableHasher(PageHasher):
 def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
     """Return SHA-256 of the parent's digest, the tokens as little-endian int32 and the encoded extra keys: 32 bytes.
 
-    It is the same in every process and on every machine. ArgumentError for token ids outside int32.
+    It is the same in every process and on every machine. Raise ArgumentError for token ids outside int32.
     """
     try:
         tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
@@ -202,7 +204,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 
 
 def sha256_cbor(content: Any) -> bytes:
-    """Return the 32 bytes of vLLM's function of that name: SHA-256 of canonical CBOR. Needs cbor2 (``pagepool[events]``)."""
+    """Return SHA-256 of canonical CBOR, 32 bytes, as vLLM's function of this name. Needs cbor2 (``pagepool[events]``)."""
     try:
         import cbor2
     except ImportError:
@@ -214,7 +216,7 @@ def sha256_cbor(content: Any) -> bytes:
 
 
 def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None) -> PageHasher:
-    """Return the hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
+    """Return the hasher for an algorithm's name or a callable. Raise ArgumentError for an unknown name."""
     if callable(hash_algo):
         return CallableHasher(page_size, hash_seed, hash_algo)
     for hasher in (PageHasher, Sha256Hasher, VllmHasher):
@@ -224,15 +226,17 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
 
 
 class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
-    """A live, read-only view of hashes by request id: new lists of `PageHash`, in O(pages). An unknown id has no hashes."""
+    """A live, read-only view of hashes by request id. A look-up makes a new list of `PageHash` in O(pages), empty for an
+    unknown id.
+    """
 
     def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
-        """View `hashes`, which `hasher` made."""
+        """View `hashes`, made by `hasher`."""
         self._is_native = hasher.is_native
         self._hashes = hashes
 
     def __getitem__(self, request_id: str) -> list[PageHash]:
-        """Return the hashes made so far for a request. Natively made ones are only in its chain."""
+        """Return the hashes made so far for a request. Native hashes are read from its chain."""
         hashes = self._hashes.get(request_id)
         if hashes is None or not self._is_native:
             return [] if hashes is None else list(hashes.page_hashes)
@@ -240,7 +244,7 @@ class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
         return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether hashes are kept for the request."""
+        """Whether a request has hashes."""
         return request_id in self._hashes
 
     def __iter__(self) -> Iterator[str]:
@@ -248,5 +252,5 @@ class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
         return iter(list(self._hashes))
 
     def __len__(self) -> int:
-        """Number of requests with hashes."""
+        """Return the number of requests with hashes."""
         return len(self._hashes)

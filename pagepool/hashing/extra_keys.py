@@ -1,4 +1,4 @@
-"""Extra keys: a LoRA adapter, an image, a tenant's salt, which change keys and values without being in the tokens."""
+"""Extra keys: a LoRA adapter, an image, a tenant's salt. They change a page's keys and values without being in its tokens."""
 
 import os
 from bisect import bisect_right
@@ -25,14 +25,14 @@ ExtraKeys = tuple[tuple[Any, ...], ...]
 
 LORA = "lora"
 VISION = "vision"
-"""The first items of the keys of an adapter, and of a nonce."""
+"""First items of an adapter's key, and of a nonce's."""
 
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
 
 
 class ExtraKeyNames(NamedTuple):
-    """What a caller calls the attributes of a request, for messages."""
+    """The caller's names of the attributes of a request, for messages."""
 
     salt: str = "cache_salt"
     adapter: str = "lora_id"
@@ -43,16 +43,16 @@ REQUEST_NAMES = ExtraKeyNames()
 
 
 class Features:
-    """The features of a request. A search finds each of a page's features among n in O(log n).
+    """The features of a request. Finding each feature of a page takes O(log n).
 
-    It uses trees over the features, sorted by their starts, that hold the first start and the last end below each node; the
-    children of node i are at 2 i and 2 i + 1.
+    The search uses binary trees over the features, sorted by start. They hold the first start and the last end below each node;
+    the children of node i are at 2 i and 2 i + 1.
     """
 
     __slots__ = ("_ends", "_first_starts", "_hash", "_last_ends", "_order", "_ranges", "_starts")
 
     def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
-        """`ranges` are in the request's order. O(n log n)."""
+        """Build the trees for `ranges`, which are in the request's order. O(n log n)."""
         self._ranges, self._hash = ranges, hash(ranges)
         self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
         self._starts = [ranges[i][0] for i in self._order]
@@ -71,18 +71,18 @@ class Features:
         return isinstance(other, Features) and self._ranges == other._ranges
 
     def __hash__(self) -> int:
-        """The hash, computed once."""
+        """Return the hash, computed once."""
         return self._hash
 
     def find_next(self, start: int) -> int | None:
-        """Return the first token from `start` on at a feature, an empty one included; None after the last feature. O(log n)."""
+        """Return the first token from `start` on with a feature, even an empty one; None after the last feature. O(log n)."""
         num = bisect_right(self._starts, start)
         if num and self._last_ends[num - 1] > start:
             return start
         return self._starts[num] if num < len(self._starts) else None
 
     def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """Return the features that overlap ``[start, stop)``, empty ones within it included, in the request's order.
+        """Return the features overlapping ``[start, stop)``, including empty ones within it, in the request's order.
 
         O(log n), and O(log n) for each feature found.
         """
@@ -110,11 +110,11 @@ def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
 class RequestExtraKeys:
     """The extra keys of one request's pages.
 
-    A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
-    chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
-    ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request with ``has_vision`` and without features has a nonce in its first page, a new one for each call of
-    `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are the keys other than features.
+    A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages it overlaps. Since hashes
+    are chained, they affect every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
+    ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the first
+    page. A request with ``has_vision`` and without features has a nonce in its first page, new for each call of `of`: only
+    hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are all keys but features.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -154,12 +154,12 @@ class RequestExtraKeys:
         )
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """Return the next page from `start_page` on that may have keys, and the keys; None if there is none.
+        """Return the next page from `start_page` on that may have keys, and its keys; None if there is none.
 
         O(log features), and O(log features) for each feature of the page.
         """
         start = start_page * page_size
-        # A list: where memory is short a generator would raise as it is closed, where nobody can catch it.
+        # A list, since closing a generator could raise MemoryError where nobody can catch it.
         is_keyed = bool([key for key in self.request_keys if start == 0 or key[0] in self.IN_ALL_PAGES])
         token = start if is_keyed else self.features.find_next(start)
         if token is None:
@@ -168,7 +168,7 @@ class RequestExtraKeys:
         return page, self.of_page(page * page_size, (page + 1) * page_size)
 
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
-        """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
+        """Return a page's keys as in events, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
         in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)
         return [key[self.FEATURE_IN_EVENTS] if key[0] == "mm" else key[1] for key in in_order]
 
@@ -197,7 +197,7 @@ class VllmExtraKeys(RequestExtraKeys):
 
 
 def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
-    """Return features as a tuple. ArgumentTypeError unless they are a sequence or None."""
+    """Return features as a tuple. Raise ArgumentTypeError unless they are a sequence or None."""
     try:
         return () if features is None else tuple(features)
     except (TypeError, ValueError):
@@ -205,7 +205,7 @@ def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
 
 
 def _feature_range(argument: str, feature: Any, names: Sequence[str]) -> FeatureRange:
-    """Return the range, modality and hash of a feature. The hash is the first of `names` that it has."""
+    """Return the range, modality and hash of a feature. The hash is the first attribute in `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
         raise ArgumentError(f"{argument}: {shown(feature)} has neither mm_hash nor identifier")
@@ -225,7 +225,7 @@ def _feature_range(argument: str, feature: Any, names: Sequence[str]) -> Feature
 def _text(name: str, value: object) -> str:
     try:
         return str(require_short(name, value))
-    except ValueError:  # from an int in it
+    except ValueError:  # an int in it is too large for text
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
 
 
@@ -239,7 +239,7 @@ def _lora_key(name: str, lora_id: Any) -> tuple[Any, ...]:
 
 
 def _plain(name: str, value: Any) -> int | str | bytes:
-    """Return `value` if its repr is unique to it."""
+    """Return `value` if its repr identifies it."""
     if type(value) not in (int, str, bytes):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
     checked: int | str | bytes = require_short(name, value)
