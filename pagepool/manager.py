@@ -1,4 +1,4 @@
-"""The entry point for engines: look-ups of prefixes, slots for tokens, and freeing, request by request."""
+"""The entry point for engines: prefix look-ups, slots for tokens, and freeing, request by request."""
 
 import logging
 import math
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixProbe(NamedTuple):
-    """Result of `CacheManager.probe`: the tokens that would hit, the tokens queried, and why not more hit."""
+    """Result of `CacheManager.probe`: the number of tokens that would hit, the tokens queried, and why no more hit."""
 
     num_hit_tokens: int
     num_queried_tokens: int
@@ -93,9 +93,9 @@ class HostTier:
     ) -> None:
         """`num_pages` includes a null page. ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"``
         once it is computed (see `CacheManager.end_step`), if the tier has at least twice as many pages as the pool: a smaller
-        one, which would evict the page before the pool does, writes back, with a warning. Both save a page only after
-        `min_uses` uses, 1 to 255: its computation and each hit. `eviction` is the tier's own policy. ArgumentError for other
-        values.
+        tier would evict the page before the pool does, so it writes back instead, with a warning. Both save a page only after
+        `min_uses` uses, 1 to 255: its computation and each hit. `eviction` is the tier's own policy. Raise ArgumentError for
+        other values.
         """
         if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
@@ -106,7 +106,7 @@ class HostTier:
         self._count: Callable[[], Iterable[int]] | None = None
 
     def _bind(self, store: PageStore) -> None:
-        """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
+        """Put the tier behind a pool. Raise ArgumentError if either is already paired."""
         if self._count is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")
         num_needed = 2 * usable_pages_count(store.num_pages)
@@ -123,34 +123,36 @@ class HostTier:
         self._count = partial(tier.counters, store)
 
     def stats(self) -> HostTierStats:
-        """Return its counters. O(1)."""
+        """Return the tier's counters. O(1)."""
         num_pages = self.num_pages - 1
         return HostTierStats(num_pages, *(self._count() if self._count else (num_pages,)))
 
 
 class CacheManager(KeyHolder, SlotAllocator):
-    """Allocates pages to requests and finds prefixes that are already cached.
+    """The manager of a KV cache: allocates pages to requests and finds cached prefixes.
 
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
-    page: `free` releases what the request holds. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
+    page: `free` releases the request's pages. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
-    existing pool, such as one from `PagePool.restore`, whose cached pages hit; it is refused if they were cached with another
-    seed, algorithm or other groups. `max_leased_share` of the pages, 0 to 1, may be leased for a time (see `lease`).
+    existing pool, such as one from `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another
+    seed, algorithm or other groups. `max_leased_share`, 0 to 1, is the share of pages that leases with an end may hold (see
+    `lease`).
 
-    Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt, of a long answer,
-    where full attention hit further, where a request's `resume_at` says, and at each multiple of `window_interval` tokens in a
-    prompt; up to `window_slack` tokens before these ends as well. Each is rounded down to whole pages of all groups. None is a
-    default by the model, 0 none: see docs/hybrids.md. With ``windows="all"`` all of them stay.
+    Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
+    where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
+    They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages of all groups.
+    None chooses a default for the model, 0 turns a setting off: see docs/hybrids.md. With ``windows="all"`` all window pages
+    stay.
 
-    `restores_states` is for engines that write the state behind the counted tokens back to the working page before the request
-    is scheduled again: lookahead may pass checkpoints then, see docs/hybrids.md.
+    `restores_states` is for engines that restore the state of the counted tokens in the working page before the request is
+    scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
 
-    `max_num_batched_tokens`, the most tokens of a step, is for `require_capacity` only; None means that a step may compute a
-    whole request.
+    `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
+    compute a whole request.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -167,7 +169,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     >>> manager.free(first); manager.free(second)
     """
 
-    _refuses_too_large = True  # else `_warn_if_too_large` is called, and `allocate_slots` returns None
+    _refuses_too_large = True  # if false, `_warn_if_too_large` is called, and `allocate_slots` returns None
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         restores_states: bool = False,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
+        """`max_model_len` is in tokens. Raise ArgumentError for values out of range and for unsupported combinations."""
         if not isinstance(kv_cache_groups, Sequence):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
         check_groups(kv_cache_groups)
@@ -243,7 +245,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.host_tier = host_tier
 
     def __repr__(self) -> str:
-        """The sizes, and the use of the pool."""
+        """Return the sizes, and the use of the pool."""
         return (
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
             f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
@@ -253,12 +255,12 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def usage(self) -> float:
-        """The share of pages that are not free, 0.0 to 1.0. The null page counts as used."""
+        """Share of pages in use, 0.0 to 1.0. The null page counts as used."""
         return self.page_pool.get_usage()
 
     @property
     def req_to_page_hashes(self) -> RequestPageHashes:
-        """A live, read-only view of the hashes of each request's pages, by request id."""
+        """A live, read-only view of the page hashes of each request, by request id."""
         return RequestPageHashes(self.hasher, self._hashes)
 
     # Look-ups and slots.
@@ -275,10 +277,10 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Nothing hits when caching is off or the request asks for ``prompt_logprobs``. With eagle the last page of the hit is
         dropped; with a hint only pages of that shard hit. The call takes no references: pass the pages to `allocate_slots`
-        before any other allocation; when that admits the request, `stats` counts the look-up. Pages that only a host tier has
-        get pages of the pool, which the next `take_transfers` loads; if too few are free beside `num_reserved_pages`, what the
-        pool has is returned, and `allocate_slots` returns None until the next look-up. O(pages); O(1) for a refused request
-        with one group of full attention, until a hit page gets a new holder or another page of the request is cached.
+        before any other allocation; when that admits the request, `stats` counts the look-up. Pages found only in a host tier
+        get pages of the pool, and the next `take_transfers` loads them. If too few are free beside `num_reserved_pages`, only
+        the pool's hits are returned, and `allocate_slots` returns None until the next look-up. O(pages); for a refused request
+        with one group of full attention O(1), until a hit page gets a new holder or another page of the request is cached.
         """
         query = self._read_query(request)
         if query is None:
@@ -290,7 +292,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         store, (num_queried_tokens, is_preempted) = self._store, query
         with self._lock:
             hashes = self._extend_hashes(request, num_queried_tokens)
-            refusal, num_full_tokens = hashes.refusal, 0  # with it, unsure hashes are left as they are
+            refusal, num_full_tokens = hashes.refusal, 0  # a refusal leaves unsure hashes as they are
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
@@ -299,7 +301,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                     hashes.cut(self._count_sure_hashes(request))
                     hashes = self._extend_hashes(request, num_queried_tokens)
                 try:
-                    if store.has_tier:  # pages that are loaded have their names, and their parents'
+                    if store.has_tier:  # pages to load have names, and so have their parents
                         self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
                         context = self._hold_context(hashes.extra_keys, getattr(request, "session_id", None))
                         session = self._hold_session_of(request)
@@ -313,7 +315,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report what `get_computed_pages` would find with room for what is loaded, and why not more. Nothing changes."""
+        """Report what `get_computed_pages` would find with room for all loads, and why no more hits. Nothing changes."""
         query = self._read_query(request)
         if query is None:
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
@@ -338,11 +340,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Raise RequestTooLargeError if a request of `num_tokens` tokens, its answer included, cannot run even alone, in an
         empty pool without leases: call this when it arrives.
 
-        It is computed in steps of any numbers of tokens up to `max_num_new_tokens` (None: the manager's
-        `max_num_batched_tokens`), each with slots for `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free.
-        With `data_parallel_size` it has the pages of one shard, without `dp_shard_hint` of the smallest. What passes runs to
-        its end in any such steps, after any hit; what does not would find too few pages in some of them. O(groups); where page
-        sizes or chunks differ, O(groups x pages in their common multiple).
+        Each step computes up to `max_num_new_tokens` tokens (None: the manager's `max_num_batched_tokens`), with slots for
+        `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With `data_parallel_size` the request has the
+        pages of one shard; without `dp_shard_hint`, of the smallest. A request that passes can run to its end in any such
+        steps, after any hit; one that does not would find too few pages in some of them. O(groups); if page sizes or chunks
+        differ, O(groups x pages in their common multiple).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, SlidingWindowSpec
         >>> window = SlidingWindowSpec(4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False, sliding_window=9)
@@ -375,7 +377,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
     def _cache_due(self, request: Request, num_computed_tokens: int) -> None:
-        """Do what `cache_pages` does, where something may be due."""
+        """Do the work of `cache_pages`, after its check that some may be due."""
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
             held = self._require_held(request)
@@ -390,14 +392,14 @@ class CacheManager(KeyHolder, SlotAllocator):
                 held.enter(hashes.chain, num_tokens, num_before, context)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. False, without a change, while a page is held."""
+        """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
         with self._lock:
             return self.page_pool.reset_prefix_cache()
 
-    # The hashes, the last look-up and the refusal of each request. Calls that change them are made with the lock.
+    # Hashes, last look-up and refusal of each request. Callers hold the lock to change them.
 
     def _read_query(self, request: Request) -> tuple[int, bool] | None:
-        """Return the number of a request's tokens, and whether it was preempted; None if it takes no hits."""
+        """Return the number of a request's tokens, and whether it was preempted; None if it may not hit."""
         try:
             num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
             params = request.sampling_params
@@ -405,18 +407,18 @@ class CacheManager(KeyHolder, SlotAllocator):
             refuse_incomplete(request, error)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = require_int("num_tokens", num_tokens, 0)
-        if type(is_preempted) is not bool:  # such as a bool of NumPy
+        if type(is_preempted) is not bool:  # for example a bool of NumPy
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
         takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
         return (num_tokens, is_preempted) if takes_hits else None
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
-        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
-        try:  # each look-up comes here: an id is checked only where it cannot be used
+        """Return the hashes of a request, extended to its full pages up to `num_tokens`."""
+        try:  # on the path of each look-up: check an id only after it failed
             hashes = self._hashes.get(request.request_id)
         except (AttributeError, TypeError):
             hashes = self._hashes.get(id_of(request))
-        if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
+        if hashes is None or hashes.request is not request:  # another request with other tokens may have had this id
             hashes = self._hashes[request.request_id] = self.hasher.start(request)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self._count_sure_hashes(request))
@@ -424,12 +426,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         return hashes
 
     def _count_sure_hashes(self, request: Request) -> int:
-        """Return how many of a request's leading pages have hashes of tokens that do not change: computed and entered."""
+        """Return how many of a request's leading pages, computed and entered, have hashes of tokens that no longer change."""
         held = self._requests.get(request.request_id)
         return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
     def _share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
-        """Keep hashes of a new request that goes on from `num_tokens` tokens of another; False unless these are the same."""
+        """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if these differ."""
         known, size = self._extend_hashes(request, num_tokens), self._rules.hash_page_size
         hashes = self.hasher.start(new_request)
         if known.extra_keys is not None and known.extra_keys.has_nonce:
@@ -444,29 +446,29 @@ class CacheManager(KeyHolder, SlotAllocator):
         return True
 
     def _hash_apart(self, request: Request, num_tokens: int) -> HashChain:
-        """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
+        """Return the hashes of a request's full pages up to `num_tokens`, leaving stored hashes as they are. O(tokens)."""
         hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
         self.hasher.extend(hashes, request, num_tokens // self._rules.hash_page_size)
         return hashes.chain
 
     def _hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
-        """Return the int for extra keys and session in the core until `_release_context`; 0 without both, or events."""
-        if self.event_source is None or (extra_keys is None and session_id is None):  # without the lock
+        """Return the core's int for extra keys and session, valid until `_release_context`; 0 without both or events."""
+        if self.event_source is None or (extra_keys is None and session_id is None):  # fast path without the lock
             return 0
         with self._lock:
             return self.event_source.contexts.hold((extra_keys, require_name("session_id", session_id)))
 
     def _release_context(self, context: int) -> None:
-        """Release an int from `_hold_context`. It is reused when no page or row has it any more."""
+        """Release an int from `_hold_context`. It is reused once no page or row has it."""
         if context and self.event_source is not None:
             self.event_source.contexts.release(context)
 
     def _hold_session_of(self, request: Request) -> int:
-        """Return the int for the session of a request: see `_hold_session`."""
+        """Return the core's int for the session of a request: see `_hold_session`."""
         return self._hold_session(getattr(request, "session_id", None), getattr(request, "tenant", None))
 
     def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
-        """Return the int for a session in the core until `_release_session`; 0 for None, and without caching."""
+        """Return the core's int for a session, valid until `_release_session`; 0 for None, and without caching."""
         with self._lock:
             return self.sessions.hold(session_id, tenant)
 
@@ -477,8 +479,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @contextmanager
     def _naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """Name the keys of the pages that the body enters, from page `start` on, and that of their parent, if the hashes have
-        names. Yield the context of the request in the core.
+        """If the hashes have names, name the keys of the pages entered by the body, from page `start` on, and the key of their
+        parent. Yield the core's int for the request's context.
         """
         context = 0 if held is None or hashes is None else self._hold_context(hashes.extra_keys, held.session_id)
         try:
@@ -492,7 +494,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self.page_pool._forget_evicted_names()
 
     def _count_admission(self, request: Request, num_taken_tokens: int) -> None:
-        """Count the look-up of a request that was just admitted, with the tokens whose pages it took."""
+        """Count the look-up of a request just admitted, with the number of tokens whose pages it took."""
         hashes = self._hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return
@@ -503,12 +505,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Copies and forks.
 
     def take_copies(self) -> PageCopies:
-        """Return and forget the copies of pages that are due, also those of running batches. Empty if none is due.
+        """Return and forget the page copies that are due, also those of running batches; empty if none is due.
 
-        Do them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies are due where a
-        state becomes a checkpoint or one is hit, and after `fork`. Until then their sources are held, and `allocate_slots`
-        raises CopiesDueError for requests whose pages they read or write. Freeing a request drops the copies into its pages.
-        O(copies).
+        Make them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies become due when
+        a state becomes a checkpoint, when a checkpoint is hit, and after `fork`. Until they are taken, their sources are held,
+        and `allocate_slots` raises CopiesDueError for requests whose pages they read or write. Freeing a request drops the
+        copies into its pages. O(copies).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -525,23 +527,24 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """The tokens between checkpoints: the least common multiple of page sizes and state intervals; None without any."""
+        """Tokens between checkpoints: the least common multiple of page sizes and state intervals; None without checkpoints."""
         return self._rules.checkpoint_interval
 
     def find_next_checkpoint(self, request: Request) -> int:
-        """Return the next token count at which a chunk has to end to leave a checkpoint; at most ``max_model_len``."""
+        """Return the next token count at which a chunk must end to leave a checkpoint; at most ``max_model_len``."""
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
-        """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares full pages, and gets copies of open pages and of states. It is of the same session and
+        """Let a new request continue from the computed tokens of another one, after the step that computed them: for parallel
+        samples and beams. It shares full pages, and gets copies of open pages and of states. It has the same session and
         tenant, unless it has a `session_id`.
 
-        Returns all pages of the new request; None, without a change, if too few pages are free. ArgumentError if `request`
-        holds no page or `new_request` any, if their ``num_computed_tokens``, these tokens or the extra keys differ, or if a
-        window has left pages that they need. CopiesDueError if copies into its pages are due. O(tokens): they are hashed.
+        Return all pages of the new request; None, without a change, if too few pages are free. Raise ArgumentError if `request`
+        holds no pages or `new_request` holds some, if their ``num_computed_tokens``, these tokens or the extra keys differ, or
+        if pages they need are behind a window. Raise CopiesDueError if copies into the pages of `request` are due. O(tokens),
+        to hash them.
         """
         with self._lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
@@ -556,7 +559,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self._rules.groups, self.max_model_len)
-            self._requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
+            self._requests[new_request.request_id] = target  # registered before it holds pages, so no interrupt can lose it
             is_forked = False
             try:
                 session_id = require_name("session_id", getattr(new_request, "session_id", None))
@@ -576,44 +579,50 @@ class CacheManager(KeyHolder, SlotAllocator):
     # The host tier.
 
     def take_transfers(self) -> Transfers:
-        """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is. O(transfers).
+        """Return the transfers that are due, also those of running batches; empty, with number 0, if none is due. O(transfers).
 
-        Before the next step the engine reads the sources of all saves, then writes the loads, then does `take_copies`. Until
-        `complete_transfers` or `fail_transfers` ends their number, neither saved pages hit nor those computed with loaded ones.
+        Before the next step the engine reads the sources of all saves, then writes the loads, then makes the copies of
+        `take_copies`. Until `complete_transfers` or `fail_transfers` ends their number, saved pages cannot hit, nor can pages
+        computed from loaded ones.
         """
         return take_transfers(self._store)
 
     def end_step(self) -> None:
-        """Let a tier that writes through save the pages cached by now with the next `take_transfers`. Call it when a step was
-        given to the device, before the next one is scheduled: all tokens scheduled so far will be computed when those saves are
-        read. Without it pages are saved only when they are evicted. O(1).
+        """Let a write-through tier save the pages cached so far with the next `take_transfers`. Call this after giving a step
+        to the device, before scheduling the next one: all tokens scheduled so far will then be computed before the saves read
+        them. Without this call pages are saved only when evicted. O(1).
         """
         end_step(self._store)
 
     def list_transfers_in_flight(self) -> list[Transfers]:
-        """Return the transfers that were taken and have not ended, in order, in case a call lost some. O(transfers x lists)."""
+        """Return the transfers that were taken and have not ended, in order, for example after an interrupted call. O(transfers
+        x lists).
+        """
         return list_in_flight(self._store)
 
     def complete_transfers(self, number: int) -> None:
-        """End the transfers of a number: saved pages hit now. ArgumentError for an unknown number. O(transfers in flight)."""
+        """End the transfers of a number; saved pages can hit now. Raise ArgumentError for an unknown number. O(transfers in
+        flight).
+        """
         end_transfers(self._store, number)
 
     def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
-        """End the transfers of a number, of which those at these places of the saves and of the loads failed: their pages lose
-        their entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. ArgumentError for an
-        unknown number or place. O(transfers in flight + num_pages).
+        """End the transfers of a number. Those at the given indices of its saves and loads failed: their pages lose their
+        entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. Raise ArgumentError for an
+        unknown number or index. O(transfers in flight + num_pages).
         """
         return end_transfers(self._store, number, saves, loads)
 
     def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
-        """Return the token from which a request has to be computed again because pages of it failed to load, or None. Lower
-        ``num_computed_tokens`` to it before the request is scheduled again.
+        """Return the token from which a request must be computed again because some of its pages failed to load, or None. Lower
+        ``num_computed_tokens`` to it before scheduling the request again.
 
-        From that token on the request keeps its pages up to the first that others hold, and gives back the rest, for which
-        `allocate_slots` takes new ones. End other transfers into its pages before, and read its pages by `get_page_ids` again.
+        From that token on the request keeps its pages up to the first one held by others, and gives back the rest;
+        `allocate_slots` takes new ones for these. First end other transfers into its pages; afterwards read its pages by
+        `get_page_ids` again.
 
-        Free the request instead, with ``num_computed_tokens=0``, if a window has left pages that it needs from that token on,
-        if the model has states, or while copies of its pages are due. With states the token is 0 for each request that hit
+        Free the request instead, with ``num_computed_tokens=0``, if pages it needs from that token on are behind a window, if
+        the model has states, or while copies of its pages are due. With states the token is 0 for each request with hits on
         pages of this load or a later one: its state may have seen wrong tokens. O(pages).
         """
         with self._lock:
@@ -627,26 +636,27 @@ class CacheManager(KeyHolder, SlotAllocator):
     # External tokens and leases.
 
     def commit_external(self, request: Request, num_tokens: int) -> None:
-        """Enter the pages that a transfer has filled, those of `num_tokens` tokens behind ``num_computed_tokens``, in the
-        prefix index. The caller counts these tokens as computed then.
+        """Enter pages filled by a transfer into the prefix index: those of the `num_tokens` tokens after
+        ``num_computed_tokens``. The caller then counts these tokens as computed.
 
-        `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages to which no
-        later token attends, behind a window, are given back unfilled. A state covers all external tokens, so `num_tokens` is
-        all of them. ArgumentError, without a change, for more tokens than have slots or are known, and for a request without
-        pages; CopiesDueError while copies or transfers of its pages are due: these come first. O(pages entered).
+        `allocate_slots` must have given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a
+        window, outside the attention of later tokens, are given back unfilled. A state covers all external tokens, so
+        `num_tokens` must be all of them. Raise ArgumentError, without a change, for more tokens than have slots or are known,
+        and for a request without pages; CopiesDueError while copies or transfers of its pages are due, since these come first.
+        O(pages entered).
         """
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
-        """Do `commit_external` for the first `num_valid_tokens` external tokens; pages wholly behind them are given back.
+        """Do `commit_external` for the first `num_valid_tokens` external tokens, and give back pages wholly behind them.
 
-        Returns the number of computed tokens, from which the request goes on. With a state, which covers tokens that did not
-        come, it is 0: all pages are given back, and the request may be looked up again. O(pages given back and entered).
+        Return the number of computed tokens; the request continues from there. With a state it is 0, since the state covers
+        missing tokens: all pages are given back, and the request may be looked up again. O(pages given back and entered).
         """
         return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
 
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
-        """Enter the pages that a transfer has filled with `num_tokens` tokens. Return the number of computed tokens."""
+        """Enter pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
         with self._lock:
             held = self._require_held(request)
@@ -671,26 +681,26 @@ class CacheManager(KeyHolder, SlotAllocator):
     def lease(self, pages: Request, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease: ...
 
     def lease(self, pages: Any, start: int = 0, stop: int | None = None, *, seconds: float | None = None) -> Lease:
-        """Keep pages: until the lease is released, or has ended, they are not handed out, even if their request is freed.
+        """Keep pages from being handed out, even if their request is freed, until the lease is released or ends.
 
-        With `seconds`, `pages` is a request: the pages that are cached under its tokens ``[start, stop)``, wholly within them,
-        in each group, its own before others. It is all of them: ArgumentError if a page of full attention is not cached, and if
-        there is no page; without a `stop` the span ends with the last page that is cached. The lease ends after so many
-        seconds, when pages are taken next, unless `Lease.extend` is called; use does not extend it. LeaseBudgetError if leases
-        with an end had more than ``max_num_leased_pages`` pages, which is ``int(max_leased_share * (num_pages - 1))``: a page
-        counts once for each lease. With ``windows="ends"`` a `stop` is where others are to resume: name it in `resume_at` of
-        the request, so that the window before it stays cached, and call this once it is computed. ArgumentError if pages of
-        windows, or checkpoints of states, are gone that others need to resume there. A lease is no use: what `expect` said of a
-        page stands. O(tokens).
+        With `seconds`, `pages` is a request: lease the cached pages wholly within its tokens ``[start, stop)``, in each group,
+        preferably the request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of
+        full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after this
+        time, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would have
+        more than ``max_num_leased_pages`` pages, ``int(max_leased_share * (num_pages - 1))``; a page counts once for each
+        lease. With ``windows="ends"`` other requests are to resume at `stop`: name it in `resume_at` of the request, so that
+        the window before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
+        checkpoints of states, needed to resume there are gone. A lease does not count as a use: an expectation of a page stays.
+        O(tokens).
 
-        Without `seconds`, `pages` are ids of pages that a transfer reads: held ones, or free ones that are cached; a page
-        listed twice is leased twice. Such a lease has no end and no budget. PageIdError for the null page, ids outside the
-        pool, and free pages that are not cached; ArgumentTypeError unless the ids are a list or array of ints. O(pages).
+        Without `seconds`, `pages` are page ids, such as the sources of a transfer: held pages, or free cached ones. A page
+        listed twice is leased twice. Such a lease has no end and no budget. Raise PageIdError for the null page, ids outside
+        the pool, and free pages that are not cached; ArgumentTypeError unless the ids are a list or array of ints. O(pages).
 
-        `release` or ``with`` ends a lease; until then `leases` has it, even if nobody else does. A lease is a reference: its
-        pages are held, and `reset_prefix_cache` returns False. Others can still write there, or drop prefix entries. It cannot
-        be pickled. Nothing is leased after an error; ArgumentError unless ``0 <= start <= stop`` and seconds are finite and
-        above 0. The first call takes O(num_pages).
+        `release` or ``with`` ends a lease; until then it is in `leases`, even without other references to the object. A lease
+        is a reference: its pages are held, and `reset_prefix_cache` returns False. Their holders can still write there, or drop
+        prefix entries. A lease cannot be pickled. An error leaves nothing leased. Raise ArgumentError unless ``0 <= start <=
+        stop`` and seconds are finite and above 0. The first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -714,11 +724,11 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """The leases that are held, also by running batches, the oldest first: those of interrupted calls too. O(leases)."""
+        """The held leases, oldest first, including those by running batches and by interrupted calls. O(leases)."""
         return tuple(list_leases(self._store))
 
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
-        """Return the span of a request, with hashes up to its end. Without hashes no page is cached."""
+        """Return the span of a request, with hashes up to its end; without caching there are no hashes, so no page."""
         num_tokens = read_count(request, "num_tokens")
         chain = self._hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
         return span.of_request(self._store, self._rules.groups, chain, num_tokens, self._requests.get(request.request_id))
@@ -726,19 +736,19 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Expectations.
 
     def expect(self, request: Request, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
-        """Say in how many seconds the pages that are cached under tokens ``[start, stop)`` of a request, wholly within them,
-        are wanted again. Infinity: never; None: nobody knows. Returns the number of these pages.
+        """Expect the cached pages wholly within tokens ``[start, stop)`` of a request to be used again in `seconds`. Infinity
+        means never, None means unknown. Return the number of these pages.
 
-        It orders eviction and promises nothing. Pages without a prefix entry are evicted first, then those that nobody wants
-        again, then those whose return is furthest off. Times are compared by powers of two, up to 2**18 seconds, and count from
-        this call, or from the release of a held page. A page that comes later than that counts as expected in twice the time,
-        again and again, up to the longest; a page of which nothing is known counts as expected in twice its idle time, but is
-        evicted before others only if it is the one that the eviction policy picks. The next hit of a page, and the loss of its
-        prefix entry, end what was said of it. In a pool of which nobody says anything the order is that of the eviction policy.
+        An expectation orders eviction and promises nothing. Pages without a prefix entry are evicted first, then pages never
+        expected back, then the page expected furthest in the future. Times are compared by powers of two, up to 2**18 seconds,
+        and count from this call, or from the release of a held page. When the time passes without a use, the expectation
+        doubles, again and again, up to the longest. A page without an expectation counts as expected in twice its idle time,
+        but is evicted before others only if the eviction policy picks it. The next hit of a page, or the loss of its prefix
+        entry, ends its expectation. Without expectations the order is that of the eviction policy.
 
-        For a request that waits, call it once, with the time that it is expected to wait. See also `free`. ArgumentError,
-        without a change, for seconds below 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens):
-        they are hashed; the first call O(num_pages).
+        For a waiting request, call this once, with the expected waiting time. See also `free`. Raise ArgumentError, without a
+        change, for seconds below 0, and unless ``0 <= start <= stop``; ArgumentTypeError for other types. O(tokens), to hash
+        them; the first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -759,13 +769,13 @@ class CacheManager(KeyHolder, SlotAllocator):
             return self._span_of(request, span).expect(seconds)
 
     def expect_session(self, session_id: str, *, seconds: float | None) -> int:
-        """Say in how many seconds the pages of a session are wanted again: see `expect`. Returns the number of these pages; 0
-        for an id that is not known.
+        """Expect the pages of a session to be used again in `seconds`: see `expect`. Return the number of these pages, 0 for an
+        unknown id.
 
-        Requests with the same `session_id`, and rows, are a session, of whichever tenants. A cached page belongs to the one
-        that has cached it. A page that two sessions have used, or a session and a request without one, is shared until it loses
-        its prefix entry: it belongs to none, and `expect` and `free` can only bring its return forward. An id without requests,
-        rows and pages is forgotten. ArgumentTypeError unless the id is a string. O(pages of it).
+        Requests and rows with the same `session_id` form a session, whatever their tenants. A cached page belongs to the
+        session that cached it. A page used by two sessions, or by a session and a request without one, is shared until it loses
+        its prefix entry: it belongs to no session, and `expect` and `free` can only shorten its expectation. An id without
+        requests, rows and pages is forgotten. Raise ArgumentTypeError unless the id is a string. O(pages of the session).
         """
         if session_id is None:
             raise ArgumentTypeError("session_id: got None, allowed: a string")
@@ -773,9 +783,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             return self.sessions.expect(session_id, seconds)
 
     def close_session(self, session_id: str) -> int:
-        """Say that the pages of a session are not wanted again, which then belong to it no more. Returns their number, 0 for an
-        id that is not known. They hit until they are evicted, before those of others; to drop what they hold, call
-        `PagePool.evict_pages`. A later request with this id begins anew. Errors and cost as in `expect_session`.
+        """Expect the pages of a session never to be used again, and release them from the session. Return their number, 0 for
+        an unknown id. They can hit until they are evicted, before other pages; to drop their content now, call
+        `PagePool.evict_pages`. A later request with this id starts a new session. Errors and cost as in `expect_session`.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -789,17 +799,16 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self.expect_session(session_id, seconds=math.inf)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Set the shares of the pool that tenants keep. All other requests have the rest together, also those of tenants that
-        are no longer named.
+        """Set the tenants' shares of the pool. All other requests share the rest, also those of tenants no longer named.
 
-        Each page that is held or cached is charged to the `tenant` of the request or row that took it, if it had a share then;
-        once another tenant has used it, to all others together, until it loses its prefix entry. Pages without an entry are
-        evicted first. Of the tenants above their share the one then gives a page whose next page, in the order of `expect`,
-        nobody wants again, or was released earliest; a tenant with no more than its share gives one only if nobody else has
-        free ones. Room that a tenant leaves unused serves all, and no request is refused for a share.
+        Each held or cached page is charged to the `tenant` of the request or row that took it, if that had a share then. Once
+        another tenant has used the page, it is charged to the rest, until it loses its prefix entry. Pages without an entry are
+        evicted first. Then each tenant above its share offers its next page in the order of `expect`, and a page never expected
+        back goes first, otherwise the one released earliest. A tenant within its share loses a page only if nobody else has
+        free ones. Unused room of a tenant serves all, and no request is refused for a share.
 
-        ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most 63, each
-        above 0, and at most 0.95 in all. Memory is 6 bytes a page from the first call on. O(num_pages), and O(sessions).
+        Raise ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most
+        63, each above 0, and at most 0.95 in all. From the first call on this takes 6 bytes per page. O(num_pages + sessions).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -822,10 +831,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Record changes of the prefix cache for `take_events`, from before the first request on.
 
         Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
-        same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Costs 56 bytes a page,
-        of the host tier too, 4 a token, and time for each cached page. ImportError without the extra ``pagepool[events]``;
-        ArgumentError without prefix caching, with pages held or cached already, and if enabled with the other
-        `hashes_as_bytes`.
+        same hashes only with the same `hash_seed`, or with ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Events cost 56
+        bytes per page, also of the host tier, 4 per token, and time for each cached page. Raise ImportError without the extra
+        ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if enabled with the
+        other `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
@@ -846,20 +855,20 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def take_events(self) -> "list[Event]":
         """Return the net changes of the prefix cache since the last call, including those by running batches:
-        `AllBlocksCleared`, `BlockRemoved` and `BlockStored` of `pagepool.events`, in this order, parents before children. Those
-        of the host tier have the medium ``"CPU"``. After an interrupted call the next one starts over, with `AllBlocksCleared`
-        and the whole cache. ArgumentError unless events are enabled. O(changes).
+        `AllBlocksCleared`, `BlockRemoved` and `BlockStored` of `pagepool.events`, in this order, parents before children.
+        Changes of the host tier have the medium ``"CPU"``. After an interrupted call the next one starts over, with
+        `AllBlocksCleared` and the whole cache. Raise ArgumentError unless events are enabled. O(changes).
         """
         return self._require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
-        Call `take_events` first, since its next result repeats the changes that this one includes. O(num_pages).
+        Call `take_events` first: its next result would repeat changes that this one includes. O(num_pages).
         """
         return self._require_event_source().list_all()
 
     def _require_event_source(self) -> "EventSource":
-        """Return the source of events; ArgumentError unless they are enabled."""
+        """Return the source of events. Raise ArgumentError unless they are enabled."""
         if self.event_source is None:
             raise ArgumentError("events: call enable_events before the first request")
         return self.event_source
@@ -867,15 +876,15 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Freeing.
 
     def free(self, request: Request, *, num_computed_tokens: int | None = None, seconds: float | None = None) -> None:
-        """Free the pages of a request, if it holds any, the last first, so that ends of prefixes are evicted before their
+        """Free the pages of a request, if it holds any, last page first, so that ends of prefixes are evicted before their
         beginnings. O(pages).
 
-        `seconds` says when pages that nothing else holds are wanted again, at the next turn of a chat for example: see
-        `expect`. None: what `expect` said of them stands.
+        `seconds` is the expected time until pages that nothing else holds are used again, for example at the next turn of a
+        chat: see `expect`. None keeps earlier expectations.
 
-        `num_computed_tokens` is for a request that was scheduled and did not run, because the step failed or the request was
-        preempted: the number of its tokens that were computed, including hits. Pages that it entered in the prefix index with
-        later tokens lose their entries, even if others hold them. Free the requests that have hit those pages as well.
+        `num_computed_tokens` is for a request that was scheduled but did not run, because the step failed or the request was
+        preempted: the number of its computed tokens, including hits. Pages it entered into the prefix index with later tokens
+        lose their entries, even if others hold them. Free requests that have hit those pages as well.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
@@ -886,7 +895,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_last_tokens:
                 hashes = self._extend_hashes(request, num_last_tokens)
             chain = None if hashes is None else hashes.chain
-            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint has a name, and its parent
+            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
             held = self._requests.get(request.request_id)
             with self._naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 if held is not None:
@@ -898,7 +907,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self.page_pool._forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
-        """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
+        """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
         interval, held = self.checkpoint_interval, self._requests.get(id_of(request))
         if not interval or not held:
             return 0
@@ -908,14 +917,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
 
     def free_page_hashes(self, request: Request) -> None:
-        """Drop the hashes of a finished request. A preempted one needs them to hit, if it has images without features."""
+        """Drop the hashes of a finished request. A preempted request with images but no features needs them to hit again."""
         with self._lock:
             self._hashes.pop(id_of(request), None)
 
     # Inspection.
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds and did, consistent unless other threads call the manager. See `CacheStats`. O(1).
+        """Return the state and counters of the cache, consistent unless other threads call the manager. See `CacheStats`. O(1).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -969,8 +978,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         return lists_of(self._no_ids if held is None else held.get_page_ids())
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
-        """Count, for each group, the leading pages of a running request that at least `num_scheduled_requests` requests hold,
-        scheduled or not. 0 without caching, and for groups without full attention. ArgumentError unless the request is RUNNING.
+        """Count, for each group, the leading pages of a running request held by at least `num_scheduled_requests` requests,
+        scheduled or not. The count is 0 without caching, and for groups without full attention. Raise ArgumentError unless the
+        request is RUNNING.
         """
         request_id = id_of(request)
         if not has_status(request, EngineRequestStatus.RUNNING):
@@ -981,11 +991,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(self.num_kv_cache_groups)]
 
     def create_empty_page_list(self) -> CachePages:
-        """Return no pages, for the groups of this manager."""
+        """Return an empty list of pages for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
 
     def _require_held(self, request: Request) -> RequestPages:
-        """Return what a request holds; ArgumentError if it holds no pages."""
+        """Return the pages of a request. Raise ArgumentError if it holds none."""
         request_id = id_of(request)
         held = self._requests.get(request_id)
         if held is None:
