@@ -1,4 +1,4 @@
-"""Page copies on the device: `copy_pages` copies the pages that `take_copies` lists within an engine's arrays.
+"""Page copies on the device: `copy_pages` makes the copies listed by `take_copies` within an engine's arrays.
 
 A call writes the page ids into a new payload, since jax may alias it or read it late. One compiled program for all arrays
 gathers every source before it scatters. Arrays with a `NamedSharding` are copied by `shard_map`, each part on its own device.
@@ -28,7 +28,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Copies(Protocol):
-    """The attributes of `pagepool.PageCopies` that `copy_pages` reads: int32 arrays of equal length. They are not changed."""
+    """The attributes of `pagepool.PageCopies` read by `copy_pages`: int32 arrays of equal length. They are not changed."""
 
     @property
     def src(self) -> Int32Array: ...
@@ -41,10 +41,10 @@ class Copies(Protocol):
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`. `arrays` is any pytree of
-    jax arrays whose `page_axis` has a place for each page. The result is the same pytree with the same shapes, dtypes and
-    shardings. The arrays are donated: they are updated in place, and those passed become invalid. `group` selects the copies of
-    one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
+    `copies` is the result of `take_copies`, or any object with its arrays `src`, `dst` and `group`. `arrays` is any pytree of
+    jax arrays whose `page_axis` has a place for each page. The result is a pytree of the same structure, shapes, dtypes and
+    shardings. The arrays are donated: they are updated in place, and the ones passed become invalid. `group` selects the copies
+    of one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from types import SimpleNamespace
@@ -55,14 +55,14 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     ([0, 10, 10, 20], [0, 11, 11, 21])
 
     Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
-    8-bit floats for this.) Copies are padded to a power of two, so a pytree has at most 1 + log2(number of pages), rounded up,
-    programs, which `warmup` compiles. If devices divide the page axis, there are twice as many: copies between their parts need
-    an all-reduce of all pages of the call, and copies within parts, such as those of data-parallel shards, none. Arrays that
+    8-bit floats for this.) The number of copies is padded to a power of two, so a pytree has at most 1 + log2(number of pages),
+    rounded up, programs; `warmup` compiles them. If devices divide the page axis, there are twice as many: copies between their
+    parts need an all-reduce of all pages of the call, copies within parts, such as data-parallel shards, do not. Arrays that
     span processes need equal calls in all processes, which jax does not check.
 
-    Errors, before any array is donated: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that an
-    array does not have, and for the null page; ArgumentError for a page that is written twice, lengths that differ, and arrays
-    without a page axis, deleted, repeated, or on different devices.
+    Before any array is donated, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond an
+    array, and for the null page; ArgumentError for a page written twice, unequal lengths, and arrays without a page axis,
+    deleted, repeated, or on different devices.
     """
     moves = read_fields(copies, "copies", ("src", "dst", "group"), "PageCopies")
     pairs = moves[:2, find_places(moves[2], group)]
@@ -78,7 +78,7 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
 def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays:
     """Compile the programs for calls of `copy_pages` with up to `max_num_copies` copies. Return the arrays, unchanged.
 
-    The arrays are donated, and errors are those of `copy_pages`. Each program runs once, on the null page.
+    The arrays are donated; errors are those of `copy_pages`. Each program runs once, on the null page.
     """
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
@@ -89,7 +89,7 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
 
 
 def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> Int32Array:
-    """Return arrays of page ids or groups that are fields of an object, [fields, n]."""
+    """Return fields of an object, arrays of page ids or groups, as one array ``[fields, n]``."""
     found: dict[str, Int32Array] = {}
     for field in fields:
         if not hasattr(moves, field):
@@ -105,7 +105,7 @@ def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> I
 
 
 def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.NDArray[np.intp]:
-    """Return the indices of the entries of `group`, one group or several, in `groups`; None means all."""
+    """Return the indices in `groups` of entries for `group`, one group or several; None means all."""
     if group is None:
         return np.arange(len(groups))
     wanted = group if isinstance(group, Iterable) else [group]
@@ -113,7 +113,7 @@ def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.ND
 
 
 def check_moves(name: str, pairs: Int32Array, num_src: int, num_dst: int) -> None:
-    """Check that sources and destinations are pages other than null pages, and that none is written twice. O(n log n)."""
+    """Check that sources and destinations are pages, not null pages, and none is written twice. O(n log n)."""
     for field, ids, num_pages in (("src", pairs[0], num_src), ("dst", pairs[1], num_dst)):
         wrong = ids[(ids < 1) | (ids >= num_pages)]
         if wrong.size:
@@ -125,7 +125,7 @@ def check_moves(name: str, pairs: Int32Array, num_src: int, num_dst: int) -> Non
 
 
 def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
-    """Check that the arrays can be donated together. Return the number of pages that all of them have."""
+    """Check that the arrays can be donated together. Return the number of pages present in all of them."""
     require_int("page_axis", page_axis, 0)
     jax = import_jax()
     for leaf in leaves:
@@ -144,7 +144,7 @@ def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
 
 
 def check_different(leaves: Sequence[Any]) -> None:
-    """Check that no array is there twice: it could be donated only once."""
+    """Check that no array is repeated: it could be donated only once."""
     if len({id(leaf) for leaf in leaves}) < len(leaves):
         raise ArgumentError("arrays: got the same array twice, allowed: each array once")
 
@@ -155,27 +155,27 @@ def get_part_size(leaf: jax.Array, page_axis: int) -> int:
 
 
 def list_programs(leaves: Sequence[jax.Array], page_axis: int, max_num_pages: int) -> list[tuple[int, bool]]:
-    """Return the numbers of pages for which there are programs, powers of two, each with `crosses` of `run_copies`."""
+    """List the programs: numbers of pages, powers of two, each with a value for `crosses` of `run_copies`."""
     is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
     exponents = range((max_num_pages - 1).bit_length() + 1)
     return [(1 << exponent, crosses) for crosses in ((False, True) if is_divided else (False,)) for exponent in exponents]
 
 
 def find_crossing(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int) -> bool:
-    """Whether a page is in another device's part than the page that it is written to."""
+    """Whether some page is written to another device's part."""
     sizes = {get_part_size(leaf, page_axis) for leaf in leaves}
     return any((pairs[0] // size != pairs[1] // size).any() for size in sizes)
 
 
 def run_copies(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int, crosses: bool) -> Sequence[jax.Array]:
-    """Copy pages by the program for this number of copies. `crosses`: whether a page is copied into another device's part."""
+    """Copy pages by the program for this number of copies. `crosses`: some page is copied into another device's part."""
     payload = pad(pairs, 0)
     program = get_program(tuple([leaf.sharding for leaf in leaves]), page_axis, crosses)
     return call_with_payload(program, leaves, payload)  # type: ignore[no-any-return]
 
 
 def pad(pairs: Int32Array, filler: int) -> Int32Array:
-    """Return a new array, of which the last axis is padded to a power of two. jax may read it late."""
+    """Return a new array with its last axis padded to a power of two. It is new because jax may read it late."""
     num = pairs.shape[-1]
     payload = np.full((*pairs.shape[:-1], 1 << (num - 1).bit_length()), filler, dtype=np.int32)
     payload[..., :num] = pairs
@@ -197,7 +197,7 @@ def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, cr
     def copy_all(arrays: Sequence[Any], pairs: Any) -> list[Any]:
         return [copy(array, pairs) for copy, array in zip(copies, arrays, strict=True)]
 
-    # An array on one device may be uncommitted, and stays so: a committed result would need another program.
+    # Keep an uncommitted array on one device uncommitted: a committed result would need another program.
     kept = [None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding for sharding in shardings]
     return jax.jit(copy_all, donate_argnums=0, out_shardings=kept)  # type: ignore[no-any-return]
 
@@ -218,13 +218,13 @@ def copy_in_part(part: Any, pairs: Any, page_axis: int, axes: Axes, crosses: boo
 
 
 def read_in_part(part: Any, page_ids: Any, page_axis: int, axes: Axes) -> Any:
-    """Return pages of one device's part of an array, and any page for those in others (traced)."""
+    """Return pages from one device's part of an array, with arbitrary contents for pages in other parts (traced)."""
     local = find_local_pages(page_ids, part.shape[page_axis], axes)
     return part.at[(*(slice(None),) * page_axis, local)].get(mode="clip")
 
 
 def write_in_part(part: Any, pages: Any, pairs: Any, page_axis: int, axes: Axes, crosses: bool) -> Any:
-    """Write the pages read from ``pairs[0]`` to those of ``pairs[1]`` that one device's part of an array has (traced)."""
+    """Write the pages read from ``pairs[0]`` to the pages ``pairs[1]`` in one device's part of an array (traced)."""
     src, dst = find_local_pages(pairs, part.shape[page_axis], axes)
     if axes and crosses:
         pages = exchange(pages, src < part.shape[page_axis], page_axis, axes)
@@ -232,7 +232,7 @@ def write_in_part(part: Any, pages: Any, pairs: Any, page_axis: int, axes: Axes,
 
 
 def find_local_pages(pairs: Any, num_pages: int, axes: Axes) -> Any:
-    """Return page ids relative to this device's part of `num_pages` pages, and `num_pages` for pages in others (traced)."""
+    """Return page ids relative to this device's part of `num_pages` pages; `num_pages` for pages in other parts (traced)."""
     if not axes:
         return pairs
     jax = import_jax()
@@ -241,7 +241,7 @@ def find_local_pages(pairs: Any, num_pages: int, axes: Axes) -> Any:
 
 
 def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
-    """Return pages from all parts (traced). Each is in one part, where `is_here` is set; the others add zero.
+    """Return pages from all parts (traced). Each page is in the part with `is_here`; other parts add zero.
 
     The bits of floats are added, since a sum of floats may change the sign of zero.
     """

@@ -2,7 +2,7 @@
 
 A commit copies the dirty 64-column windows of all groups into a new payload, which is never written again, and passes it to one
 compiled program, a donated scatter. Later writes to the host table therefore cannot reach the device, although jax on CPU
-aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares this with other approaches that were measured.
+aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares this with other measured approaches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["PAGE_TABLE_PADDING_VAL", "SLOT_MAPPING_PADDING_VAL", "MultiGroupPageTable", "PageTable", "device_slot_mapping"]
 
 PAGE_TABLE_PADDING_VAL = 0
-"""The value after a row's last page: the null page."""
+"""Value after a row's last page: the null page."""
 
 SLOT_MAPPING_PADDING_VAL = 0
-"""The slot of padding tokens: the first slot of the null page."""
+"""Slot of padding tokens: the first slot of the null page."""
 
 WINDOW = 64
 """Columns per window, the unit of transfer."""
 
 SMALLEST_PAYLOAD = 16
-"""The smallest payload in windows. Each payload size is four times the previous one."""
+"""Smallest payload in windows. Each payload size is four times the previous one."""
 
 FULL_UPLOAD_SHARE = 16
 """If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
@@ -45,7 +45,7 @@ FULL_UPLOAD_SHARE = 16
 Int32Array = npt.NDArray[np.int32]
 
 COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
-"""Serialises commits: two that donate the same array would lose it."""
+"""Lock that serialises commits: two commits donating the same array would lose it."""
 
 
 class PageTable(TableRows):
@@ -73,9 +73,9 @@ class PageTable(TableRows):
         donate: bool = True,
     ) -> None:
         """`sharding` None means the first device. With `donate` False the arrays of earlier commits stay valid, and each commit
-        copies the table. `max_num_batched_tokens`, the engine's token limit per step, is only stored for the engine.
+        copies the table. `max_num_batched_tokens`, the engine's token limit per step, is only stored.
 
-        No array is made, and jax is not imported, before `page_table` is read.
+        Making a table neither imports jax nor makes an array; reading `page_table` does.
         """
         if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
             raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
@@ -104,7 +104,9 @@ class PageTable(TableRows):
 
     @property
     def page_table(self) -> jax.Array:
-        """The device array as of the last commit, int32; zeros before the first commit. ImportError without jax."""
+        """The device array as of the last commit, int32; zeros before the first commit. Reading it raises ImportError without
+        jax.
+        """
         array = self._array
         if array is None:
             with COMMIT_LOCK:
@@ -114,7 +116,7 @@ class PageTable(TableRows):
         return array
 
     def distrust(self) -> None:
-        """Mark all rows dirty after a failure that left the device array unknown. A lost array is made again."""
+        """Mark all rows dirty after a failure that left the device array in an unknown state. A lost array is made again."""
         self.mark_dirty()
         if self._array is not None and is_lost(self._array):
             self._array = None
@@ -124,15 +126,15 @@ class PageTable(TableRows):
         with COMMIT_LOCK:
             try:
                 self.clear_rows()
-                self._array = None  # zeros again at the next read
+                self._array = None  # the next read makes zeros again
             except BaseException:
                 self.distrust()
                 raise
 
     def check(self) -> None:
-        """Check the host table, and compare the device array with it except for dirty windows.
+        """Check the host table, and compare the device array with it outside dirty windows.
 
-        IntegrityError names the first wrong row. O(table), and a copy of the device array if there is one.
+        Raise IntegrityError naming the first wrong row. O(table), and a copy of the device array if there is one.
         """
         super().check()
         with COMMIT_LOCK:
@@ -153,15 +155,15 @@ class PageTable(TableRows):
     def commit(self, num_reqs: int) -> jax.Array:
         """Send the changes in the first `num_reqs` rows and return the device array. Later rows stay dirty.
 
-        Without changes this returns the same array. Otherwise arrays returned before become invalid, unless the table
-        was made with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host
-        tables in all of them, which jax does not check. Commits from several threads are serialised; other threads may change
-        rows meanwhile. ArgumentError for a number of rows outside the table.
+        Without changes this returns the same array. Otherwise arrays returned before become invalid, unless the table was made
+        with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host tables in
+        all of them, which jax does not check. Commits from several threads are serialised; other threads may change rows
+        meanwhile. Raise ArgumentError for a number of rows outside the table.
         """
         return commit_tables((self,), num_reqs)[0]
 
     def warmup(self) -> None:
-        """Compile all programs that `commit` uses, so that none is compiled later: four for 256 x 2048."""
+        """Compile all programs of `commit` now, so that none is compiled later: four for 256 x 2048."""
         warmup_tables((self,))
 
 
@@ -184,7 +186,7 @@ class MultiGroupPageTable(GroupedRows):
         *,
         donate: bool = True,
     ) -> None:
-        """`page_sizes` in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
+        """`page_sizes` are in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
         max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         listed = as_list("page_sizes", page_sizes, "a list of ints")
         self.page_sizes = [require_int("page_sizes", page_size, 1, MAX_SIZE) for page_size in listed]
@@ -203,7 +205,7 @@ class MultiGroupPageTable(GroupedRows):
             """Return the table of a group."""
 
     def __repr__(self) -> str:
-        """Return the page size and the table of each group."""
+        """Describe the page size and the table of each group."""
         return f"MultiGroupPageTable(page_sizes={self.page_sizes}, page_tables={list(self.page_tables)})"
 
     def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
@@ -211,7 +213,7 @@ class MultiGroupPageTable(GroupedRows):
         return commit_tables(self.page_tables, num_reqs) if self.page_tables else ()
 
     def warmup(self) -> None:
-        """Compile all programs that `commit` uses."""
+        """Compile all programs of `commit`."""
         if self.page_tables:
             warmup_tables(self.page_tables)
 
@@ -279,7 +281,7 @@ def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[Int32Array, In
 
 
 def count_values(tables: Sequence[PageTable]) -> int:
-    """Return the number of page ids that all tables together have room for."""
+    """Return the number of page ids in all tables together."""
     return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
 
 
@@ -289,7 +291,9 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Send an array that is never written again. Each process sends its own part: `device_put` would first compare them all."""
+    """Send an array that is never written again. Each process sends its own part, since `device_put` would first compare all
+    parts.
+    """
     jax = import_jax()
     with jax.transfer_guard_host_to_device("allow"):
         if sharding.is_fully_addressable:
@@ -299,7 +303,7 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 @lru_cache(maxsize=64)
 def get_payload_sizes(num_values: int) -> tuple[int, ...]:
-    """Return the payload sizes in windows. The last holds the most windows that are sent instead of all `num_values` ids."""
+    """Return the payload sizes in windows. The last holds the most windows worth sending instead of all `num_values` ids."""
     sizes = [SMALLEST_PAYLOAD]
     last = get_max_num_windows(num_values)
     while sizes[-1] < last:
@@ -308,7 +312,9 @@ def get_payload_sizes(num_values: int) -> tuple[int, ...]:
 
 
 def get_max_num_windows(num_values: int) -> int:
-    """Return the most dirty windows that are sent instead of all ids. The smallest payload is cheaper than any table."""
+    """Return the largest number of dirty windows worth sending instead of all ids. The smallest payload is cheaper than any
+    table.
+    """
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
@@ -325,7 +331,7 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> C
 def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
     """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
 
-    Without it nothing is computed: jax on CPU runs trivial programs immediately, and others later, on a thread.
+    Nothing is computed without them, since jax on CPU runs trivial programs immediately, and others later, on a thread.
     """
     written = []
     for table, at in zip(tables, starts, strict=True):
@@ -352,14 +358,14 @@ def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
 
 
 class LocalScatter:
-    """Writes a payload into this process's parts of tables that span several processes.
+    """Program that writes a payload into this process's parts of tables that span several processes.
 
     The parts are treated as one array over the local devices, so no process waits for another, and each may send its own
     payload or none. Tables may be replicated or sharded by rows.
     """
 
     def __init__(self, shardings: tuple[jax.sharding.Sharding, ...], donated: tuple[int, ...]) -> None:
-        """ArgumentError if the tables' shardings differ."""
+        """Raise ArgumentError if the tables' shardings differ."""
         jax = import_jax()
         if len(set(shardings)) != 1:
             raise ArgumentError("sharding: tables that span processes must all have the same sharding")
@@ -382,7 +388,7 @@ class LocalScatter:
         return tuple(make(table.shape, sharding, own) for table, own in zip(tables, parts, strict=True))
 
     def localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
-        """Return the program's arguments, last the first table row of each local device's part."""
+        """Return the program's arguments; the last one is the first table row of each local device's part."""
         num_rows, num_columns = tables[0].shape
         slices = self._sharding.addressable_devices_indices_map(tables[0].shape)
         if any(columns.indices(num_columns) != (0, num_columns, 1) for _, columns in slices.values()):

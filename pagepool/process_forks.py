@@ -1,8 +1,8 @@
-"""Locks of Python objects when a process forks.
+"""Locks of Python objects across a fork of the process.
 
-The child process has only the thread that forked. A lock held by another thread would stay locked, over a half-changed object.
-A thread that forks the process therefore takes the locks first, and releases them in parent and child. If a holder waits for
-that thread, the child gets the object with a lock that raises. The core does the same for its own locks, and registers the
+The child process has only the forking thread. A lock held by another thread would stay locked, over a half-changed object. A
+forking thread therefore takes the locks first, and releases them in parent and child. If the holder of a lock waits for the
+forking thread, the child gets the object with a lock that raises. The core does the same for its own locks, and registers the
 hooks of the process.
 """
 
@@ -20,14 +20,14 @@ from pagepool.errors import IntegrityError
 __all__ = ["hold_locks", "make_lock", "release_locks", "replace_lost_locks"]
 
 COMMITS, MANAGERS, EVENTS, NAMES = range(4)
-"""Kinds of locks, in the order in which a thread takes them."""
+"""Kinds of locks, in the order a thread takes them."""
 
 MAX_WAIT_SECONDS = 5.0
-"""How long a process fork waits for all locks together. A call takes far less, unless it waits for the forking thread."""
+"""Time limit of a fork for all locks together. A call is much shorter, unless it waits for the forking thread."""
 
 
 class _Entry(NamedTuple):
-    """Where a lock is stored."""
+    """The object and attribute in which a lock is stored."""
 
     kind: int
     owner: "weakref.ref[Any]"
@@ -37,11 +37,11 @@ class _Entry(NamedTuple):
 _entries: dict[int, _Entry] = {}
 _numbers = itertools.count()
 _thread = threading.local()
-"""``held`` has the locks that this thread holds while it forks the process."""
+"""``held``: the locks this thread holds while forking the process."""
 
 
 class LostLock:
-    """The lock, in a child process, of an object that another thread was changing when the process forked."""
+    """The lock, in a child process, of an object in the middle of a change by another thread of the parent."""
 
     def __init__(self, owner: object) -> None:
         """Replace the lock of `owner`."""
@@ -55,29 +55,29 @@ class LostLock:
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never called."""
+        """Do nothing: the lock can never be entered."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Return False: the lock is lost in the children of this process too."""
+        """Return False, since the lock is lost in the children of this process too."""
         return False
 
 
 def make_lock(owner: object, attribute: str, kind: int) -> Any:
-    """Return a reentrant lock to be stored as `attribute` of `owner`. A process fork takes it with the locks of its kind."""
+    """Return a reentrant lock; the caller stores it as `attribute` of `owner`. A fork takes it with the locks of its kind."""
     number = next(_numbers)
-    forget = partial(_entries.pop, number)  # not Python code, which would lose an interrupt; the reference is pop's default
+    forget = partial(_entries.pop, number)  # not Python code: it could lose an interrupt; the reference is pop's default
     _entries[number] = _Entry(kind, weakref.ref(owner, forget), attribute)
     return threading.RLock()
 
 
 def _list_locks() -> list[tuple[Any, str, Any]]:
-    """Return the owner and attribute of each lock, and the lock, in the order in which a process fork takes them."""
+    """Return owner and attribute of each lock, and the lock, in the order a fork takes them."""
     owners = [(entry.owner(), entry.attribute) for entry in sorted(_entries.copy().values(), key=itemgetter(0))]
     return [(owner, name, getattr(owner, name)) for owner, name in owners if hasattr(owner, name)]
 
 
 def hold_locks() -> None:
-    """Take all locks before the process forks, except those that are not released in time."""
+    """Take all locks before the process forks, except those not released in time."""
     deadline, held = time.monotonic() + MAX_WAIT_SECONDS, vars(_thread).setdefault("held", [])
     for _, _, lock in _list_locks():
         if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -85,12 +85,12 @@ def hold_locks() -> None:
 
 
 def release_locks() -> None:
-    """Release what `hold_locks` took, in one call that cannot be interrupted."""
+    """Release the locks taken by `hold_locks`, in one call that cannot be interrupted."""
     deque(map(methodcaller("release"), vars(_thread).pop("held", ())), maxlen=0)
 
 
 def replace_lost_locks() -> None:
-    """Replace the locks that can no longer be released. Called in a child process, after `release_locks`."""
+    """In a child process, after `release_locks`, replace the locks that can no longer be released."""
     for owner, name, lock in _list_locks():
         if lock.acquire(blocking=False):
             lock.release()

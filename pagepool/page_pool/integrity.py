@@ -1,4 +1,4 @@
-"""Check a copy of a pool's records. Any number may have been overwritten: its range is checked before its use."""
+"""Checks of a copy of a pool's records. Any number may have been overwritten, so its range is checked before its use."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +33,13 @@ def check_store(store: PageStore) -> None:
 
 
 class Records(SimpleNamespace):
-    """A checked copy of the records of a pool, or of its tier. Each check relies on those before it."""
+    """A checked copy of the records of a pool or tier. Each check relies on the checks before it."""
 
     pages: Array
     page_tokens: Array
 
     def __init__(self, store: PageStore, *, of_tier: bool = False) -> None:
-        """Copy and check the records. IntegrityError if they are damaged. O(num_pages)."""
+        """Copy and check the records. Raise IntegrityError if they are damaged. O(num_pages)."""
         super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
         if len(self.terms):
@@ -69,19 +69,19 @@ class Records(SimpleNamespace):
         return f"page {page_id} (ref count {ref_cnt}, free-queue links {before} and {behind}, {entry})"
 
     def refuse(self, is_wrong: Array, ids: Any, text: str, *columns: Any) -> None:
-        """Raise IntegrityError for the first wrong place, with its page in `ids`, if any, and its numbers in `columns`."""
-        i = is_wrong.tobytes().find(1)  # many times faster than a reduction for few pages
+        """Raise IntegrityError for the first true entry of `is_wrong`, with its page in `ids` and its numbers in `columns`."""
+        i = is_wrong.tobytes().find(1)  # for few pages many times faster than a reduction
         if i >= 0:
             values = [column if isinstance(column, int) else column[i] for column in columns]
             raise IntegrityError(("" if ids is None else self.describe(ids[i])) + text.format(*values))
 
     def require_count(self, found: Any, counted: Any, text: str) -> None:
-        """Raise IntegrityError unless the pool counts what was found."""
+        """Raise IntegrityError unless the pool's count equals the found one."""
         if found != counted:
             raise IntegrityError(f"{found} {text}, the pool counts {counted}")
 
     def walk(self, name: str, links: Array, first_ids: Any) -> Array:
-        """Return the ids in the rings from `first_ids` on."""
+        """Return the ids in the rings that start at `first_ids`."""
         ids, is_whole = follow(links["prev"].copy(), links["next"].copy(), first_ids)
         if not is_whole:
             last = ids[len(ids) - 1]
@@ -89,7 +89,7 @@ class Records(SimpleNamespace):
         return ids.to_array()
 
     def require_order(self, name: str, links: Array, ids: Array, keys: Array) -> tuple[Array, Array]:
-        """Check that the ids of each key are a ring in their order. Return them, ring by ring, and which are first."""
+        """Check that the ids of each key form a ring in order. Return them, ring by ring, and which ones are first."""
         order = keys.argsort(kind="stable")
         ids, keys = ids[order], keys[order]
         is_first = np.concatenate((ids[:1] >= 0, keys[1:] != keys[:-1]))
@@ -99,7 +99,7 @@ class Records(SimpleNamespace):
         return ids, is_first
 
     def check_pages(self) -> None:
-        """A page is held, or it is in the free queue. The null page closes the queue."""
+        """Check that each page is held or in the free queue, and that the null page closes the queue."""
         links, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
         self.pages = pages = links[:num_pages]
         ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev"], pages["next"], pages["group"].copy()
@@ -117,8 +117,9 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def check_terms(self) -> None:
-        """Only cached pages have terms. No free page was released later than now, or, with the same term, later than a page
-        behind it."""
+        """Check that only cached pages have terms, that no free page was released in the future, and that free pages of one
+        term are in the order of their release.
+        """
         is_wrong = (self.terms > NEVER) | (self.group == NO_GROUP) & (self.terms != 0)
         text = " has term {}, allowed: 0 unless it is cached, else up to {}"
         self.refuse(is_wrong, range(self.num_pages), text, self.terms, NEVER)
@@ -138,7 +139,7 @@ class Records(SimpleNamespace):
         self.refuse(is_wrong, ids, text, self.stamps.take(ids), before, self.stamps.take(before))
 
     def find_parts(self) -> Array:
-        """Return the part to which each free page belongs, by its term, or by its mark, or by whether it is cached."""
+        """Return the part of each free page: by its term, its mark, or whether it is cached."""
         is_cached = self.group.take(self.free_ids) != NO_GROUP
         parts: Array = ((self.marks.take(self.free_ids) & PART) if len(self.marks) else is_cached).astype(np.int64)
         if len(self.terms):
@@ -149,7 +150,7 @@ class Records(SimpleNamespace):
         return parts
 
     def check_parts(self) -> None:
-        """Each part has the pages that belong to it, the blank one those without an entry."""
+        """Check that each part has its pages; pages without an entry belong to the blank part."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
         parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
@@ -163,7 +164,7 @@ class Records(SimpleNamespace):
             self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
 
     def check_tenants(self) -> None:
-        """Each page is charged to a tenant, unless it is in the blank part. The pages of each are counted."""
+        """Check that each page outside the blank part is charged to a tenant, and the counts of each tenant."""
         tenants, charged = self.tenants[1:], self.tenants[1:] != NO_TENANT
         is_blank = np.zeros(self.num_pages, dtype=bool)
         is_blank[self.free_ids[self.find_parts() == BLANK]] = True
@@ -177,7 +178,7 @@ class Records(SimpleNamespace):
         self.require_count(counts, self.num_free_by_tenant, "of them are free")
 
     def words_of(self, keys: Array) -> Any:
-        """Return products of which the upper halves are the tags of keys and groups."""
+        """Return products whose upper halves are the tags of keys and groups."""
         return (keys["low"] ^ keys["group"].astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
 
     def has_key(self, page_ids: Array, keys: Array) -> Any:
@@ -187,7 +188,7 @@ class Records(SimpleNamespace):
         return is_same & (pages["low"] == keys["low"]) & (pages["high"] == keys["high"])
 
     def check_slots(self) -> None:
-        """Each slot names a cached page, whose key leads to the slot. No two have the same key."""
+        """Check that each slot names a cached page whose key leads to the slot, and that keys are distinct."""
         slots, mask = self.slots["page_id"], len(self.slots) - 1
         places = slots.nonzero()[0]
         self.first_ids = ids = slots.take(places)
@@ -213,7 +214,7 @@ class Records(SimpleNamespace):
         self.require_count(len(ids), self.num_keys, "keys are in the prefix index")
 
     def check_entries(self) -> None:
-        """Each cached page is found under its key, first or in the ring of the first."""
+        """Check that each cached page is found under its key: first, or in the ring of the first page."""
         twins, is_alone = self.twins, self.group < TWIN
         if len(twins):
             twins["prev"][is_alone] = twins["next"][is_alone] = is_alone.nonzero()[0]
@@ -235,9 +236,9 @@ class Records(SimpleNamespace):
             self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
 
     def check_shards(self) -> None:
-        """Each shard has its pages of the queue and its twins, in the pool's order. The first twins of shards are in rings."""
+        """Check that each shard has its free pages and its twins, in the pool's order, and the rings of first twins."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
-        num_records = 1 + self.num_parts  # in the queue of each shard, beside its pages
+        num_records = 1 + self.num_parts  # in the queue of each shard, besides pages
         num_links, num_remembered = num_pages + n * num_records, n * 2 if len(self.marks) else 0
         records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
@@ -265,7 +266,7 @@ class Records(SimpleNamespace):
         self.refuse(is_wrong, ids, text, found["prev"], found["next"], NOT_FIRST)
 
     def check_sessions(self) -> None:
-        """Each session has the ring of its pages, which are cached. Shared ones are in none."""
+        """Check that each session has the ring of its pages, that these are cached, and that shared pages are in no ring."""
         owners, sessions, numbers = self.owners, self.sessions, np.arange(len(self.sessions))
         least = SHARED - len(sessions) + 1
         is_wrong = (owners < least) | (owners >= len(sessions)) | (owners != 0) & (self.group == NO_GROUP)
@@ -290,7 +291,9 @@ class Records(SimpleNamespace):
         self.require_count(num_live, self.num_live, "sessions have pages or holders")
 
     def check_journal(self) -> None:
-        """Each cached page has a place, and a context that it uses. New keys are in the index, removed ones are not."""
+        """Check that each cached page has a place and a context in use, that new keys are in the index, and removed keys are
+        not.
+        """
         notes, ids = self.notes, self.cached_ids
         users, holders = self.contexts["num_users"], self.contexts["num_holders"]
         text = "context {} has {} users and {} holders, allowed: at least 0"

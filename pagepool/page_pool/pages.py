@@ -15,14 +15,14 @@ __all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget
 
 
 class Pages(Sequence[CachePage]):
-    """All pages of a pool by id. A page object is made on the first read, and kept."""
+    """All pages of a pool by id. A page object is made on first access, and kept."""
 
     def __init__(self, store: PageStore) -> None:
         """View the pages of `store`."""
         self._store = store
 
     def __len__(self) -> int:
-        """Number of pages, the null page included."""
+        """Return the number of pages, including the null page."""
         return self._store.num_pages
 
     @overload
@@ -30,7 +30,7 @@ class Pages(Sequence[CachePage]):
     @overload
     def __getitem__(self, index: slice) -> list[CachePage]: ...
     def __getitem__(self, index: int | slice) -> CachePage | list[CachePage]:
-        """Return the page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
+        """Return the page with this id, or a list of pages for a slice. Raise PageIdError, an IndexError, outside the pool."""
         if isinstance(index, slice):
             try:
                 page_ids = range(len(self))[index]
@@ -42,9 +42,9 @@ class Pages(Sequence[CachePage]):
 
 
 class FreeCachePageQueue:
-    """The free pages in the order of eviction: a doubly linked list inside the page records. All operations are O(1) a page.
+    """The free pages in the order of eviction: a doubly linked list inside the page records. All operations are O(1) per page.
 
-    ``FreeCachePageQueue(pages)`` adopts the records of pages without a pool; ``pool.free_page_queue`` is the queue of a pool.
+    ``FreeCachePageQueue(pages)`` queues pages without a pool; ``pool.free_page_queue`` is the queue of a pool.
 
     >>> first, second = CachePage(4), CachePage(2)
     >>> queue = FreeCachePageQueue([first, second])
@@ -53,7 +53,7 @@ class FreeCachePageQueue:
     """
 
     def __init__(self, pages: Sequence[CachePage]) -> None:
-        """Queue `pages` in the given order. PageIdError if one belongs to a pool or another queue."""
+        """Queue `pages` in the given order. Raise PageIdError if one belongs to a pool or another queue."""
         self._store = PageStore(1, is_pool=False)
         self.append_n(pages)
 
@@ -70,23 +70,23 @@ class FreeCachePageQueue:
         return self._store.num_free_pages
 
     def popleft(self) -> CachePage:
-        """Take the page at the front. OutOfPagesError, a ValueError, from an empty queue."""
+        """Take the page at the front. Raise OutOfPagesError, a ValueError, if the queue is empty."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[CachePage]:
-        """Take the `n` pages at the front; OutOfPagesError, and nothing taken, if there are fewer."""
+        """Take the `n` pages at the front. Raise OutOfPagesError, with nothing taken, if there are fewer."""
         return self._store.pages(self._store.pop(n))
 
     def remove(self, page: CachePage) -> None:
-        """Remove a page from any place in the queue; PageIdError if it is not in the queue."""
+        """Remove a page from any place in the queue. Raise PageIdError if it is not in the queue."""
         self._store.remove_page(page)
 
     def append(self, page: CachePage) -> None:
-        """Append a page. PageIdError if it is in a queue, is held, or belongs to a pool with another queue."""
+        """Append a page. Raise PageIdError if it is in a queue, is held, or belongs to a pool with another queue."""
         self.append_n([page])
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
-        """Append pages in order; all or none of them."""
+        """Append pages in order: all of them, or none."""
         if not self._store.is_pool:
             for page in require_list("pages", pages, CachePage):
                 self._store.adopt(page)
@@ -105,11 +105,11 @@ class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
         self._store = store
 
     def __len__(self) -> int:
-        """Number of distinct (hash, group) pairs."""
+        """Return the number of distinct (hash, group) pairs."""
         return self._store.num_keys
 
     def __iter__(self) -> Iterator[PageHashWithGroupId]:
-        """The pairs, in no particular order."""
+        """Iterate over the pairs, in no particular order."""
         slots = copy_records(self._store, "slots")["slots"]["page_id"]
         for page_id in slots[slots != 0].tolist():
             page_hash = self._store.page_hash_of(page_id)
@@ -117,7 +117,7 @@ class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
                 yield page_hash
 
     def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
-        """Return pages by id. KeyError if none is cached under `key`."""
+        """Return pages by id. Raise KeyError if none is cached under `key`."""
         if isinstance(key, PageHashWithGroupId):
             page_id = find_page_id(self._store, checked_hash(key.page_hash), key.group_id)
             if page_id is not None:
@@ -126,14 +126,14 @@ class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
 
 
 def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
-    """Whether the hash value is the key, as for native hashes, so that neither names nor tokens matter."""
+    """Whether the hash value is the key itself, as for native hashes: names and tokens then do not matter."""
     key = page_hash.hash_value
     return not store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
 
 
 def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
     """Return the page cached first under `page_hash`, a `checked_hash`, in a group, with an id in ``[start, stop)``, or None. A
-    hash that carries token ids hits only a page whose token ids are equal.
+    hash with token ids hits only a page with equal token ids.
     """
     if is_own_key(store, page_hash):
         return store.find(page_hash.hash_value, group_id, start, stop)
@@ -145,8 +145,8 @@ def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: in
 
 
 def forget_names(store: PageStore) -> None:
-    """Drop the names that nothing needs: not entries, also removed ones and the tier's, nor their children. None is dropped
-    while events are built. O(pages).
+    """Drop unneeded names. Entries need theirs, also removed ones and the tier's, and so do parents of entries. No name is
+    dropped while events are built. O(pages).
     """
     keys = EntryJournal(store).list_kept_keys()
     if keys is not None:

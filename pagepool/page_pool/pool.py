@@ -24,11 +24,11 @@ logger = logging.getLogger(__package__)
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Span = tuple[int, int, int]
-"""The pages of a request to enter in the index: how many are cached already and how many are full, and their size in tokens."""
+"""The pages of a request to enter in the index: the numbers of cached and of full pages, and their size in tokens."""
 
 
 class PageProbe(NamedTuple):
-    """The number of leading pages that hit in every group, and the first group to miss (None: every page hit)."""
+    """The number of leading pages hit in every group, and the first group that misses (None: every page hits)."""
 
     num_hit_pages: int
     missed_group_id: int | None
@@ -38,7 +38,8 @@ class PagePool:
     """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction is O(num_pages). A page
-    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 6 once one was expected back, 10 with adaptive eviction.
+    takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 6 more after the first expectation, 10 more with
+    adaptive eviction.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -50,8 +51,8 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
-        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` is the policy
-        by which free pages are handed out and lose their prefix entries: ``"lru"``, in the order in which they were freed, as
+        """`num_pages` counts the null page. Raise ArgumentError, a ValueError, unless it is a positive int. `eviction` is the
+        policy that chooses the free pages to hand out, which lose their prefix entries: ``"lru"``, in the order of freeing, as
         always without caching, or ``"adaptive"``, which learns when pages are used again.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
@@ -69,7 +70,7 @@ class PagePool:
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
         self.configuration = configuration
 
-    # Made on demand, so that an unread pool has no reference cycle and is freed at once.
+    # Views are made on demand, so that a pool without them has no reference cycle and is freed at once.
 
     @property
     def null_page(self) -> CachePage:
@@ -82,34 +83,35 @@ class PagePool:
         return PrefixIndex(self.store)
 
     def __repr__(self) -> str:
-        """The size and use of the pool."""
+        """Return the size and use of the pool."""
         return (
             f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
             f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching}, "
             f"eviction={self.eviction!r})"
         )
 
-    # Saving.
+    # Saving and restoring.
 
     def snapshot(self) -> Snapshot:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
-        It has ref counts, the free queue, prefix entries with hashes and kept tokens, shards, counters, the state of the
-        eviction policy, the configuration of the manager, a version and a checksum: 4 bytes a page, 4 more a free page, 24 more
-        a cached page, 4 a kept token, and the memory of the policy; neither expectations nor leases. IntegrityError if the pool
-        is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples.
+        It contains ref counts, the free queue, prefix entries with hashes and kept tokens, shards, counters, the state of the
+        eviction policy, the configuration of the manager, a version and a checksum, but neither expectations nor leases. It
+        takes 4 bytes per page, 4 more per free page, 24 more per cached page, 4 per kept token, and the memory of the policy.
+        Raise IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and
+        tuples.
         """
         return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns. O(num_pages).
+        """Return a pool from a result of `snapshot`, or from a file read by `numpy.load`. O(num_pages).
 
         Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
-        key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that was used with another
-        algorithm, seed, page size or other groups, and names the difference. The engine restores the contents of the pages on
-        the device. Pins of older snapshots are dropped. SnapshotError, a ValueError, if the snapshot is damaged or has another
-        version.
+        key: in another process, give both managers a `hash_seed`. `CacheManager` refuses a pool used with another algorithm,
+        seed, page size or other groups, and names the difference. The engine must restore the contents of the pages on the
+        device. Pins of older snapshots are dropped. Raise SnapshotError, a ValueError, if the snapshot is damaged or has
+        another version.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -121,8 +123,8 @@ class PagePool:
         return pool
 
     def _bind(self, configuration: Configuration) -> None:
-        """Record the configuration of a manager under which pages are cached, until none is. ArgumentError, naming the first
-        difference, if the cached pages are bound to another one. O(configuration).
+        """Bind cached pages to the configuration of a manager, until no page is cached. Raise ArgumentError, naming the first
+        difference, if they are bound to another one. O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration
@@ -134,10 +136,10 @@ class PagePool:
         self.configuration = dict(configuration)
 
     def release_all_held(self) -> int:
-        """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
+        """Release every reference in a restored pool whose holders are gone. Return the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. ArgumentError if the
-        pool was not restored, or if a page was taken or hit since, which a manager, a batch or a caller may hold.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Raise ArgumentError if
+        the pool was not restored, or if a page was taken or hit since: it may have a new holder.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -158,9 +160,9 @@ class PagePool:
     ) -> list[CachePage]:
         """Take `num_pages` pages from the front of the free queue. They lose their prefix entries and have a ref count of 1.
 
-        With a hint and a `data_parallel_size` that divides the pool, pages come only from that shard's range of ids, in queue
-        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages); the first call for a size builds the queues of
-        its shards, in O(pages of the pool + pages of equal content x shards).
+        With a hint and a `data_parallel_size` dividing the pool, pages come only from this shard's range of ids, in queue
+        order. Raise OutOfPagesError, a ValueError, if too few are free. O(num_pages); the first call for a size builds the
+        queues of its shards, in O(pages of the pool + pages of equal content x shards).
         """
         return self.store.pages(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
@@ -178,8 +180,8 @@ class PagePool:
         """Release one reference to each page, except null pages. O(pages).
 
         Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
-        are handed out again. DoubleFreeError, without a change, if a page would be freed more often than held, PageIdError for
-        pages of another pool.
+        are handed out again. Raise DoubleFreeError, without a change, if a page would be freed more often than held,
+        PageIdError for pages of another pool.
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
@@ -190,7 +192,7 @@ class PagePool:
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one more reference to each page of each group, except null pages. A free page leaves the free queue. O(pages).
 
-        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
+        Raise PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
         """
         try:
             touched = [page for group in pages for page in group]
@@ -238,7 +240,7 @@ class PagePool:
         return None if page_ids is None else page_ids.to_array()
 
     def _find_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> PageIds | None:
-        """Return the page of each group, with an id in these bounds; None if any group has none."""
+        """Return a page of each group with an id within these bounds; None if any group has none."""
         page_ids = []
         for group_id in require_group_ids(group_ids):
             page_id = find_page_id(self.store, page_hash, group_id, *bounds)
@@ -248,8 +250,8 @@ class PagePool:
         return PageIds(page_ids)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash that
-        carries token ids hits only a page whose token ids are equal.
+        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash with
+        token ids hits only a page with equal token ids.
         """
         return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
 
@@ -265,8 +267,9 @@ class PagePool:
     ) -> None:
         """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index, except null pages.
 
-        `page_hashes` are the request's from its first page on. Missing ones are computed with the builtin `hash` from
-        ``request.all_token_ids`` and appended. PageHashError, without a change, if a page already has a hash. O(new pages).
+        `page_hashes` are the request's hashes from its first page on. Missing ones are computed with the builtin `hash` from
+        ``request.all_token_ids`` and appended. Raise PageHashError, without a change, if a page already has a hash. O(new
+        pages).
         """
         span = _check_span(num_cached_pages, num_full_pages, page_size)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
@@ -299,7 +302,7 @@ class PagePool:
             raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
         is_complete = len(page_hashes) >= num_full_pages
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
-        first_place = max(0, num_cached_pages - 1)  # the place of the parent, which is not entered again
+        first_place = max(0, num_cached_pages - 1)  # the parent's place; the parent is not entered again
         hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
         chain = HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):
@@ -311,12 +314,12 @@ class PagePool:
         self._forget_evicted_names()
 
     def _forget_evicted_names(self) -> None:
-        """Drop the names of evicted pages once there are more than the pool can need. Amortised O(1)."""
+        """Drop the names of evicted pages once there are more names than the pool can need. Amortised O(1)."""
         if len(self.store.names) > 2 * EntryJournal(self.store).max_num_kept_keys + 1024:
             forget_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
-        """Count the leading pages that hit in every group, and report the group that missed."""
+        """Count the leading pages hit in every group, and report the first group that misses."""
         group_ids = require_group_ids(kv_cache_group_ids)
         num_hit_pages = 0
         for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
@@ -329,9 +332,9 @@ class PagePool:
     def evict_pages(self, page_ids: AnyPageIds) -> int:
         """Drop the prefix entries of pages, and return their number. Holders keep their pages. O(pages).
 
-        After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
-        (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
-        again with their tokens. PageIdError, without a change, for the null page or an id outside the pool.
+        After a failed load, set ``num_computed_tokens`` of each request with such pages back to before the first of them (or
+        `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are then entered
+        again with their tokens. Raise PageIdError, without a change, for the null page or an id outside the pool.
         """
         ids = PageIds(_require_ids(page_ids))
         if 0 in ids:
@@ -339,12 +342,12 @@ class PagePool:
         return self.store.drop(ids)
 
     def _maybe_evict_cached_page(self, page: CachePage) -> bool:
-        """Drop the prefix entry of a page. Returns whether it had one."""
+        """Drop the prefix entry of a page. Return whether it had one."""
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights; the free queue keeps its order. Returns False, without a
-        change, while a page is held. O(num_pages).
+        """Drop all prefix entries, for example after loading new weights; the free queue keeps its order. Return False, without
+        a change, while a page is held. O(num_pages).
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
@@ -361,7 +364,7 @@ class PagePool:
         return self.store.num_free_pages
 
     def get_usage(self) -> float:
-        """Return the share of pages that are not free, 0.0 to 1.0. The null page counts as used."""
+        """Return the share of pages in use, 0.0 to 1.0. The null page counts as used."""
         return 1.0 - self.store.num_free_pages / self.num_pages
 
     def ref_counts(self) -> PageIdArray:
@@ -369,7 +372,7 @@ class PagePool:
         return self.store.ref_counts()
 
     def free_page_ids_in_order(self) -> PageIdArray:
-        """Return a copy of the free queue, the next page to evict first: an int32 array."""
+        """Return a copy of the free queue as an int32 array, starting with the next page to evict."""
         return self.store.free_ids().to_array()
 
     @property
@@ -392,7 +395,7 @@ def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> S
 
 
 def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
-    """Return the ids; ArgumentTypeError for None."""
+    """Return the ids. Raise ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
     return page_ids

@@ -1,6 +1,6 @@
 """The format of a saved pool: names and types of its arrays, hash names and configuration as text, and a checksum.
 
-A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` writes and `numpy.load` reads them.
+A snapshot is a dict of NumPy arrays without Python objects, for `numpy.savez` and `numpy.load`.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ __all__ = ["Configuration", "Snapshot", "load", "save", "seal"]
 Snapshot = dict[str, npt.NDArray[Any]]
 
 Configuration = dict[str, int | str | None]
-"""The settings, by name, that must agree for two managers to share cached pages."""
+"""Settings by name. Managers that share cached pages must agree in all of them."""
 
 FORMAT = b"pagepool.PagePool"
 VERSION, OLDEST_VERSION = 6, 4
 
 
 def _count_parts(records: Records) -> Any:
-    """Return the counts of the eviction policy, those of its parts as if no page were expected back."""
+    """Return the counts of the eviction policy, with parts counted as if no page were expected back."""
     if len(records.marks):
         records.policy_counts[: PART + 1] = np.bincount(records.marks.take(records.free_ids) & PART, minlength=PART + 1)
     return records.policy_counts
 
 
 def _list_free_ids(records: Records) -> Any:
-    """Return the free queue as if all pages were of one tenant: those of each part in the order of their release."""
+    """Return the free queue as if all pages were of one tenant: each part in the order of release."""
     if not len(records.tenants):
         return records.free_ids
     idle = np.uint32(records.now % (1 << 32)) - records.stamps.take(records.free_ids)
@@ -64,14 +64,14 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "policy_learned": (np.uint8, (None,), lambda records: records.learned),
     "checksum": (np.uint8, (32,), None),
 }
-"""Type and shape of each array, None for any length, and its values, if they come from checked records alone."""
+"""Type and shape of each array, None for any length, and a function for values that come from checked records alone."""
 
 PINS = {"cached_pins": (np.int32, (None,), None)}
 """The same of an array that versions before 6 have, of how often pages were pinned."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
-    """Return the snapshot of a pool. IntegrityError for a damaged one. O(num_pages)."""
+    """Return the snapshot of a pool. Raise IntegrityError for a damaged one. O(num_pages)."""
     records = Records(store)
     arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
     names = [_to_json((key, *name)) for key, name in store.names.items()]
@@ -79,7 +79,7 @@ def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
-    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(num_pages)."""
+    """Return the pool of a snapshot, and its configuration. Raise SnapshotError if the snapshot is damaged. O(num_pages)."""
     arrays = unseal(snapshot)
     names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"])
     try:
@@ -110,7 +110,7 @@ def _list_pinned(arrays: Snapshot) -> npt.NDArray[np.int32]:
 
 
 def seal(arrays: Snapshot) -> Snapshot:
-    """Return the arrays of a pool with format, version and checksum. O(bytes)."""
+    """Add format, version and checksum to the arrays of a pool. O(bytes)."""
     snapshot: Snapshot = {"format": _as_bytes(FORMAT), "version": np.array([VERSION], dtype=np.int64)}
     snapshot |= arrays
     return snapshot | {"checksum": _as_bytes(_checksum(snapshot))}
@@ -142,7 +142,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
         array = snapshot[name]
     except KeyError:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
-    except Exception as error:  # a file is read only here, and may be damaged in many ways
+    except Exception as error:  # reads the file, which may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
     dtype, shape, _ = (FIELDS | PINS)[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
@@ -172,7 +172,9 @@ def _encode(value: Any) -> npt.NDArray[np.uint8]:
 
 
 def _to_json(value: Any) -> Any:
-    """Return tuples as lists, and bytes as an object. ArgumentError for other types than a page hash may have in a snapshot."""
+    """Return tuples as lists, and bytes as an object. Raise ArgumentError for types that a snapshot does not support in a page
+    hash.
+    """
     if type(value) is tuple:
         return [_to_json(item) for item in value]
     if type(value) is bytes:
@@ -192,7 +194,7 @@ def _from_json(value: Any) -> Any:
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> list[tuple[int, PageHash]]:
-    """Return keys and their names from JSON. SnapshotError for other text."""
+    """Return keys and their names from JSON. Raise SnapshotError for other text."""
     try:
         names = _from_json(json.loads(text.tobytes()))
         for key, hash_value, token_ids, _ in names:
@@ -204,7 +206,7 @@ def decode_names(text: npt.NDArray[np.uint8]) -> list[tuple[int, PageHash]]:
 
 
 def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
-    """Return a configuration from JSON; null means unknown. SnapshotError for other text."""
+    """Return a configuration from JSON; null means unknown. Raise SnapshotError for other text."""
     try:
         configuration = json.loads(text.tobytes())
         is_object = isinstance(configuration, dict) and {*map(type, configuration.values())} <= {int, str, type(None)}

@@ -10,7 +10,7 @@ NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command on `sys.argv`. Without the extra only ``--version`` and ``doctor`` work; all else exits with code 1."""
+    """Run the command on `sys.argv`. Without the extra only ``--version`` and ``doctor`` work; others exit with code 1."""
     if sys.argv[1:] == ["--version"]:
         print(f"pagepool, version {__version__}")
         return

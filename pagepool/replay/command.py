@@ -40,6 +40,6 @@ pagepool.add_command(replay)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> None:
     """Check the installation, and say what to do where something is wrong."""
-    from pagepool.doctor.command import main as run_doctor  # other commands do not need it
+    from pagepool.doctor.command import main as run_doctor  # imported here, since other commands do not need it
 
     sys.exit(run_doctor(arguments))

@@ -24,7 +24,7 @@ MAX_DEATHS_IN_A_ROW = 3
 
 
 class Replicas(ABC):
-    """The replicas, wherever they run."""
+    """The replicas, independent of where they run."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord]) -> None:
         """Start all replicas."""
@@ -38,7 +38,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
-        """Run each until a time, with its arrivals. Returns its report, or the exception if it died."""
+        """Run each until a time, with its arrivals. Return its report, or the exception if it died."""
 
     def restart(self, i: int, now: float) -> None:
         """Replace a replica."""
@@ -63,8 +63,8 @@ class RayReplicas(Replicas):
     """Replicas as Ray actors, run in parallel."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], address: str) -> None:
-        """`address` is that of a cluster, ``"auto"`` for the cluster of this machine, or ``"local"`` to start a temporary one.
-        Raises ConnectionError if it cannot be reached.
+        """`address` is the cluster's address, ``"auto"`` for the cluster of this machine, or ``"local"`` to start a temporary
+        one. Raise ConnectionError if it cannot be reached.
         """
         import ray
 
@@ -91,7 +91,7 @@ class RayReplicas(Replicas):
         return report
 
     def restart(self, i: int, now: float) -> None:
-        """Kill the old actor first."""
+        """Replace an actor, killing the old one first."""
         self._ray.kill(self._replicas[i])
         super().restart(i, now)
 
@@ -101,8 +101,8 @@ class RayReplicas(Replicas):
 
 
 def _require_listener(address: str) -> None:
-    """Raise ConnectionError if nothing listens at a host and port; Ray itself would wait for minutes. ValueError for a port
-    that is none.
+    """Raise ConnectionError if nothing listens at a host and port; Ray itself would wait for minutes. Raise ValueError for an
+    invalid port.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
@@ -130,12 +130,12 @@ class FleetFigures:
     preemptions: int = 0
     wait_seconds: list[float] = field(default_factory=list, repr=False)
     computed_tokens: list[int] = field(default_factory=list)
-    """By replica, including those recomputed after a preemption."""
+    """Computed tokens by replica, including tokens recomputed after a preemption."""
     end_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that ran."""
+        """Share of hit tokens among the prompt tokens that ran."""
         return find_hit_rate(self.hit_tokens, self.prompt_tokens)
 
     @property
@@ -174,12 +174,13 @@ WAIT_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class Fleet:
-    """Routes the requests of a trace to replicas and runs them. Raises PagePoolError for a replica that dies at each start.
+    """A fleet: routes the requests of a trace to replicas and runs them. Raises PagePoolError for a replica that dies at each
+    start.
 
-    Time advances in rounds of `report_seconds`. The requests that arrive in a round are routed by the reports from the end of
-    the previous round; then all replicas run. The router's knowledge is therefore as old as in a cluster, and the figures do
-    not depend on where the replicas run. At each of `deaths`, ``(seconds, replica)``, a replica is lost at the start of a round
-    with its cache and its requests, which are rerouted; an empty one replaces it. Rounds without an event are run as one.
+    Time advances in rounds of `report_seconds`. The arrivals of a round are routed by the reports from the end of the previous
+    round; then all replicas run. The router's knowledge is therefore as old as in a cluster, and the figures do not depend on
+    where the replicas run. At each of `deaths`, ``(seconds, replica)``, a replica is lost at the start of a round with its
+    cache; its requests are rerouted, and an empty replica replaces it. Rounds without an event are run as one.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Fleet:
         report_seconds: float = 1.0,
         deaths: Sequence[tuple[float, int]] = (),
     ) -> None:
-        """Replicas and router must be new. The first request arrives at 0 s."""
+        """Use a new router and new replicas. The first request arrives at 0 s."""
         self.figures = FleetFigures()
         self._replicas = replicas
         self._router = router
@@ -237,7 +238,7 @@ class Fleet:
             raise PagePoolError(f"replica {i} died {MAX_DEATHS_IN_A_ROW} times in a row: {error}") from error
 
     def _route(self, now: float, until: float) -> list[Arrivals]:
-        """Route the arrivals of a round. Returns them by replica."""
+        """Route the arrivals of a round. Return them by replica."""
         while self._deaths and self._deaths[-1][0] <= now:
             self._bury(self._deaths.pop()[1], now)
         arrivals: list[Arrivals] = [[] for _ in range(self._replicas.num_replicas)]
@@ -251,7 +252,7 @@ class Fleet:
         return arrivals
 
     def _bury(self, i: int, now: float) -> None:
-        """Replace a replica that died, and requeue its requests first."""
+        """Replace a dead replica, and requeue its requests first."""
         self._replicas.restart(i, now)
         self._router.forget(i)
         lost = sorted(((seconds, request) for request, seconds in self._running[i].items()), reverse=True)
@@ -287,12 +288,12 @@ class Fleet:
 
 
 def add_round(time: float, seconds: float) -> float:
-    """Return the end of a round, later than its start even where floats are coarser than `seconds`."""
+    """Return the end of a round; it is later than its start even if floats are coarser than `seconds` there."""
     return max(time + seconds, math.nextafter(time, math.inf))
 
 
 def skip_rounds(time: float, seconds: float, until: float) -> float:
-    """Return the end of the last round that ends by `until`, for consecutive rounds from `time`; `time` if there is none.
+    """Return the end of the last of consecutive rounds from `time` that ends by `until`; `time` if there is none.
 
     The result is the float that repeated calls of `add_round` give, in O(powers of two passed).
     """
@@ -329,8 +330,8 @@ def run_fleet(
     deaths: Sequence[tuple[float, int]] = (),
     on_progress: Callable[[int], object] = int,
 ) -> FleetFigures:
-    """Run the trace of replicas behind a router of `ROUTERS`, and close the replicas. `on_progress` gets the number of requests
-    that ended or were skipped.
+    """Run the trace of replicas behind a router of `ROUTERS`, and close the replicas. `on_progress` gets the number of ended or
+    skipped requests.
     """
     try:
         chosen = ROUTERS[router](replicas.num_replicas, settings.page_size, HASH_SEED)

@@ -23,8 +23,8 @@ PERCENTS = (50, 75, 90, 95, 99, 100)
 
 
 def save_fleet_plot(figures: dict[str, FleetFigures], name: str, summary: str, file: BinaryIO, file_format: str) -> None:
-    """Plot hit rate, load by replica and waiting time for each router. `name` is the trace's, `summary` describes the fleet,
-    and `file_format` is ``"png"`` or ``"svg"``.
+    """Plot hit rate, load by replica and waiting time for each router. `name` is the name of the trace, `summary` describes the
+    fleet, and `file_format` is ``"png"`` or ``"svg"``.
     """
     draw = partial(draw_fleet, figures, headline_fleet(figures, shorten_name(name)), summary)
     save_figure(
@@ -33,7 +33,7 @@ def save_fleet_plot(figures: dict[str, FleetFigures], name: str, summary: str, f
 
 
 def draw_fleet(figures: dict[str, FleetFigures], heading: str, summary: str) -> Figure:
-    """Draw the figure; hit rates are shares of the prompt tokens that ran."""
+    """Draw the figure; hit rates are shares of the prompt tokens that were run."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     hits, loads, waits = figure.subplots(1, 3)
     _draw_hits(hits, figures)

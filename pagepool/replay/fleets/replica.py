@@ -38,14 +38,14 @@ class ReplicaSettings:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a replica did since its last report. Requests are indices into the trace."""
+    """Report of a replica's work since the last report. Requests are indices into the trace."""
 
     ended: list[int]
     skipped: list[int]
     wait_seconds: list[float]
-    """From arrival to the first step of each started request."""
+    """Waiting times of started requests, from arrival to first step."""
     figures: Figures
-    """Since the replica started."""
+    """Figures since the start of the replica."""
     events: bytes
     """An encoded batch of events."""
     next_step_seconds: float
@@ -53,10 +53,10 @@ class ReplicaReport:
 
 
 class Replica:
-    """Runs the requests that a router assigns to it."""
+    """A replica: runs the requests assigned by a router."""
 
     def __init__(self, settings: ReplicaSettings, records: Sequence[TraceRecord], now: float = 0.0) -> None:
-        """`records` is the whole trace, `now` the start time."""
+        """Start at `now`; `records` is the whole trace."""
         self._settings = settings
         self._requests = make_requests(records, seed=settings.seed)
         self._indices = {request.request_id: i for i, request in enumerate(self._requests)}
@@ -81,7 +81,7 @@ class Replica:
         self._arrival_seconds: dict[str, float] = {}
 
     def advance(self, until: float, arrivals: Sequence[tuple[float, int]]) -> ReplicaReport:
-        """Run until a time, with the requests ``(arrival, index)`` that arrive before it, in order."""
+        """Run until a time, with the requests ``(arrival, index)`` up to then, in order."""
         self._arrivals.extend(arrivals)
         ended: list[int] = []
         waits: list[float] = []
@@ -98,7 +98,7 @@ class Replica:
 
     @property
     def _next_step_seconds(self) -> float:
-        """The current time, which may be later than the requested one: a step is never interrupted."""
+        """The current time. It may be later than the requested one, since a step is never interrupted."""
         has_requests = self._arrivals or self._scheduler.waiting or self._scheduler.running.size
         return self._now if has_requests else math.inf
 

@@ -10,17 +10,17 @@ __all__ = ["ROUTERS", "CachedPrefixRouter", "LeastLoadedRouter", "RoundRobinRout
 
 
 class Router(ABC):
-    """Chooses a replica for each request, from its own assignments, finished requests and the replicas' events."""
+    """Router: chooses a replica for each request, from its own assignments, finished requests and the replicas' events."""
 
     def __init__(self, num_replicas: int, page_size: int, hash_seed: str) -> None:
-        """Replicas hash pages of `page_size` tokens with `hash_seed`."""
+        """Route to replicas that hash pages of `page_size` tokens with `hash_seed`."""
         self.num_replicas = num_replicas
         self.page_size = page_size
         self.hash_seed = hash_seed
 
     @abstractmethod
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """Choose the replica for a request, an index into the trace, with these prompt tokens."""
+        """Choose the replica for a request with these prompt tokens. The request is an index into the trace."""
 
     def end(self, request: int) -> None:  # noqa: B027  optional
         """Notify that a request has ended, or was lost with its replica."""
@@ -33,7 +33,7 @@ class Router(ABC):
 
 
 class RoundRobinRouter(Router):
-    """Takes one replica after another."""
+    """Router that takes one replica after another."""
 
     _next = 0
 
@@ -45,7 +45,7 @@ class RoundRobinRouter(Router):
 
 
 class LeastLoadedRouter(Router):
-    """Takes the replica with the fewest unfinished requests; the first of equals."""
+    """Router that takes the replica with the fewest unfinished requests; of equals, the first."""
 
     def __init__(self, num_replicas: int, page_size: int, hash_seed: str) -> None:
         """Start without requests."""
@@ -66,12 +66,12 @@ class LeastLoadedRouter(Router):
 
 
 class CachedPrefixRouter(Router):
-    """Takes the replica with the least to compute, by `pagepool.router.PrefixRouter`. It learns what each replica has cached
-    from the replicas' events.
+    """Router that takes the replica with the least to compute, by `pagepool.router.PrefixRouter`. It learns each replica's
+    cached prefixes from events.
     """
 
     def __init__(self, num_replicas: int, page_size: int, hash_seed: str, **limits: Any) -> None:
-        """Start with nothing cached. `limits` are those of `PrefixRouter`."""
+        """Start with nothing cached. `limits` are as in `PrefixRouter`."""
         super().__init__(num_replicas, page_size, hash_seed)
         self.index = PrefixIndex(page_size, hash_seed=hash_seed)
         self._router = PrefixRouter(self.index, range(num_replicas), **limits)
@@ -81,7 +81,7 @@ class CachedPrefixRouter(Router):
         return self._router.choose(request, token_ids).worker
 
     def end(self, request: int) -> None:
-        """Subtract what the request had to compute."""
+        """Subtract the tokens that the request had to compute."""
         self._router.end(request)
 
     def hear(self, replica: int, events: bytes) -> None:

@@ -1,1 +1,1 @@
-"""What a model keeps of a request, from its configuration: pages of attention, and states."""
+"""The memory of a request in a model, from the model's configuration: pages of attention, and states."""

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of the tokens of a request, from its configuration: keys and values, or other entries."""
+"""Cache entries of a model's layers, from its configuration: keys and values, or other entries."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,16 +13,16 @@ from pagepool.specs import CacheGroupSpec, cdiv, dtype_bits, num_bytes
 
 __all__ = ["FULL", "LayerKind", "Reach", "are_compressed", "list_attention"]
 
-SCALED = 128  # elements of an indexer key with a scale of four bytes; of a compressed entry, 64 with a scale of one
+SCALED = 128  # elements per 4-byte scale of an indexer key; compressed entries have 64 per 1-byte scale
 PACKED_BITS = 8
-ENTRY_PAGE, WINDOW_PAGE, STATE_PAGES = 256, 64, {4: 4, 128: 8}  # tokens of the pages of DeepSeek V4
-OWN_HEAD_SIZES = ("gemma", "vaultgemma", "qwen3", "glm", "gpt_oss", "seed_oss", "ernie4_5", "helium")  # by model
-ALIGNMENTS = {True: 576, False: 512}  # bytes of its pages, packed or not
+ENTRY_PAGE, WINDOW_PAGE, STATE_PAGES = 256, 64, {4: 4, 128: 8}  # DeepSeek V4's pages, in tokens
+OWN_HEAD_SIZES = ("gemma", "vaultgemma", "qwen3", "glm", "gpt_oss", "seed_oss", "ernie4_5", "helium")  # model types
+ALIGNMENTS = {True: 576, False: 512}  # alignment of DeepSeek V4's pages in bytes, packed or not
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """To which tokens one attends: a window of `size` tokens, the chunk of so many that it is in, or 0: all before it."""
+    """Reach of attention: a window of `size` tokens, the token's chunk of `size` tokens, or with 0 all earlier tokens."""
 
     size: int = 0
     is_chunked: bool = False
@@ -32,7 +32,7 @@ FULL = Reach()
 
 
 class LayerKind(NamedTuple):
-    """Layers that keep the same: a page of `page_size` tokens takes `num_bytes` in each."""
+    """Layers with equal entries: a page of `page_size` tokens takes `num_bytes` in each."""
 
     reach: Reach
     page_size: int
@@ -41,14 +41,14 @@ class LayerKind(NamedTuple):
 
 
 def are_compressed(types: list[str]) -> bool:
-    """Whether layers keep an entry for several tokens, as in DeepSeek V4."""
+    """Whether some layers keep one entry for several tokens, as in DeepSeek V4."""
     return bool({COMPRESSED[4], COMPRESSED[128]} & {*types})
 
 
 def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: str | None) -> list[LayerKind]:
-    """List the kinds of layers with attention. If they differ in reach, tokens a page are chosen so that pages have equal
-    bytes; those with the most bytes a token have `page_size`. Raises ArgumentError or ArgumentTypeError for what is not
-    understood.
+    """List the kinds of layers with attention. If they differ in reach, the tokens per page are chosen so that pages have equal
+    bytes; layers with the most bytes per token have `page_size`. Raise ArgumentError or ArgumentTypeError for fields that are
+    not understood.
     """
     layers = list_attention_layers(config, types)
     if are_compressed(types):
@@ -88,7 +88,7 @@ def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: s
 
 
 def _read_mask(config: Config, name: str) -> SimpleNamespace:
-    """Return the mask of a layer of that type."""
+    """Return the mask of a layer of this type."""
     if name == SLIDING:
         return SimpleNamespace(mask_type="SLIDING", size=read_int(config, "sliding_window"), chunks=None)
     if name == CHUNKED:
@@ -106,7 +106,7 @@ def _kind_of(group: CacheGroupSpec) -> LayerKind:
 
 def _latent_geometry(config: Config, dtype: str) -> tuple[int, int]:
     """Return 1 and the size of a token's vector: compressed keys and values, and the rotated part of the key. With an indexer
-    and 8 bits, the latter stays in 16 bits, and each 128 elements of the former have a scale.
+    and 8 bits, the rotated part stays in 16 bits, and the compressed part has a scale for each 128 elements.
     """
     rank, rotated = read_int(config, "kv_lora_rank"), read_int(config, "qk_rope_head_dim")
     if config.get("index_topk") is not None and dtype_bits(dtype) == PACKED_BITS:
@@ -115,7 +115,7 @@ def _latent_geometry(config: Config, dtype: str) -> tuple[int, int]:
 
 
 def _require_plain_cache(config: Config) -> None:
-    """Raise ArgumentError if the weights come with a cache of another dtype, which engines may use or not."""
+    """Raise ArgumentError if the weights specify another dtype for the cache, since only some engines use it."""
     quantization = config.get("quantization_config")
     for name, value in quantization.items() if isinstance(quantization, dict) else ():
         if name.startswith("kv_cache") and is_set(value):
@@ -123,7 +123,7 @@ def _require_plain_cache(config: Config) -> None:
 
 
 def _head_geometry(config: Config, layers: list[int]) -> tuple[int, int]:
-    """Return KV heads and head size. If KV heads are a list by layer, they are read with the layers, and checked here."""
+    """Return KV heads and head size. A list of KV heads by layer is read with the layers, and checked here."""
     head_size = _find_head_size(config)
     for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
         if config.get(name) and config.get("use_mla") is not False:
@@ -153,20 +153,20 @@ def _find_head_size(config: Config) -> int:
 
 
 def _count_scaled(size: int) -> int:
-    """Count the bytes of so many elements of 8 bits with their scales."""
+    """Count the bytes of 8-bit elements with their scales."""
     return size + size // SCALED * 4
 
 
 def _count_indexer_bytes(config: Config) -> int:
-    """Count the bytes of the key of the indexer of DeepSeek V3.2 and V4, which is always in 8 bits."""
+    """Count the bytes of an indexer key of DeepSeek V3.2 and V4, always in 8 bits."""
     return _count_scaled(read_int(config, "index_head_dim"))
 
 
 def _list_compressed(config: Config, types: list[str], kv_dtype: str | None) -> list[LayerKind]:
     """List the kinds of DeepSeek V4, with the pages of its kernels.
 
-    Each layer has a window of single tokens. Most also have entries: one for 128 tokens, or one for 4, from which an indexer
-    chooses by a key for each. Windows hold, in 32 bits, the tokens of which the next entry is made: 128, or 8 for one of 4.
+    Each layer has a window of single tokens. Most layers also have compressed entries: one for 128 tokens, or one for 4 tokens
+    with a key for an indexer. Their windows hold, in 32 bits, the tokens of the next entry: 128 tokens, or 8 for an entry of 4.
     In 8 bits, the default, entries are packed: the rotated part stays in 16 bits, and 64 elements of the rest share a scale.
     """
     rates = config.get("compress_rates")

@@ -19,7 +19,7 @@ MAX_NUMBER = 10**9
 Config: TypeAlias = dict[str, Any]
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where a model with several parts has its text model, or the part that has it."""
+"""Fields with the text model, or with the part that contains it, in a model with several parts."""
 
 DEFAULTS: dict[object, Config] = {
     "gemma": {"head_dim": 256},
@@ -29,7 +29,7 @@ DEFAULTS: dict[object, Config] = {
     "gpt_bigcode": {"multi_query": True},
     "falcon": {"multi_query": True},
 }
-"""Values of models whose published configurations leave them out."""
+"""Values missing in published configurations, by model."""
 
 REQUIRED: dict[object, tuple[str, ...]] = {
     **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "cohere2"), ("sliding_window",)),
@@ -37,7 +37,7 @@ REQUIRED: dict[object, tuple[str, ...]] = {
     "llama4_text": ("attention_chunk_size",),
     "mllama_text_model": ("cross_attention_layers",),
 }
-"""Fields, null or not, without which a model's own default would count."""
+"""Fields that must be present, even as null, since models have defaults of their own for them."""
 
 GPT = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 MOSAIC = {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"}
@@ -53,27 +53,27 @@ NAMES: dict[object, dict[str, str]] = {
     "openelm": OPENELM,
     "cohere2": {"sliding_window_pattern": "layer_switch"},
 }
-"""By model, fields with a name of their own."""
+"""Models' own names of fields."""
 
 SAME = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("num_heads", "n_head", "n_heads"),
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
-"""Fields that some models have twice."""
+"""Fields with two names in some models."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer", "num_query_groups")
 BLOCK_FIELDS = frozenset({"no_op", "replace_with_linear", "n_heads_in_group", "num_key_value_heads"})
 
 
 def is_set(value: object) -> bool:
-    """Whether a field says something; models write None, false, 0, -1 and empty lists for what they do not have."""
+    """Whether a field is in use. Models write None, false, 0, -1 and empty lists for missing features."""
     return bool(value) and value != -1
 
 
 def read_config(path: str) -> Config:
-    """Read the file; of several models in it, the text model counts. Raises ArgumentError or ArgumentTypeError for what is not
-    understood, OSError if it cannot be read.
+    """Read the file; of several models in it, the text model counts. Raise ArgumentError or ArgumentTypeError for fields that
+    are not understood, OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
         try:
@@ -97,7 +97,7 @@ def _find_text_model(config: Config) -> Config:
         config, is_nested = config[names[0]], True
         dtypes.append(_get_dtype(config))
     config = DEFAULTS.get(str(config.get("model_type")), {}) | config
-    if is_nested:  # these leave out what is the default of the model's class
+    if is_nested:  # these models omit defaults of their class
         missing = [name for name in ("num_hidden_layers", "num_key_value_heads") if name not in config]
         if missing and config.get("kv_lora_rank") is None:
             raise ArgumentError(f"lacks {missing[0]}, which {_list_nested()} leave out if it is the model's default")
@@ -111,7 +111,7 @@ def _find_text_model(config: Config) -> Config:
 
 
 def _list_nested() -> str:
-    """Name the places of nested models, for messages."""
+    """Return the places of nested models, for messages."""
     return f"{', '.join(NESTED[:-1])} and {NESTED[-1]}"
 
 
@@ -120,7 +120,7 @@ def _get_dtype(config: Config) -> object:
 
 
 def _use_usual_names(config: Config) -> Config:
-    """Return the config with the fields that other readers expect. Raises ArgumentError for fields that contradict."""
+    """Return the config with the fields expected by other readers. Raise ArgumentError for contradictory fields."""
     config = dict(config)
     if config.get("is_encoder_decoder"):
         raise ArgumentError("has is_encoder_decoder: caches of encoders and of attention to them are not understood")
@@ -137,7 +137,7 @@ def _use_usual_names(config: Config) -> Config:
     config["num_key_value_heads"] = num_kv_heads
     if config.get("cla_share_factor") is not None and config.get("use_cla") is False:
         del config["cla_share_factor"]
-    if config.get("order_of_interleaved_layers") == "local_attn_first":  # as in all other models
+    if config.get("order_of_interleaved_layers") == "local_attn_first":  # the default of other models
         del config["order_of_interleaved_layers"]
     if config.get("block_configs") is not None:
         _read_blocks(config)
@@ -147,7 +147,7 @@ def _use_usual_names(config: Config) -> Config:
 
 
 def _rename(config: Config, name: str, other: str) -> None:
-    """Put a field under its usual name. Raises ArgumentError if both are there and differ."""
+    """Put a field under its usual name. Raise ArgumentError if both names are there and differ."""
     value = config.pop(other, None)
     if value is not None and config.get(name) is None:
         config[name] = value
@@ -156,7 +156,7 @@ def _rename(config: Config, name: str, other: str) -> None:
 
 
 def _find_kv_heads(config: Config) -> object:
-    """Return the KV heads, a number or a list by layer; None if there are as many as other heads."""
+    """Return the KV heads, a number or a list by layer; None if they are as many as the query heads."""
     attn_config = config.get("attn_config")
     if config.get("model_type") == "dbrx" and not isinstance(attn_config, dict):
         raise ArgumentError("lacks attn_config, which has the KV heads")
@@ -168,7 +168,7 @@ def _find_kv_heads(config: Config) -> object:
         ):
             raise ArgumentError(f"attn_config: attn_type {shown(kind)} with kv_n_heads {shown(num)} is not understood")
         del config["attn_config"]
-        for name in {*attn_config} - {"attn_type", "kv_n_heads"}:  # these are checked as the others are
+        for name in {*attn_config} - {"attn_type", "kv_n_heads"}:  # other fields are checked as usual
             config.setdefault(name, attn_config[name])
         return None if is_full else 1 if kind == "multiquery_attention" else num
     if config.get("model_type") in ("falcon", "RefinedWebModel", "gpt_bigcode"):
@@ -189,7 +189,7 @@ def _find_kv_heads(config: Config) -> object:
 
 
 def _read_blocks(config: Config) -> None:
-    """Read Nemotron-NAS, whose blocks have no attention, a linear layer instead, or a number of heads for each KV head."""
+    """Read Nemotron-NAS: each block has no attention, a linear layer instead, or a number of heads per KV head."""
     blocks, types, num_kv_heads = read_layer_list(config, "block_configs"), [], []
     for layer, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, dict) else None
@@ -218,7 +218,7 @@ def _read_blocks(config: Config) -> None:
 
 
 def _read_cross_layers(config: Config) -> None:
-    """Read Llama 3.2 Vision: layers that attend to images alone keep nothing of a token of text."""
+    """Read Llama 3.2 Vision: its layers with attention to images only keep nothing for a text token."""
     num_layers = read_int(config, "num_hidden_layers", MAX_LAYERS)
     layers = read_layers(config.pop("cross_attention_layers"), "cross_attention_layers", num_layers)
     types = read_layer_list(config, "layer_types") if config.get("layer_types") else ["full_attention"] * num_layers
@@ -226,8 +226,8 @@ def _read_cross_layers(config: Config) -> None:
 
 
 def read_layer_list(config: Config, name: str) -> list[Any]:
-    """Return a list by layer, without the layers of drafters behind it. Raises ArgumentError unless it has an item for each
-    layer, ArgumentTypeError for what is no list.
+    """Return a list by layer, without the drafters' layers at its end. Raise ArgumentError unless it has an item for each
+    layer, ArgumentTypeError unless it is a list.
     """
     items = config[name]
     if not isinstance(items, list):
@@ -244,14 +244,14 @@ def read_layer_list(config: Config, name: str) -> list[Any]:
 
 
 def read_layers(items: object, name: str, num_layers: int, first: int = 0) -> set[int]:
-    """Return the layers of a list, from 0; in the list they count from `first`. Raises ArgumentError for one that is none."""
+    """Return the layer numbers in a list, counted from 0; the list counts from `first`. Raise ArgumentError for a wrong one."""
     if not isinstance(items, list):
         raise ArgumentTypeError(f"{name} must be a list, got {shown(items)}")
     return {require_int(f"{name}: a layer", layer, first, num_layers - 1 + first) - first for layer in items}
 
 
 def read_int(config: Config, name: str, maximum: int = MAX_NUMBER) -> int:
-    """Return a positive number of the config. Raises ArgumentError if it is missing or out of range, ArgumentTypeError."""
+    """Return a positive number of the config. Raise ArgumentError if it is missing or out of range, or ArgumentTypeError."""
     if config.get(name) is None:
         raise ArgumentError(f"lacks {name}")
     number = require_int(name, config[name], minimum=1)

@@ -1,7 +1,7 @@
-"""The fields of a configuration by what they have to do with the bytes of caches.
+"""The fields of a configuration, by their effect on the bytes of caches.
 
-A field is understood by one of the readers, or known not to matter, or its name says nothing about caches. Any other field is
-an error that names it, since a page of a wrong size is worse than none.
+A field is read by one of the readers, or known to be irrelevant, or its name has nothing to do with caches. Any other field
+raises an error naming it, since a page of the wrong size is worse than none.
 """
 
 import re
@@ -24,7 +24,7 @@ SUSPICIOUS = re.compile(
     "|lru|rwkv|cache|compress|local|global|stride|hybrid|pattern|query|memory|loop|retention|retrieval|encoder_decoder"
     "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|nope)(?:_|$)"
 )
-"""Names of fields that may say what a layer keeps."""
+"""Patterns of names of fields that may affect a layer's entries."""
 
 UNDERSTOOD = _names(
     """
@@ -35,7 +35,7 @@ UNDERSTOOD = _names(
     qk_nope_head_dim qk_rope_head_dim sliding_window sliding_window_pattern use_mla use_sliding_window v_head_dim
     """
 )
-"""Read by `layers` and `caches`, which raise errors for what they do not understand."""
+"""Fields read by `layers` and `caches`, which raise errors for unknown values."""
 
 STATE_FIELDS = _names(
     """
@@ -51,10 +51,10 @@ STATE_FIELDS = _names(
     use_shared_mlp_lora
     """
 )
-"""Fields of models with states, or with listed layers, that `layers` and `states` read or may ignore."""
+"""Fields of models with states, or with listed layers, which `layers` and `states` read or may ignore."""
 
 LISTED_FIELDS = frozenset({"global_attn_every_n_layers", "order_of_interleaved_layers"})
-"""Fields that say what `layer_types` lists."""
+"""Fields with the same content as `layer_types`."""
 
 WITHOUT_INFLUENCE = _names(
     """
@@ -76,7 +76,7 @@ WITHOUT_INFLUENCE = _names(
     use_grouped_topk use_logn_attn use_mixed_mlp_moe use_parallel_block use_parallel_residual vocab_size_per_layer_input
     """
 )
-"""Fields of attention, experts, norms and drafters that change no byte of what is kept."""
+"""Fields of attention, experts, norms and drafters without an effect on cached bytes."""
 
 WITHOUT_INFLUENCE_ENDS = re.compile(
     "^(?:moe|mlp|ffn|rope|rotary|router|expert|vision|image|audio|video|speech|vit|visual|talker|talker_config|code2wav"
@@ -85,13 +85,13 @@ WITHOUT_INFLUENCE_ENDS = re.compile(
     "|_(?:eps|epsilon|norm|norms|layernorm|layernorms|dropout|pdrop|bias|token_id|token_ids|token_index|act|experts|expert"
     "|loss_coef|init|std|multiplier|multipliers|theta|softcapping|softcap|in_fp32|scale|scaling|alpha|lr|prob)$"
 )
-"""Beginnings of names of experts, rotations and other towers, ends of names of norms, biases, dropouts and factors."""
+"""Prefixes of names of experts, rotations and other towers; suffixes of names of norms, biases, dropouts and factors."""
 
-CACHED = re.compile("kv|cache|head_dim|heads$|window")  # in a name whose beginning or end is of no influence: still suspicious
+CACHED = re.compile("kv|cache|head_dim|heads$|window")  # still suspicious in a name with a harmless prefix or suffix
 
 
 def check_fields(config: Config, *, has_listed_layers: bool, has_states: bool) -> None:
-    """Raise ArgumentError for a field that may change what a layer keeps, and that nothing reads."""
+    """Raise ArgumentError for a field that no reader reads but that may affect a layer's entries."""
     known = UNDERSTOOD | WITHOUT_INFLUENCE
     if has_states or has_listed_layers:
         known |= STATE_FIELDS
@@ -116,5 +116,5 @@ def _is_without_influence(name: str) -> bool:
 
 
 def _is_by_layer(value: Any, num_layers: object) -> bool:
-    """Whether a value is a list with an item for each layer; short ones may be as long by chance."""
+    """Whether a value is a list with an item for each layer. Short lists do not count: their length may agree by chance."""
     return isinstance(value, list) and len(value) == num_layers and len(value) > 4

@@ -1,4 +1,4 @@
-"""Which layers of a model have attention, of which kind, and which have a state."""
+"""The layers of a model: which have attention, the kind of attention, and which have a state."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
@@ -14,24 +14,26 @@ Reader: TypeAlias = Callable[[Config], list[str] | None]
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-"""The layers of DeepSeek V4, by the tokens of an entry."""
-# A layer of a parallel hybrid has both.
+"""Layer types of DeepSeek V4, by the number of tokens of an entry."""
+# A layer of a parallel hybrid has both attention and a state.
 ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", *COMPRESSED.values()})
 STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 TYPES_WITHOUT = frozenset({"mlp", "moe", "cross_attention"})
 TYPE_LISTS = ("layer_types", "layers_block_type")
-LISTS = (*TYPE_LISTS, "attn_type_list", "no_rope_layers", "num_key_value_heads")  # by layer, whether they are read or not
-PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
+LISTS = (*TYPE_LISTS, "attn_type_list", "no_rope_layers", "num_key_value_heads")  # lists by layer, read or ignored
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H
 STATE_MODELS = frozenset({"mamba", "mamba2", "falcon_mamba"})  # all layers have a state
 STATE_NAMES = ("mamba_", "ssm_", "linear_", "conv_L", "n_mamba", "hybrid_override")
-"""Beginnings of names that only models with states have."""
-PATTERNS = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}  # the last of so many layers has full attention
+"""Prefixes of names found only in models with states."""
+PATTERNS = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}  # period of layers; the last one has full attention
 ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-NO_ROPE_INTERVAL = 4  # of Llama 4
+NO_ROPE_INTERVAL = 4  # Llama 4's default
 
 
 def list_types(config: Config) -> list[str]:
-    """List the types of the layers. Raises ArgumentError or ArgumentTypeError for what is not understood, of all fields."""
+    """List the types of the layers, after checking all fields. Raise ArgumentError or ArgumentTypeError for fields that are not
+    understood.
+    """
     for name in LISTS:
         if isinstance(config.get(name), list) and config[name]:
             read_layer_list(config, name)
@@ -58,7 +60,7 @@ def list_types(config: Config) -> list[str]:
 
 
 def list_attention_layers(config: Config, types: list[str]) -> list[int]:
-    """List the layers that keep keys and values; the last ones may use those of layers before them, as in Gemma 3n."""
+    """List the layers with keys and values of their own; the last layers may use those of earlier ones, as in Gemma 3n."""
     num_shared = require_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, len(types))
     return [layer for layer, name in enumerate(types[: len(types) - num_shared]) if name in ATTENTION_TYPES]
 
@@ -69,12 +71,12 @@ def list_state_layers(types: list[str]) -> list[int]:
 
 
 def _read_first(config: Config, readers: Iterable[Reader]) -> list[str] | None:
-    """Return what the first reader returns that understands the config."""
+    """Return the result of the first reader that recognises the config."""
     return next((found for read in readers if (found := read(config)) is not None), None)
 
 
 def _read_states(config: Config) -> list[str] | None:
-    """Read which layers have a state, in the ways in which models say that without `layer_types`."""
+    """Find the layers with a state in models without `layer_types`, each in its own way."""
     types = _read_first(config, STATE_READERS)
     if types is not None and _uses_windows(config):
         raise ArgumentError("has layers with states, but no layer_types: sliding_window beside them is not understood")
@@ -86,17 +88,17 @@ def _count_layers(config: Config) -> int:
 
 
 def _mark(config: Config, marked: object, name: str, marked_type: str, other_type: str, first: int = 0) -> list[str]:
-    """Return a type for the layers in the list `marked`, counted from `first`, and another for the rest."""
+    """Return one type for the layers in the list `marked`, counted from `first`, and another for the rest."""
     num_layers = _count_layers(config)
     layers = read_layers(marked, name, num_layers, first)
     return [marked_type if layer in layers else other_type for layer in range(num_layers)]
 
 
 def _read_compressed(config: Config) -> list[str] | None:
-    """Read the layers of DeepSeek V4: the number of tokens of an entry, 0 for a window alone."""
+    """Read the layers of DeepSeek V4: the number of tokens per entry, 0 for a window only."""
     if config.get("compress_ratios") is None:
         return None
-    num_drafters = config.get("num_nextn_predict_layers") or 1  # which not all published configurations name
+    num_drafters = config.get("num_nextn_predict_layers") or 1  # not all published configurations have it
     ratios = read_layer_list(config | {"num_nextn_predict_layers": num_drafters}, "compress_ratios")
     for ratio in ratios:
         if not isinstance(ratio, int) or ratio not in COMPRESSED:
@@ -130,7 +132,7 @@ def _read_lightning(config: Config) -> list[str] | None:
 
 
 def _read_kimi(config: Config) -> list[str] | None:
-    """Read the layers of Kimi Linear, which are counted from 1."""
+    """Read the layers of Kimi Linear, counted from 1."""
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):
         return None
@@ -142,7 +144,7 @@ def _read_kimi(config: Config) -> list[str] | None:
 
 
 def _read_period(config: Config) -> list[str] | None:
-    """Read the period of Jamba, or that of Qwen3-Next, whose offset is the end of each period."""
+    """Read the period and offset of Jamba, or the period of Qwen3-Next, with its offset at the end."""
     name = "full_attention_interval" if config.get("full_attention_interval") is not None else "attn_layer_period"
     if config.get(name) is None:
         return None
@@ -152,7 +154,7 @@ def _read_period(config: Config) -> list[str] | None:
 
 
 def _read_indices(config: Config) -> list[str] | None:
-    """Read the layers of Bamba, or of LFM2, that have attention; of Zamba2, that have both."""
+    """Read the attention layers of Bamba or LFM2; for Zamba2, the layers with both."""
     for name, marked, others in (
         ("attn_layer_indices", "attention", "mamba"),
         ("full_attn_idxs", "full_attention", "conv"),
@@ -166,14 +168,14 @@ def _read_indices(config: Config) -> list[str] | None:
 
 
 def _read_model(config: Config) -> list[str] | None:
-    """Return the types of models whose layers are all alike: Falcon-H1, and those without attention."""
+    """Return the types of models with layers of one type: Falcon-H1, and models without attention."""
     if config.get("mamba_d_ssm") is not None:
         return ["hybrid"] * _count_layers(config)
     return ["mamba"] * _count_layers(config) if config.get("model_type") in STATE_MODELS else None
 
 
 def _read_chunks(config: Config) -> list[str] | None:
-    """Read Llama 4, whose layers with a rotary embedding, 1 in `no_rope_layers`, have chunks."""
+    """Read Llama 4: layers with a rotary embedding, 1 in `no_rope_layers`, have chunks."""
     if config.get("attention_chunk_size") is None:
         return None
     if config.get("no_rope_layers"):
@@ -193,13 +195,13 @@ def _repeat(config: Config, name: str, period: int) -> list[str]:
 
 
 def _uses_windows(config: Config) -> bool:
-    """Whether layers have windows. With `max_window_layers`, as Qwen2 has it, none do unless the config says so."""
+    """Whether layers have windows. With `max_window_layers`, as in Qwen2, they do only if the config says so."""
     is_used = config.get("use_sliding_window", config.get("max_window_layers") is None)
     return config.get("sliding_window") is not None and bool(is_used)
 
 
 def _read_windows(config: Config) -> list[str] | None:
-    """Read which layers have a window, in the ways in which models say that without `layer_types`."""
+    """Find the layers with a window in models without `layer_types`, each in its own way."""
     if not _uses_windows(config):
         return None
     kind, num_layers = config.get("model_type"), _count_layers(config)
@@ -219,7 +221,7 @@ def _read_windows(config: Config) -> list[str] | None:
 
 
 def _read_letters(pattern: str, num_layers: int) -> list[str]:
-    """Read the pattern of Exaone 4, such as LLLG, which repeats; the last layer has full attention in any case."""
+    """Read the repeating pattern of Exaone 4, such as LLLG; the last layer always has full attention."""
     kinds = {"L": SLIDING, "G": "full_attention"}
     if not pattern or not {*pattern} <= {*kinds}:
         raise ArgumentError(f"sliding_window_pattern: got {shown(pattern)}, allowed: a number, or letters L and G")

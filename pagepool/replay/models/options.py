@@ -39,7 +39,7 @@ model_page_size_option = click.option(
 def load_model(
     path: str | None, page_size: int | None, kv_dtype: str | None, state_dtype: str | None, *, has_checkpoints: bool
 ) -> ModelPages:
-    """Return the pages of the model at `path`. Without one it has attention and, for checkpoints, states of a page."""
+    """Return the pages of the model at `path`. Without a path, assume attention and, for checkpoints, one-page states."""
     if path is None:
         for option, dtype in (("--kv-dtype", kv_dtype), ("--state-dtype", state_dtype)):
             if dtype is not None:
@@ -67,7 +67,7 @@ def require_interval(model: ModelPages, interval: int) -> None:
 
 
 def choose_interval(model: ModelPages, asked: int | None) -> int | None:
-    """Return the interval that was asked for, or about 1024 tokens; None for a model without states."""
+    """Return the requested interval, or about 1024 tokens; None for a model without states."""
     if model.num_state_groups == 0:
         return None
     if asked is None:

@@ -1,9 +1,9 @@
 """How the layers of a model share the pages of a pool.
 
-Engines give all groups of layers pages of one size, so that any page can hold the tokens of an attention group or the states
-of a state group. The layers of a kind are divided among as many groups as they need to fit the page, which has the bytes of all
-layers of one kind: that with which the least stays empty. In a layer the largest of a page of tokens, of any kind, or a state
-decides, and the others are padded; layers of DeepSeek V4 lie side by side as they are.
+Engines give all groups of layers pages of one size, so that any page can hold the tokens of an attention group or the states of
+a state group. A page has the bytes of all layers of one kind, chosen so that the least memory is wasted; layers of other kinds
+are divided among as many groups as they need to fit the page. Within a layer the largest page of tokens or state sets the size,
+and smaller ones are padded; layers of DeepSeek V4 are packed without padding.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from pagepool.specs import (
 
 __all__ = ["PAGE_SIZE", "ModelPages", "Windows", "list_intervals", "read_model"]
 
-PAGE_SIZE = 16  # tokens, unless a state is larger
+PAGE_SIZE = 16  # tokens; larger if a state is larger
 INTERVALS = (256, 512, 1024, 2048, 4096)  # tokens
 STEP_TOKENS = 8192
 LONG = 1 << 29  # tokens
@@ -38,7 +38,7 @@ LONG = 1 << 29  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Groups of layers with the same windows or chunks, and pages of `page_size` tokens, which use up to `num_bytes` of a page;
+    """Groups of layers with the same windows or chunks, and pages of `page_size` tokens. They use up to `num_bytes` of a page,
     None if unknown.
     """
 
@@ -58,11 +58,11 @@ class Windows:
         return f"{'chunks' if self.reach.is_chunked else 'a window'} of {count_of(self.reach.size, 'token')}"
 
     def count_pages(self, step_tokens: int) -> int:
-        """Count the pages that a long request holds at most in its groups."""
+        """Count the most pages of a long request in its groups."""
         return self.num_groups * _make_rules((CacheGroupSpec(self.make_spec()),)).count_peak_pages(LONG, step_tokens)
 
     def describe(self) -> str:
-        """Say which layers have it.
+        """Describe its layers.
 
         >>> Windows(Reach(128), 16, 2, layers=(0, 1, 2, 5, 7, 8)).describe()
         'Layers 0-2, 5, 7-8 (6) have a window of 128 tokens, in 2 groups with pages of 16 tokens.'
@@ -71,7 +71,7 @@ class Windows:
         return f"Layers {_list_ranges(self.layers)} ({len(self.layers)}) have {self.tokens}, {groups}."
 
     def make_spec(self) -> CacheSpec:
-        """Make the spec of its groups for a simulation, in which their bytes do not matter."""
+        """Make the spec of its groups for a simulation, where bytes do not matter."""
         if self.reach.is_chunked:
             return ChunkedLocalAttentionSpec(self.page_size, 1, 1, "bfloat16", False, attention_chunk_size=self.reach.size)
         return SlidingWindowSpec(self.page_size, 1, 1, "bfloat16", use_mla=False, sliding_window=self.reach.size)
@@ -82,9 +82,9 @@ class ModelPages:
     """The groups of a model, and the bytes of their pages.
 
     A page id is one page of `page_size` tokens, or one state, in each layer of its group; groups of windows may have other
-    numbers of tokens. `page_bytes` are those of all layers of a group, None if unknown. `state_bytes` and `attention_bytes` are
-    what of them is used at most, by a state and by a page of full attention, of which there are `num_attention_groups`. Without
-    attention `page_size` is 1. A step has up to `step_tokens` tokens.
+    numbers of tokens. `page_bytes` counts all layers of a group, None if unknown. `state_bytes` and `attention_bytes` are the
+    most bytes used of a page, by a state and by a page of full attention. There are `num_attention_groups` groups of full
+    attention; without attention `page_size` is 1. A step has up to `step_tokens` tokens.
     """
 
     page_size: int = PAGE_SIZE
@@ -98,7 +98,7 @@ class ModelPages:
 
     @property
     def contents(self) -> str:
-        """What a page holds, as text.
+        """The contents of a page, as text.
 
         >>> ModelPages(1).contents, ModelPages(1, num_attention_groups=0, num_state_groups=1).contents
         ('1 token', '1 state')
@@ -107,23 +107,23 @@ class ModelPages:
 
     @property
     def page_sizes(self) -> list[int]:
-        """The tokens a page of each group with attention, or 1."""
+        """Tokens per page of each group with attention, or 1."""
         sizes = [each.page_size for each in self.windows for _ in range(each.num_groups)]
         return [self.page_size] * (self.num_attention_groups or not sizes) + sizes
 
     @property
     def hit_size(self) -> int:
-        """Hits of attention are multiples of so many tokens."""
+        """Granularity of attention's hits, in tokens."""
         return lcm(*self.page_sizes)
 
     @property
     def num_hit_pages(self) -> int:
-        """The pages of full attention that so many tokens take."""
+        """Number of full-attention pages for that many tokens."""
         return self.num_attention_groups * (self.hit_size // self.page_size)
 
     @property
     def hash_size(self) -> int:
-        """Tokens that a hash covers."""
+        """Tokens per hash."""
         return gcd(*self.page_sizes)
 
     @property
@@ -132,8 +132,8 @@ class ModelPages:
         return bool(self.num_attention_groups or self.windows)
 
     def list_page_ends(self, start: int, stop: int) -> list[int]:
-        """List the numbers of tokens behind `start` at which a request that decodes up to `stop` fills a page, or one leaves a
-        window, and `stop`.
+        """List the token counts after `start` at which a request decoding up to `stop` fills a page or a page leaves a window,
+        and `stop`.
 
         >>> ModelPages(4, windows=(Windows(Reach(6), 4, 1),)).list_page_ends(5, 15)
         [8, 9, 12, 13, 15]
@@ -146,17 +146,17 @@ class ModelPages:
         return sorted(end for end in ends if end > start)
 
     def describe_windows(self) -> list[str]:
-        """Say which layers have windows or chunks."""
+        """Describe the layers with windows or chunks."""
         return [each.describe() for each in self.windows]
 
     def count_pages(self, num_tokens: int) -> int:
-        """Count the pages that a request of `num_tokens` holds at most, without checkpoints: see
+        """Count the most pages that a request of `num_tokens` needs at once, without checkpoints: see
         `CacheManager.require_capacity`.
         """
         return _rules_of(self).count_peak_pages(num_tokens, self.step_tokens)
 
     def make_groups(self, checkpoint_interval: int | None = None) -> list[CacheGroupSpec]:
-        """Make the groups for a simulation, in which their bytes do not matter."""
+        """Make the groups for a simulation, where bytes do not matter."""
         full = FullAttentionSpec(self.page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
         state = MambaSpec(checkpoint_interval or self.page_size, ((1,),), "bfloat16", checkpoint_interval=checkpoint_interval)
         specs: list[CacheSpec] = [full] * self.num_attention_groups
@@ -170,7 +170,7 @@ class ModelPages:
 
 
 def _list_ranges(numbers: tuple[int, ...]) -> str:
-    """List ascending numbers, with the first and the last of those that follow each other."""
+    """List ascending numbers as text, runs by their first and last number."""
     firsts = [number for number in numbers if number - 1 not in numbers]
     lasts = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True))
@@ -186,7 +186,7 @@ def _make_rules(groups: Sequence[CacheGroupSpec]) -> CacheGroups:
 
 
 def list_intervals(page_size: int) -> list[int]:
-    """List intervals to choose from: multiples of the page size near powers of two.
+    """List possible intervals: multiples of the page size near powers of two.
 
     >>> list_intervals(16), list_intervals(544)
     ([256, 512, 1024, 2048, 4096], [544, 1088, 2176, 4352])
@@ -199,16 +199,16 @@ def read_model(
 ) -> ModelPages:
     """Return the pages of the model whose Hugging Face `config.json` is at `path`.
 
-    Layers with full attention, with windows and with chunks are in groups of their own, with tokens a page so that all have
-    nearly equal bytes; `page_size` is for those with the most bytes a token. With states, `page_size` None chooses the smallest
-    multiple of 16 whose pages are as large as a state. `kv_dtype` is that of attention, `state_dtype` that of recurrent states;
-    both are by default the model's.
+    Layers with full attention, with windows and with chunks are in separate groups, with tokens per page such that all pages
+    have nearly equal bytes; `page_size` applies to layers with the most bytes per token. With states, `page_size` None chooses
+    the smallest multiple of 16 whose pages are as large as a state. `kv_dtype` is the dtype of attention, `state_dtype` the
+    dtype of recurrent states; by default both are the model's.
 
-    Raises ArgumentError if a field is missing, invalid or not understood, OSError if the file cannot be read.
+    Raise ArgumentError if a field is missing, invalid or not understood, OSError if the file cannot be read.
     """
     try:
         return _read_pages(read_config(path), page_size, kv_dtype, state_dtype)
-    except (ValueError, TypeError, RecursionError) as error:  # the last for dicts in dicts
+    except (ValueError, TypeError, RecursionError) as error:  # RecursionError for nested dicts
         raise ArgumentError(f"{path}: {error}") from error
 
 
@@ -236,7 +236,7 @@ def _read_pages(config: Config, page_size: int | None, kv_dtype: str | None, sta
 
 
 def _make_pages(attention: list[LayerKind], state: LayerKind | None, *, are_padded: bool) -> ModelPages:
-    """Make the pages of layers with attention, and of those with a state. If layers are padded, all take the same bytes."""
+    """Make the pages of layers with attention and of layers with a state. Padded layers all take the same bytes."""
     rows: dict[tuple[Reach, int], list[LayerKind]] = {}
     for kind in attention:
         rows.setdefault((kind.reach, kind.page_size), []).append(kind)
@@ -265,8 +265,8 @@ def _make_pages(attention: list[LayerKind], state: LayerKind | None, *, are_padd
 
 
 def _choose_page_bytes(rows: list[list[tuple[int, int]]]) -> tuple[int, list[int]]:
-    """Return the bytes of a page, and the groups that each row of layers is divided among; a row has numbers of layers and
-    their bytes. The bytes are those of all layers of a row, so that the least stays empty.
+    """Return the bytes of a page, and the number of groups of each row of layers; a row has pairs of a number of layers and
+    their bytes. A page has the bytes of all layers of one row, chosen so that the least memory is wasted.
 
     >>> _choose_page_bytes([[(12, 8)], [(36, 8)]]), _choose_page_bytes([[(10, 8)], [(12, 8)]])
     ((96, [1, 3]), (96, [1, 1]))
@@ -281,11 +281,11 @@ def _choose_page_bytes(rows: list[list[tuple[int, int]]]) -> tuple[int, list[int
 
 
 def _count_groups(row: list[tuple[int, int]], page_bytes: int) -> int:
-    """Count the fewest groups that fit the page, 0 if there are none. A row of several kinds stays whole."""
+    """Count the fewest groups whose layers fit the page, 0 if there are none. A row of several kinds is not divided."""
     counts = range(1, 1 + row[0][0] if len(row) == 1 else 2)
     return next((num for num in counts if _count_widest(row, num) <= page_bytes), 0)
 
 
 def _count_widest(row: list[tuple[int, int]], num_groups: int) -> int:
-    """Count the bytes of the widest of so many groups."""
+    """Count the bytes of the largest group when layers are divided evenly."""
     return sum(cdiv(num_layers, num_groups) * num_bytes for num_layers, num_bytes in row)

@@ -1,4 +1,4 @@
-"""The state that a recurrent layer keeps of a request: the last inputs of its convolution, and its recurrent state."""
+"""A recurrent layer's state of a request: the last inputs of its convolution, and its recurrent state."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ __all__ = ["count_state_bytes"]
 
 
 class State(NamedTuple):
-    """Elements of the two parts in one layer, and the dtype of the recurrent one if it is not the model's."""
+    """Elements of the two parts in one layer, and the dtype of the recurrent part if it is not the model's."""
 
     num_conv: int
     num_recurrent: int
@@ -19,8 +19,9 @@ class State(NamedTuple):
 
 
 def count_state_bytes(config: Config, state_dtype: str | None = None) -> int:
-    """Return the bytes of one layer's state. The convolution has the model's dtype; the recurrent part `state_dtype`, or the
-    config's, or that of its kind, or the model's. Raises ArgumentError or ArgumentTypeError for what is not understood.
+    """Return the bytes of one layer's state. The convolution has the model's dtype. The dtype of the recurrent part is
+    `state_dtype`, or the config's, or the default of its kind, or the model's. Raise ArgumentError or ArgumentTypeError for
+    fields that are not understood.
     """
     for name, read in READERS.items():
         if config.get(name) is not None:
@@ -38,7 +39,7 @@ def _count_bytes(num_elements: int, dtype: str) -> int:
 
 
 def _read_past(config: Config, name: str) -> int:
-    """Return the inputs that a convolution keeps: all of its kernel but the newest."""
+    """Return the number of inputs that a convolution keeps: the size of its kernel, less the newest input."""
     return read_int(config, name) - 1
 
 
@@ -51,7 +52,7 @@ def _read_delta_net(config: Config) -> State:
 
 
 def _read_kimi(config: Config) -> State:
-    """Read Kimi delta attention, in a dict of its own or, as written by Transformers, beside the other fields."""
+    """Read Kimi delta attention: in a separate dict, or as Transformers writes it, beside the other fields."""
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):
@@ -82,7 +83,7 @@ def _read_bamba(config: Config) -> State:
 
 
 def _count_inner(config: Config) -> int:
-    """Return the width of a Mamba layer inside."""
+    """Return the inner width of a Mamba layer."""
     if config.get("mamba_d_ssm") is not None:
         return read_int(config, "mamba_d_ssm")
     return read_int(config, "mamba_expand") * read_int(config, "hidden_size")
@@ -129,7 +130,7 @@ READERS: dict[str, Callable[[Config], State]] = {
     "linear_attn_config": _read_kimi,
     "linear_num_heads": _read_kimi,
     "attn_type_list": _read_lightning,
-    "linear_attn_alpha_factor": _read_lightning,  # as written by Transformers
+    "linear_attn_alpha_factor": _read_lightning,  # written by Transformers
     "mamba_n_heads": _read_bamba,
     "n_mamba_heads": _read_zamba,
     "mamba_num_heads": _read_nemotron,
@@ -137,4 +138,4 @@ READERS: dict[str, Callable[[Config], State]] = {
     "state_size": _read_mamba,
     "conv_L_cache": _read_short_conv,
 }
-"""How to read a state, by a field that only models of that kind have."""
+"""Reader of a state, by a field found only in models of its kind."""

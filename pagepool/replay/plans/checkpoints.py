@@ -1,8 +1,8 @@
-"""Hits of a model with states, by the interval of its checkpoints. A hit ends where all states were kept, so there is no curve
-from one pass: each interval and pool size needs a simulation.
+"""Hits of a model with states, by the interval of its checkpoints. A hit must end where all states were kept, so one pass
+cannot give a curve: each interval and pool size needs a simulation.
 
-The hits are those of `Scheduler` with one running request: chunks of a prompt end at the last checkpoint within a step, those
-of an answer where a page ends or leaves a window, without attention at each checkpoint. No other calls are made.
+The hits equal those of `Scheduler` with one running request. Chunks of a prompt end at the last checkpoint within a step;
+chunks of an answer end where a page ends or leaves a window, or without attention at each checkpoint. No other calls are made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ __all__ = ["CheckpointSimulator", "count_states"]
 
 
 def count_states(requests: Sequence[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
-    """Count the states that requests hold or keep at most: one that the request changes, a checkpoint for each step of a
-    prompt, and one for each multiple of the interval in an answer.
+    """Count the most states that requests hold or keep: each request's current state, a checkpoint for each step of a prompt,
+    and one for each multiple of the interval in an answer.
 
     >>> from pagepool.replay import TraceRecord, make_requests
     >>> count_states(make_requests([TraceRecord(0, 1024, 600, (7, 8))]), interval=256, max_batched_tokens=512)
@@ -36,7 +36,7 @@ def count_states(requests: Sequence[SimulatedRequest], interval: int, max_batche
 
 
 class CheckpointSimulator:
-    """Runs requests one after another in pools of any size, with checkpoints at any interval.
+    """Simulator of requests run one after another in pools of any size, with checkpoints at any interval.
 
     >>> from pagepool.replay import TraceRecord, make_requests
     >>> chat = make_requests([TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])])
@@ -46,7 +46,7 @@ class CheckpointSimulator:
     """
 
     def __init__(self, requests: Sequence[SimulatedRequest], model: ModelPages, max_batched_tokens: int = 8192) -> None:
-        """`model` has states."""
+        """Prepare the requests; `model` must have states."""
         self._requests = requests
         self._model = model
         self._max_batched_tokens = max_batched_tokens
@@ -54,8 +54,8 @@ class CheckpointSimulator:
     def run(
         self, num_pages: int, interval: int, eviction: str = "lru", on_request: Callable[[int], object] | None = None
     ) -> CheckpointFigures:
-        """Run in a new pool of `num_pages`, including the null page. Requests larger than the pool are skipped. Raises as
-        `make_manager` does. `on_request` gets the number of requests done. O(tokens).
+        """Run in a new pool of `num_pages`, including the null page. Skip requests larger than the pool. `on_request` gets the
+        number of requests done. Errors as in `make_manager`. O(tokens).
         """
         manager = make_manager(num_pages, self._model, self._requests, interval, eviction=eviction)
         hit_tokens = num_copies = 0
@@ -70,7 +70,7 @@ class CheckpointSimulator:
         return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept, eviction)
 
     def _run_request(self, manager: CacheManager, request: SimulatedRequest, interval: int) -> tuple[int, int]:
-        """Run a request from its look-up to its end. Returns the numbers of tokens that it hit, and of copies."""
+        """Run a request from its look-up to its end. Return its numbers of hit tokens and of copies."""
         pages, num_hits = manager.get_computed_pages(request)
         num_copies = 0
         hits: tuple[int, CachePages] | tuple[()] = (num_hits, pages)
@@ -84,8 +84,8 @@ class CheckpointSimulator:
         return num_hits, num_copies
 
     def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int) -> Iterator[int]:
-        """List the numbers of tokens at which a request takes pages and enters them: the ends of its steps, in the answer only
-        those that fill a page or with which one leaves a window or, without attention, those that have a checkpoint.
+        """List the token counts at which a request takes and enters pages: the ends of its steps. In the answer these are only
+        the steps that fill a page, let a page leave a window or, without attention, reach a checkpoint.
         """
         end, stop = num_hit_tokens, request.num_slots
         while end < request.num_prompt_tokens:
