@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true")
     args = parser.parse_args()
     folder = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # for Ray's processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # Ray's processes use it
     import ray
     from ray import serve
 

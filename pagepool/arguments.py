@@ -47,7 +47,7 @@ ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens"
 def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int.
 
-    Raises `ArgumentTypeError` if it is not an integer (NumPy integers are accepted, bools are not) and `ArgumentError` if it is
+    Raise `ArgumentTypeError` if it is not an integer (NumPy integers are accepted, bools are not), `ArgumentError` if it is
     below `minimum` or above `maximum`.
 
     >>> require_int("page_size", 16, minimum=1)

@@ -74,17 +74,17 @@ from pagepool.specs import cdiv
 
 __all__ = ["plan"]
 
-Run: TypeAlias = tuple[PoolFigures, str, HostMemory | None]  # a pool to simulate, its policy, and the tier behind it
+Run: TypeAlias = tuple[PoolFigures, str, HostMemory | None]  # a pool to simulate, its policy, its host tier
 
 NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 NUM_POLICY_SIZES = 5
 NUM_CHECKPOINT_SIZES = 4
-NUM_STATE_SIZES = 8  # without attention, which has a curve for all sizes
-MAX_CHECKPOINT_TOKENS = 5_000_000_000  # of requests, in all simulations together: a minute
-MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
-MAX_WINDOW_PAGES = 400_000_000  # of requests, in all groups and simulations together: a minute
+NUM_STATE_SIZES = 8  # for models without attention, whose curve covers all sizes
+MAX_CHECKPOINT_TOKENS = 5_000_000_000  # tokens of requests in all simulations together: a minute
+MAX_POLICY_PAGES = 100_000_000  # pages of requests in all simulations together: twenty seconds
+MAX_WINDOW_PAGES = 400_000_000  # pages of requests in all groups and simulations together: a minute
 
 
 def find_model(
@@ -94,7 +94,7 @@ def find_model(
     bytes_per_token: int | None,
     intervals: Sizes | None,
 ) -> ModelPages:
-    """Return the pages of the model; `dtypes` are those of attention and of states."""
+    """Return the pages of the model; `dtypes` are the dtypes of attention and of states."""
     if bytes_per_token is not None and model_config is not None:
         raise click.UsageError("--bytes-per-token and --model-config exclude each other")
     model = load_model(model_config, page_size, *dtypes, has_checkpoints=intervals is not None)
@@ -108,7 +108,7 @@ def find_model(
 def find_speed(
     bandwidth: int | None, prefill_rate: int | None, host: HostMemory | None, page_bytes: int | None
 ) -> HostSpeed | None:
-    """Return the speeds that were asked for, if any."""
+    """Return the requested speeds, if any."""
     if bandwidth is None and prefill_rate is None:
         return None
     if bandwidth is None or prefill_rate is None:
@@ -149,7 +149,7 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
 
 def choose_sizes(asked: Sizes | None, planner: Planner, model: ModelPages, num_states: int) -> list[int]:
     """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With attention each
-    of its pages may have a checkpoint and pages of all windows, without it requests have `num_states` in all.
+    attention page may have a checkpoint and pages of all windows; without it, requests have `num_states` states in all.
     """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
@@ -164,7 +164,7 @@ def choose_sizes(asked: Sizes | None, planner: Planner, model: ModelPages, num_s
 def choose_replays(
     sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], model: ModelPages, max_num_seqs: int
 ) -> list[int]:
-    """Choose sizes evenly; by default some of those whose replay takes seconds."""
+    """Choose sizes evenly; by default a few of the sizes whose replay takes seconds."""
     if num_replays is None:
         num_tokens = sum(request.num_output_tokens for request in requests)
         mean_pages = sum(model.count_pages(request.num_slots) for request in requests) / len(requests)
@@ -178,7 +178,7 @@ def choose_replays(
 
 
 def spread(sizes: Sequence[int], num_sizes: int) -> list[int]:
-    """Choose so many sizes evenly, or all."""
+    """Choose `num` sizes evenly, or all."""
     places = np.linspace(0, len(sizes) - 1, min(num_sizes, len(sizes))).round().astype(int)
     return [sizes[place] for place in places]
 
@@ -186,8 +186,8 @@ def spread(sizes: Sequence[int], num_sizes: int) -> list[int]:
 def choose_simulations(
     pools: Sequence[PoolFigures], asked: int | None, eviction: str | None, num_request_pages: int
 ) -> list[PoolFigures]:
-    """Choose the pools in which adaptive eviction is simulated: all if it was asked for, none if LRU was; by default as many of
-    those that skip no request as take seconds, with `asked`, the only size that was asked for.
+    """Choose the pools for simulating adaptive eviction: all if it was requested, none if LRU was. By default choose pools that
+    skip no request, as many as take seconds, among them `asked`, the only requested size.
     """
     if eviction is not None:
         return [*pools] if eviction == ADAPTIVE else []
@@ -205,9 +205,9 @@ def simulate_checkpoints(
     max_batched_tokens: int,
     progress: Progress,
 ) -> tuple[CheckpointFigures, ...]:
-    """Simulate intervals of checkpoints with LRU, and adaptive eviction if asked for, one pool at a time: in as many pools that
-    skip no request as take a minute, one at least, with the only size that was asked for. Raises Refusal for a pool that is too
-    large.
+    """Simulate intervals of checkpoints with LRU, and with adaptive eviction if requested, one pool at a time. Choose pools
+    that skip no request, as many as take a minute but at least one, among them the only requested size. Raise Refusal for a
+    pool that is too large.
     """
     chosen = [LRU, ADAPTIVE] if eviction == ADAPTIVE else [LRU]
     num_tokens = len(chosen) * len(intervals) * sum(request.num_slots for request in requests)
@@ -229,9 +229,9 @@ def simulate_checkpoints(
 def simulate_windows(
     plan: Plan, eviction: str | None, requests: Sequence[SimulatedRequest], max_batched_tokens: int, progress: Progress
 ) -> tuple[WindowFigures, ...]:
-    """Simulate a model with windows with LRU, with adaptive eviction unless LRU alone was asked for, and with LRU if all pages
-    of windows stayed cached: in as many pools that skip no request as take a minute, one at least, with the only size that was
-    asked for; in all of them if adaptive eviction was asked for. Raises Refusal for a pool that is too large.
+    """Simulate a model with windows: with LRU, with adaptive eviction unless only LRU was requested, and with LRU while all
+    window pages stay cached. Choose pools that skip no request, as many as take a minute but at least one, among them the only
+    requested size; all pools if adaptive eviction was requested. Raise Refusal for a pool that is too large.
     """
     runs: list[tuple[str, WindowRule]] = [(LRU, "ends"), (ADAPTIVE, "ends"), (LRU, "all")]
     runs = [run for run in runs if eviction != LRU or run[0] == LRU]
@@ -263,8 +263,8 @@ def simulate_pools(
     max_batched_tokens: int,
     progress: Progress,
 ) -> Plan:
-    """Simulate adaptive eviction, and LRU with the host tier of the plan, one pool at a time; none if nothing can hit. Raises
-    Refusal for a pool or tier that is too large.
+    """Simulate adaptive eviction, and LRU with the plan's host tier, one pool at a time; simulate none if nothing can hit.
+    Raise Refusal for a pool or tier that is too large.
     """
     num_request_pages = sum(cdiv(request.num_slots, plan.page_size) for request in requests)
     chosen = choose_simulations(plan.pools, plan.asked_num_pages, eviction, num_request_pages)
@@ -298,7 +298,7 @@ def count_run_bytes(pool: PoolFigures, policy: str, host: HostMemory | None) -> 
 
 
 def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
-    """Replay in pools of those sizes, one at a time."""
+    """Replay in pools of these sizes, one at a time."""
     return {size: run(make(size), f"together, {size:,} pages", progress) for size in sizes}
 
 
@@ -310,7 +310,7 @@ def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
 
 
 def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
-    """Write UTF-8."""
+    """Write text as UTF-8."""
     from pagepool.replay.plans.web_page import make_page
 
     file.write(make_page(plan, name_trace(source)).encode())

@@ -21,7 +21,7 @@ def name_host(plan: Plan) -> str:
 
 
 def describe_speed(plan: Plan, run: HostRun) -> list[str]:
-    """Say what the tier saves a request with the speeds that were asked for, if any."""
+    """Describe the time that the tier saves per request, at the requested speeds, if any."""
     speed, pool, moved = plan.speed, run.hits.pool, run.moved
     if speed is None or moved.loaded_bytes is None or moved.saved_bytes is None:
         return []
@@ -45,7 +45,7 @@ def list_host_rates(plan: Plan) -> list[tuple[str, list[str]]]:
 
 
 def list_host_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]:
-    """Return a caption, and headings with a cell for each pool: what moved between pool and tier."""
+    """Return a caption, and headings with a cell for each pool: traffic between pool and tier."""
     runs = plan.host_runs
     columns = [
         ("pages", [f"{run.hits.pool.num_pages:,}" for run in runs]),
@@ -61,7 +61,7 @@ def list_host_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]:
         columns.append(("pages refused", [f"{run.moved.refused_pages:,}" for run in runs]))
     if plan.speed is not None:
         seconds = [round(run.find_seconds(plan.speed), 2) for run in runs]
-        columns.append(("seconds saved a request", [f"{each + 0:.2f}" for each in seconds]))  # -0.0 + 0 is 0.0
+        columns.append(("seconds saved a request", [f"{each + 0:.2f}" for each in seconds]))  # turns -0.0 into 0.0
     return f"With {plan.host}, by size of the pool", columns
 
 

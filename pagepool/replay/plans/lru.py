@@ -7,10 +7,10 @@ from the front. The depth of a run of pages thus follows from the number of page
 stack, a sum kept in a Fenwick tree (Fenwick, A new data structure for cumulative frequency tables, Software: Practice and
 Experience 24(3), 1994); single pages are never visited.
 
-The counts equal those of `CacheManager`, to the token, for one full-attention group and requests that run one after another.
-A page that is computed although it is cached (the last page of a fully cached prompt, a repeated answer) is in the pool twice,
-both here and in the manager. On a later hit the manager takes the older copy while it exists; this model takes the newer one.
-The counts then deviate as if the pool had some pages more or fewer, at most the number of duplicates.
+The counts equal those of `CacheManager`, to the token, for one full-attention group and requests that run one after another. A
+cached page that is computed again (the last page of a fully cached prompt, a repeated answer) is in the pool twice, both here
+and in the manager. On a later hit the manager takes the older copy while it exists; this model takes the newer one. The counts
+then deviate as if the pool had some pages more or fewer, at most the number of duplicates.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ class SuffixSums:
         self._nodes = [0] * (size + 1)
 
     def add(self, i: int, value: int) -> None:
-        """Add to the number at `i`."""
+        """Add a value to the number at `i`."""
         while i > 0:
             self._nodes[i] += value
             i &= i - 1
@@ -44,7 +44,7 @@ class SuffixSums:
 
 
 def measure_depths(reuse: Reuse) -> Int64Array:
-    """Compute the depth in the stack, from 1, of the first page of each reuse; later pages follow. O(log) each."""
+    """Compute the stack depth, from 1, of the first page of each reuse; its later pages follow below. O(log) each."""
     request_pages = reuse.request_pages.tolist()
     left = SuffixSums(len(request_pages))
     num_left_pages: list[int] = []

@@ -47,7 +47,7 @@ class BestCurve:
 
 
 class Kept:
-    """Numbers of pages kept for future requests."""
+    """The pages kept for future requests: a number for each request."""
 
     def __init__(self, num_requests: int) -> None:
         """Start empty."""
@@ -69,7 +69,7 @@ class Kept:
         return num_pages
 
     def shrink(self, max_num_pages: int) -> None:
-        """Drop pages of the farthest requests until at most `max_num_pages` are left."""
+        """Drop pages of the most distant requests until at most `max_num_pages` are left."""
         while self._num_all_pages > max_num_pages:
             user = -self._farthest[0]
             num_dropped = min(self._num_pages[user], self._num_all_pages - max_num_pages)

@@ -38,8 +38,8 @@ MAIN_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """Hits in a pool of `num_pages`, including the null page, if requests run one after another: with LRU and with the optimal
-    eviction policy. Requests larger than the pool count as `skipped` and `skipped_prompt_tokens` only.
+    """Hits in a pool of `num_pages`, including the null page, with LRU and with the optimal eviction policy, if requests run
+    one after another. Requests larger than the pool count as `skipped` and `skipped_prompt_tokens` only.
     """
 
     num_pages: int
@@ -52,19 +52,19 @@ class PoolFigures:
 
     @property
     def lru_hit_rate(self) -> float:
-        """The share of all prompt tokens: see `find_hit_rate`."""
+        """LRU's share of all prompt tokens: see `find_hit_rate`."""
         return find_hit_rate(self.lru_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float:
-        """The same with the optimal policy."""
+        """The optimal policy's share of all prompt tokens."""
         return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """Hits of an eviction policy in a pool, simulated with requests one after another. `lru_num_pages` is the smallest pool, at
-    least as large as the largest request, in which LRU hits as many tokens; None if the pool skips requests.
+    """Hits of an eviction policy in a pool, simulated with requests one after another. `lru_num_pages` is the smallest pool in
+    which LRU hits as many tokens and which holds the largest request; None if this pool skips requests.
     """
 
     eviction: str
@@ -74,12 +74,12 @@ class PolicyFigures:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompt tokens."""
+        """Hit tokens' share of all prompt tokens."""
         return find_hit_rate(self.hit_tokens, self.pool.prompt_tokens, self.pool.skipped_prompt_tokens)
 
     @property
     def gain(self) -> float:
-        """The hit rate beyond LRU's in the same pool; negative if LRU hits more."""
+        """Hit rate less LRU's in the same pool; negative if LRU hits more."""
         return self.hit_rate - self.pool.lru_hit_rate
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,23 +96,25 @@ class HostSpeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRun:
-    """Hits of a pool with LRU and a host tier, simulated with requests one after another, and what moved between them."""
+    """Hits of a pool with LRU and a host tier, simulated with requests one after another, and the traffic between pool and
+    tier.
+    """
 
     hits: PolicyFigures
     moved: HostFigures
 
     @property
     def num_more_tokens(self) -> int:
-        """Tokens that hit beyond those that hit in the pool alone."""
+        """Additional hit tokens compared with the pool alone."""
         return self.hits.hit_tokens - self.hits.pool.lru_hit_tokens
 
     def find_transfer_seconds(self, speed: HostSpeed) -> float:
-        """Return the seconds a request that all loads and saves take, one after another; 0 if their bytes are not known."""
+        """Return the seconds per request of all loads and saves, one after another; 0 if their bytes are unknown."""
         num_bytes = (self.moved.loaded_bytes or 0) + (self.moved.saved_bytes or 0)
         return num_bytes / speed.bandwidth / max(1, self.hits.pool.requests)
 
     def find_seconds(self, speed: HostSpeed) -> float:
-        """Return the seconds a request that the tier saves: prefill of the tokens that hit more, less the transfers."""
+        """Return the seconds per request saved by the tier: prefill of the additional hit tokens, less the transfers."""
         prefill_seconds = self.num_more_tokens / speed.prefill_rate / max(1, self.hits.pool.requests)
         return prefill_seconds - self.find_transfer_seconds(speed)
 
@@ -127,7 +129,7 @@ class CheckpointFigures:
     """Hits of a model with states in a pool of `num_pages`, including the null page, under a policy, with checkpoints after
     each `interval` tokens, simulated with requests one after another.
 
-    `copied_pages` counts copies of states, into checkpoints and back. In the end `kept_pages` of the pool were checkpoints.
+    `copied_pages` counts copies of states, into checkpoints and back. At the end `kept_pages` of the pool were checkpoints.
     """
 
     interval: int
@@ -141,7 +143,7 @@ class CheckpointFigures:
 @dataclass(frozen=True, slots=True)
 class WindowFigures:
     """Hits of a model with windows in a pool of `num_pages`, including the null page, under a policy and a rule for pages of
-    windows: see `CacheManager`. Simulated with requests one after another.
+    windows: see `CacheManager`. Requests ran one after another in the simulation.
     """
 
     num_pages: int
@@ -153,7 +155,7 @@ class WindowFigures:
 @dataclass(frozen=True, slots=True)
 class Knee:
     """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
-    hits, not a hit rate).
+    hits, not of tokens).
     """
 
     share: float
@@ -166,14 +168,15 @@ class Plan:
     """Figures by pool size, for pages of `page_size` tokens and `page_bytes` bytes (None: unknown).
 
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
-    figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
-    that the user asked for, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is
-    that of its transfers and of prefill. `notes` say what is not known of the trace.
+    figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the
+    requested size, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is the
+    speed of its transfers and of prefill. `notes` list unknown properties of the trace.
 
-    For a model with states, `checkpoints` has the hits by policy, interval and pool size, and all other hits but those of
-    `replays` are of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` is
-    what a pool that never evicts would hit with a state after each token. For a model with windows, `windows` has the hits by
-    policy, rule and pool size, and all other hits but those of `replays` are of full attention alone. `model` has its pages.
+    For a model with states, `checkpoints` has the hits by policy, interval and pool size. All other hits, except in `replays`,
+    are those of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` counts
+    the hits of a pool that never evicts with a state after each token. For a model with windows, `windows` has the hits by
+    policy, rule and pool size. All other hits, except in `replays`, are those of full attention alone. `model` has the model's
+    pages.
     """
 
     page_size: int
@@ -197,7 +200,7 @@ class Plan:
 
     @property
     def knee(self) -> Knee | None:
-        """The knee at 95 %; None without hits."""
+        """Knee at 95 %; None without hits."""
         return next((knee for knee in self.knees if knee.share == MAIN_SHARE), None)
 
     @property
@@ -222,26 +225,26 @@ class Plan:
 
     @property
     def best_interval(self) -> int | None:
-        """The interval with the most hits of LRU, added up over all pools; None without states."""
+        """The interval with the most LRU hits in total over all pools; None without states."""
         runs = {interval: by_size for (eviction, interval), by_size in self.checkpoint_runs.items() if eviction == "lru"}
         return max(runs, key=lambda interval: sum(each.hit_tokens for each in runs[interval].values()), default=None)
 
     @property
     def pools_with_hits(self) -> tuple[PoolFigures, ...]:
-        """The pools whose hits are known: all, but without full attention only those that were simulated."""
+        """The pools with known hits: all pools, or without full attention only the simulated ones."""
         if self.model.num_attention_groups:
             return self.pools
         sizes = {each.num_pages for each in self.checkpoints} | {each.num_pages for each in self.windows}
         return tuple(pool for pool in self.pools if pool.num_pages in sizes)
 
     def find_simulated_rate(self, figures: CheckpointFigures | WindowFigures) -> float:
-        """Return the share of all prompt tokens that hit."""
+        """Return the share of hit tokens among all prompt tokens."""
         return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
 
     def list_rate_columns(
         self, names: Mapping[Key, str], runs: Mapping[Key, Mapping[int, CheckpointFigures | WindowFigures]]
     ) -> list[tuple[str, list[str]]]:
-        """Return a heading with a cell for each of `pools_with_hits`, by the name of a run: the hit rates that it simulated."""
+        """Return, by the name of a run, its hit rates with a cell for each of `pools_with_hits`."""
         columns = []
         for key, by_size in runs.items():
             found = [by_size.get(pool.num_pages) for pool in self.pools_with_hits]
@@ -250,12 +253,12 @@ class Plan:
         return columns
 
     def show_bytes(self, num_pages: int) -> str:
-        """Return the bytes of pages in brackets, behind a space; nothing if those of a page are unknown."""
+        """Return the bytes of pages in brackets after a space; nothing if a page's bytes are unknown."""
         return "" if self.page_bytes is None else f" ({format_bytes(num_pages * self.page_bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, for JSON; replays, policies, checkpoints, windows and host runs are part of their pools.
-        Without full attention its hits are None.
+        Without full attention the hits of pools are None.
         """
         plan = asdict(self)
         for name in ("replays", "policies", "asked_num_pages", "checkpoints", "windows", "host_runs"):
@@ -307,8 +310,8 @@ class Curves:
         self.best = BestCurve(reuse)
 
     def make_figures(self, num_pages: int, num_hit_pages: int, num_skipped: int, skipped_prompt_tokens: int) -> PoolFigures:
-        """Make the figures of a pool that skips `num_skipped` other requests, in which a page of the curves takes
-        `num_hit_pages` of full attention.
+        """Make the figures of a pool that skips `num_skipped` other requests. A page of the curves takes `num_hit_pages`
+        full-attention pages there.
         """
         lru = best = 0
         if num_hit_pages:
@@ -317,11 +320,11 @@ class Curves:
         return PoolFigures(num_pages, self.num_requests, num_skipped, self.prompt_tokens, lru, best, skipped_prompt_tokens)
 
     def find_size(self, curve: LruCurve | BestCurve, num_hit_pages: float) -> int:
-        """Find the smallest pool, including the null page, in which so many pages hit, at most all possible ones."""
+        """Find the smallest pool, including the null page, with this many page hits, at most all possible ones."""
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
     def find_knees(self, num_hit_pages: int) -> tuple[Knee, ...]:
-        """Find the knee for each share, with a page of the curves in `num_hit_pages`; none if nothing ever hits."""
+        """Find the knee for each share, if a page of the curves takes `num_hit_pages`; none if nothing ever hits."""
         knees = []
         for share in SHARES if self.num_hit_pages and num_hit_pages else ():
             sizes = [self.find_size(curve, share * self.num_hit_pages) for curve in (self.lru, self.best)]
@@ -330,7 +333,7 @@ class Curves:
 
 
 class Planner:
-    """Makes plans for one trace.
+    """Planner of pools for one trace.
 
     >>> from pagepool.replay import TraceRecord
     >>> chat = [TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])]
@@ -345,7 +348,7 @@ class Planner:
     def __init__(
         self, records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None
     ) -> None:
-        """Requests run in the order of the records; `on_request` gets the number of records done. Raises ArgumentError or
+        """Run the requests in the order of the records; `on_request` gets the number of records done. Raise ArgumentError or
         ArgumentTypeError if the page size is not a positive integer.
         """
         self._records = records
@@ -376,9 +379,9 @@ class Planner:
         return PolicyFigures(eviction, pool, hit_tokens, lru_num_pages)
 
     def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None, model: ModelPages | None = None) -> Plan:
-        """Make the figures of pools of those sizes, in pages including the null page: of one group of attention with pages of
-        `page_bytes`, or of those of `model`, whose `hit_size` must be the planner's page size. Cost: milliseconds a size for
-        each 10,000 requests; a size that skips requests costs as much as the constructor.
+        """Make the figures of pools of these sizes, in pages including the null page: for one group of attention with pages of
+        `page_bytes`, or for the groups of `model`, whose `hit_size` must be the planner's page size. Cost: milliseconds per
+        size for each 10,000 requests; a size that skips requests costs as much as the constructor.
         """
         model = model or ModelPages(self._curves.page_size, page_bytes)
         return Plan(
@@ -394,7 +397,7 @@ class Planner:
         )
 
     def find_smallest(self, model: ModelPages) -> int:
-        """Return the smallest pool that holds each request with its states."""
+        """Return the size of the smallest pool that holds each request with its states."""
         return 1 + model.count_pages(self._max_num_slots)
 
     def _count(self, num_pages: int, model: ModelPages) -> PoolFigures:

@@ -29,20 +29,20 @@ from pagepool.replay.shared.drawing import (
 
 __all__ = ["draw_plan", "save_plot"]
 
-WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; pages are read on phones too
+WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; narrow enough for phones
 POLICY_STYLES: dict[str, dict[str, Any]] = {
     "lru": {"color": BLUE, "marker": "o"},
     "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
 }
 HOLLOW_STYLE = {"linestyle": (0, (5, 1)), "marker": "P", "markerfacecolor": PAPER}
-INCHES_A_FINE_DECADE = 1.25  # with room for ticks at 2 and 5
+INCHES_A_FINE_DECADE = 1.25  # room for ticks at 2 and 5
 
 
 def save_plot(plan: Plan, name: str, file: BinaryIO, file_format: str, *, is_within_page: bool = False) -> None:
     """Plot hit rates, and preemptions if there were replays, against pool size.
 
-    `name` is the trace's, `file_format` ``"png"`` or ``"svg"``. Within a page the plot has no heading and is narrower. The
-    bytes are reproducible.
+    `name` is the name of the trace, `file_format` ``"png"`` or ``"svg"``. Within a page the plot has no heading and is
+    narrower. The bytes are reproducible.
     """
     draw = partial(draw_plan, plan, None if is_within_page else headline(plan, shorten_name(name)))
     save_figure(draw, file, file_format, title=headline(plan, name), description=describe_picture(plan))
@@ -106,7 +106,7 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
 
 
 def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
-    """Draw a line for each policy and interval, in shades of the policy's colour: the shorter, the lighter."""
+    """Draw a line for each policy and interval, in shades of the policy's colour; shorter intervals are lighter."""
     if plan.model.num_attention_groups:
         sizes = [pool.num_pages for pool in plan.pools]
         alone = [pool.lru_hit_rate for pool in plan.pools]
@@ -138,7 +138,7 @@ def _mark_knee(axes: Axes, plan: Plan) -> None:
         return
     num_pages, start, stop = plan.knee.lru_num_pages, plan.pools[0].num_pages, plan.pools[-1].num_pages
     is_inside = start <= num_pages <= stop
-    is_right = num_pages**2 > start * stop  # of the middle of a logarithmic axis
+    is_right = num_pages**2 > start * stop  # right of the middle of a logarithmic axis
     text = f"LRU has {plan.knee.share:.0%} of all hits\nfrom {num_pages:,} pages on"
     if is_inside:
         axes.axvline(num_pages, color=BLUE, linewidth=1, linestyle=(0, (1, 2)))
@@ -197,7 +197,7 @@ def _label_log_axis(axes: Axes, axis: Axis, start: float, stop: float) -> None:
 
 
 def _list_marks(start: float, stop: float, inches: float) -> list[float]:
-    """List the ticks of an axis of that length: 1, 2 and 5 in each decade if there is room, otherwise powers of ten."""
+    """List the ticks of an axis of this length: 1, 2 and 5 in each decade if there is room, otherwise powers of ten."""
     decades = range(math.floor(math.log10(start)), math.ceil(math.log10(stop)) + 1)
     room = inches / INCHES_A_FINE_DECADE / max(1, math.log10(stop / start))
     numbers = (1, 2, 5) if room >= 1 else (1,)

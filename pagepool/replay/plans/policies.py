@@ -1,11 +1,11 @@
-"""Hits of eviction policies that learn from the requests, of pools with a host tier, and of models with windows. They have no
-curve from one pass: each pool size needs a simulation. Pool and tier are no stack, even with LRU in both: a page that was
-loaded is in both.
+"""Hits of eviction policies that learn from the requests, of pools with a host tier, and of models with windows. One pass
+cannot give a curve for these: each pool size needs a simulation. Even with LRU in both, pool and tier do not form one stack,
+since a loaded page is in both.
 
-The hits are those of `Scheduler` with one running request: a prompt takes and enters its pages in steps, and an answer page by
-page, since policies learn from each entry. No call is made for tokens that fill no page and let none leave a window, and all
-simulations share the hashes. With a tier a step is made behind each one in an answer, as pages may be entered, and noted to be
-saved, only in the next step.
+The hits equal those of `Scheduler` with one running request. A prompt takes and enters its pages in steps, an answer page by
+page, since policies learn from each entry. Tokens that neither fill a page nor let one leave a window need no call, and all
+simulations share the hashes. With a tier each step of an answer is followed by another one, since pages may be entered, and
+queued for saving, only in the next step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +35,7 @@ Progress = Callable[[int], object]
 
 
 class PolicySimulator:
-    """Runs requests one after another in pools of any size and policy, for a model without states.
+    """Simulator of requests run one after another in pools of any size and policy, for a model without states.
 
     >>> from pagepool.replay import TraceRecord, make_requests
     >>> chat = make_requests([TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])])
@@ -50,7 +50,7 @@ class PolicySimulator:
         max_batched_tokens: int = 8192,
         on_request: Progress | None = None,
     ) -> None:
-        """Hash all pages; `on_request` gets the number of requests done. O(tokens) in time, 16 bytes a page of memory. Raises
+        """Hash all pages; `on_request` gets the number of requests done. O(tokens) in time, 16 bytes of memory per page. Raise
         ArgumentError or ArgumentTypeError if a size is not a positive integer.
         """
         self._requests = requests
@@ -68,15 +68,14 @@ class PolicySimulator:
                 on_request(num_done)
 
     def count_hits(self, eviction: str, num_pages: int, on_request: Progress | None = None, *, windows: str = "ends") -> int:
-        """Count the prompt tokens that hit in a new pool of `num_pages`, including the null page, under a policy of `PagePool`
-        and a rule for `windows` of `CacheManager`. Requests larger than the pool are skipped. Raises as `PagePool` does.
-        O(pages).
+        """Count the hit prompt tokens in a new pool of `num_pages`, including the null page, under a policy of `PagePool` and a
+        rule for `windows` of `CacheManager`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
         """
         return self._run_all(Steps(PagePool(num_pages, True, eviction=eviction)), windows, on_request)
 
     def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
-        """Count the same in a new LRU pool with a host tier, with what moves between them; the model has full attention only.
-        Raises as `HostTier` does, too.
+        """Count the same in a new LRU pool with a host tier, and the traffic between them, for a model with full attention
+        only. Errors as in `PagePool` and `HostTier`.
         """
         pool, tier = PagePool(num_pages, True), host.make_tier()
         tier._bind(pool.store)
@@ -105,7 +104,7 @@ class PolicySimulator:
     def _run(
         self, held: RequestPages, hits: Iterable[PageIds], chain: HashChain, lengths: Iterable[int], steps: "Steps"
     ) -> None:
-        """Run a request with its hits to its end."""
+        """Run a request from its hits to its end."""
         num_computed_tokens = 0
         for num_tokens in lengths:
             steps.begin()
@@ -115,8 +114,8 @@ class PolicySimulator:
         held.give_back()
 
     def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int, has_tier: bool) -> list[int]:
-        """List the numbers of tokens at which a request takes, enters or skips pages: the ends of its steps, in the answer only
-        those that fill a page or with which one leaves a window, and with a tier of the steps behind them.
+        """List the token counts at which a request takes, enters or skips pages: the ends of its steps. In the answer these are
+        only the steps that fill a page or let a page leave a window and, with a tier, the steps after them.
         """
         num_tokens, num_slots = request.num_prompt_tokens, request.num_slots
         steps = range(num_hit_tokens + self._max_batched_tokens, num_tokens, self._max_batched_tokens)
@@ -127,10 +126,10 @@ class PolicySimulator:
 
 
 class Steps:
-    """Begins and ends steps on a pool. What its tier saves and loads at the end of a step is done when the next begins."""
+    """The steps on a pool. Transfers of its tier at the end of a step complete when the next step begins."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Start before the first step."""
+        """Stand before the first step."""
         self.pool, self.store = pool, pool.store
         self._number = 0
 
@@ -141,6 +140,6 @@ class Steps:
             self._number = 0
 
     def end(self) -> None:
-        """End it."""
+        """End a step."""
         self._number = take_transfers(self.store).number
         end_step(self.store)

@@ -62,7 +62,7 @@ TOGETHER_NOTE = (
 
 HIT_RATE = "hit rate: share of all prompt tokens"
 
-SMALLEST_GAIN = 0.0005  # of a hit rate; half of the last digit that is shown
+SMALLEST_GAIN = 0.0005  # difference of hit rates: half of the last digit shown
 
 HIT_RATE_NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
@@ -78,7 +78,7 @@ def summarize(plan: Plan) -> str:
 
 
 def headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title: at the size that was asked for, if it is one."""
+    """Return the main result, for a title: at the requested size, if there is only one."""
     if plan.checkpoints:
         return state_headline(plan, name)
     if plan.windows:
@@ -95,7 +95,7 @@ def headline(plan: Plan, name: str) -> str:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Return the main results as sentences, the knee first, and what is not known of the trace."""
+    """Return the main results as sentences, the knee first, and unknown properties of the trace."""
     return [*_describe_results(plan), *plan.notes]
 
 
@@ -152,7 +152,7 @@ def _list_policies(plan: Plan) -> list[str]:
 
 
 def _describe_policies(plan: Plan) -> list[str]:
-    """Say for each policy what a change from LRU saves, or costs."""
+    """Describe for each policy the gain or loss of a change from LRU."""
     sentences = []
     for eviction, by_size in plan.runs_by_policy.items():
         sentence = f"{POLICY_NAMES[eviction]} {_describe_runs(plan, [*by_size.values()])}"
@@ -161,7 +161,7 @@ def _describe_policies(plan: Plan) -> list[str]:
 
 
 def _describe_host(plan: Plan) -> list[str]:
-    """Say what the host tier adds, and what it saves a request."""
+    """Describe the host tier's additional hits, and the time it saves per request."""
     hits = [run.hits for run in plan.host_runs]
     if not hits:
         return []
@@ -182,7 +182,7 @@ def _describe_runs(plan: Plan, runs: list[PolicyFigures]) -> str:
 
 
 def _choose_run(runs: list[PolicyFigures], asked_num_pages: int | None) -> PolicyFigures:
-    """Choose the run in the pool that was asked for; else that with the largest gain or, if none gains, the largest loss."""
+    """Choose the run in the requested pool; otherwise the run with the largest gain or, if none gains, the largest loss."""
     for run in runs:
         if run.pool.num_pages == asked_num_pages:
             return run
@@ -253,7 +253,7 @@ def list_knee_columns(plan: Plan) -> list[tuple[str, list[str]]]:
 
 
 def list_policy_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return headings with a cell for each pool in which a policy was simulated and no request skipped."""
+    """Return headings with a cell for each pool with a simulated policy and no skipped request."""
     runs = plan.runs_by_policy
     sizes = [pool.num_pages for pool in plan.pools if any(pool.num_pages in by_size for by_size in runs.values())]
     columns = [("pages", [f"{size:,}" for size in sizes])]

@@ -1,4 +1,4 @@
-"""Reuse of pages between requests, which determines the hits of pools of any size."""
+"""Reuse of pages between requests: it determines the hits of pools of any size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reuse:
-    """The pages of requests that run one after another, and which of them may hit.
+    """The pages of requests run one after another, and the pages that may hit.
 
     Request `i` holds `request_pages[i]` pages when it ends. Each reuse is a run of `num_pages` consecutive pages of a prompt,
-    starting at `first_page`, that request `user` may hit because the earlier request `source` held them last. Reuses are sorted
-    by `user`, then `first_page`; those of one prompt cover its beginning without a gap. All arrays are int64, `[num_requests]`
-    or `[num_reuses]`.
+    starting at `first_page`: request `user` may hit them, and the earlier request `source` held them last. Reuses are sorted by
+    `user`, then `first_page`; those of one prompt cover its beginning without a gap. All arrays are int64, `[num_requests]` or
+    `[num_reuses]`.
     """
 
     request_pages: Int64Array
@@ -33,26 +33,26 @@ class Reuse:
 
     @property
     def num_hit_pages(self) -> int:
-        """Pages that hit in a pool that never evicts."""
+        """Number of page hits in a pool that never evicts."""
         return int(self.num_pages.sum())
 
 
 class PrefixTree:
     """A trie of the blocks of all requests so far, with the last user of the pages that end in each block.
 
-    Nodes are numbers; 0 is the root. Usually one request was the last to use all pages of a node. A request that ended within
+    Nodes are numbers; 0 is the root. Usually one request was the last user of all pages of a node. A request that ended within
     the block used only the first ones, so `_users` has a list of pairs (end of use, request) for each node, in order.
     """
 
     def __init__(self, block_size: int, page_size: int) -> None:
-        """Sizes are in tokens."""
+        """Start with an empty trie; sizes are in tokens."""
         self._block_size = block_size
         self._page_size = page_size
         self._children: dict[tuple[int, int | str], int] = {}
         self._users: list[tuple[tuple[int, int], ...]] = [()]
 
     def use(self, user: int, block_ids: Sequence[int | str], num_pages: int) -> list[tuple[int, int]]:
-        """Record that a request uses its first `num_pages` pages. Returns their previous users, as pairs (end of use, request)
+        """Record that a request uses its first `num_pages` pages. Return their previous users, as pairs (end of use, request)
         from the first page on. O(blocks).
         """
         uses: list[tuple[int, int]] = []

@@ -20,7 +20,7 @@ ALONE_NOTE = "Attention alone: LRU hits of this pool if the model had no states 
 
 
 def state_headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title: at the size that was asked for, if it is one."""
+    """Return the main result, for a title: at the requested size, if there is only one."""
     runs = _choose_runs(plan) if plan.asked_num_pages else plan.checkpoints
     best = max(runs, key=lambda each: each.hit_tokens)
     place = f" at {best.num_pages:,} pages{plan.show_bytes(best.num_pages)}" if plan.asked_num_pages else ""
@@ -32,7 +32,7 @@ def state_headline(plan: Plan, name: str) -> str:
 
 
 def describe_states(plan: Plan) -> list[str]:
-    """Describe the pages, what a checkpoint takes, and the best interval for each policy."""
+    """Describe the pages, the memory of a checkpoint, and the best interval for each policy."""
     pages = count_of(plan.model.num_state_groups, "page")
     return [
         _describe_page(plan),
@@ -53,7 +53,7 @@ def _describe_page(plan: Plan) -> str:
 
 
 def _describe_size(plan: Plan) -> str:
-    """Describe the bytes of a checkpoint, and how many tokens of all attention take as many."""
+    """Describe the bytes of a checkpoint, and the number of attention tokens of equal size."""
     model = plan.model
     memory = plan.show_bytes(model.num_state_groups)
     if not model.num_attention_groups:
@@ -70,7 +70,7 @@ def _describe_padding(plan: Plan) -> str:
 
 
 def _choose_runs(plan: Plan) -> list[CheckpointFigures]:
-    """Return the figures of the pool that was asked for, otherwise of the largest, by policy and interval."""
+    """Return the figures of the requested pool, otherwise of the largest, by policy and interval."""
     num_pages = plan.asked_num_pages or max(each.num_pages for each in plan.checkpoints)
     return [each for each in plan.checkpoints if each.num_pages == num_pages]
 
@@ -104,7 +104,7 @@ def list_state_notes(plan: Plan) -> list[str]:
 
 
 def list_checkpoint_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return headings with a cell for each pool: the hit rate by policy and interval, and that of attention alone."""
+    """Return headings with a cell for each pool: the hit rate by policy and interval, and the hit rate of attention alone."""
     columns = plan.list_rate_columns(name_runs(plan), plan.checkpoint_runs)
     if plan.model.num_attention_groups:
         columns.append(("hit rate, attention alone", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]))

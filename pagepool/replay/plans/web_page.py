@@ -76,7 +76,7 @@ $notes
 
 
 def make_page(plan: Plan, name: str) -> str:
-    """Make the page, including the plot; `name` is the trace's."""
+    """Make the page, including the plot; `name` is the name of the trace."""
     tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
     if plan.policies:
         tables.append(_make_table("LRU pools that hit as much as adaptive eviction", list_policy_columns(plan)))

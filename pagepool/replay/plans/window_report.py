@@ -16,7 +16,7 @@ BOUND_NOTE = (
 
 
 def window_headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title: at the size that was asked for, if it is one."""
+    """Return the main result, for a title: at the requested size, if there is only one."""
     asked = plan.asked_num_pages
     best = max((each for each in plan.windows if asked in (None, each.num_pages)), key=lambda each: each.hit_tokens)
     hits = f"{POLICY_NAMES[best.eviction]} hits {'' if asked else 'up to '}{plan.find_simulated_rate(best):.1%}"
@@ -32,7 +32,7 @@ def name_window_runs(plan: Plan) -> dict[tuple[str, str], str]:
 
 
 def describe_window_hits(plan: Plan) -> list[str]:
-    """Say which layers have windows, what they take, and what is hit with each rule in one pool."""
+    """Describe the layers with windows, their memory, and the hits with each rule in one pool."""
     return [*plan.model.describe_windows(), _describe_pages(plan), *_describe_hits(plan)]
 
 
@@ -49,7 +49,7 @@ def _describe_pages(plan: Plan) -> str:
 
 
 def _choose_pool(plan: Plan) -> PoolFigures:
-    """Return the pool that was asked for, or that in which the rule gains most."""
+    """Return the requested pool, or the pool with the largest gain from the rule."""
     runs = plan.window_runs
     ends, kept = runs["lru", "ends"], runs["lru", "all"]
     best = max(ends, key=lambda num_pages: ends[num_pages].hit_tokens - kept[num_pages].hit_tokens)

@@ -1,1 +1,1 @@
-"""What the commands share: options, sizes, memory checks, progress, and the forms of their results."""
+"""Shared parts of the commands: options, sizes, memory checks, progress, and the forms of their results."""

@@ -35,7 +35,7 @@ COLORS = {
     "grid": ("#dddddd", "#3d3d3d"),
     "paper": ("#ffffff", "#171717"),
 }
-"""``(light, dark)`` by name; plots use the light ones."""
+"""``(light, dark)`` colours by name; plots use the light ones."""
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
 STYLE: dict[Any, Any] = {
@@ -55,14 +55,14 @@ STYLE: dict[Any, Any] = {
     "grid.color": GRID,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "pagepool",  # ids are random otherwise
+    "svg.hashsalt": "pagepool",  # without this ids are random
 }
 DOTS_PER_INCH = 180
 MAX_SHORT_NAME = 40
 
 
 def shorten_name(name: str) -> str:
-    """Keep the beginning and the end of a name that is too long for a plot.
+    """Shorten a name that is too long for a plot, keeping its beginning and end.
 
     >>> shorten_name("chat"), shorten_name("0123456789" * 10)
     ('chat', '0123456789012345678901234…67890123456789')
@@ -71,7 +71,7 @@ def shorten_name(name: str) -> str:
 
 
 def format_count(count: float) -> str:
-    """Format for an axis, with three significant digits.
+    """Format a number for an axis, with three significant digits.
 
     >>> format_count(1500), format_count(2e6), format_count(700), format_count(999_999), format_count(1e18)
     ('1.5k', '2M', '700', '1M', '1E')

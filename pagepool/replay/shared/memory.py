@@ -1,4 +1,4 @@
-"""Memory estimates and checks. Linux overcommits memory and kills a process that exceeds it without any message."""
+"""Memory estimates and checks. Linux overcommits memory, and kills a process that exceeds it without a message."""
 
 import os
 import re
@@ -25,21 +25,21 @@ __all__ = [
     "require_memory_left",
 ]
 
-PAGE_BYTES = 64  # a cached page
-POLICY_BYTES = {"lru": 0, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
-TIER_BYTES = 13  # what a tier keeps of each page of the pool
-DIGEST_BYTES = 16  # the hash of a page
-EVENT_BYTES = 64  # the events of a page, without its tokens
+PAGE_BYTES = 64  # bytes of a cached page
+POLICY_BYTES = {"lru": 0, "adaptive": 10}  # bytes of each eviction policy per page, including evicted ones
+TIER_BYTES = 13  # bytes of a tier per page of the pool
+DIGEST_BYTES = 16  # bytes of a page's hash
+EVENT_BYTES = 64  # bytes of a page's events, without its tokens
 TOKEN_BYTES = 4
-REQUEST_BYTES, HASH_ID_BYTES = 1_000, 48  # a simulated request
-MAX_NUM_PAGES = 1 << 30  # the pool's own limit
+REQUEST_BYTES, HASH_ID_BYTES = 1_000, 48  # bytes of a simulated request
+MAX_NUM_PAGES = 1 << 30  # limit of PagePool
 MIN_LEFT_BYTES = 64 << 20
 SYSTEM = Path("/proc/meminfo")
 PROCESS = Path("/proc/self/status")
 
 
 class Container(NamedTuple):
-    """Files of a Linux control group; `field` in `use` counts the memory that cannot be reclaimed."""
+    """Files of a Linux control group; `field` in `use` counts unreclaimable memory."""
 
     limit: Path
     use: Path
@@ -53,8 +53,8 @@ CONTAINERS = (
 
 
 def count_available_bytes() -> int:
-    """Return the bytes that this process can still allocate, within the machine and its container. If the system does not
-    report them, return the machine's total memory.
+    """Return the number of bytes this process can still allocate, within the machine and its container. If the system does not
+    report it, return the machine's total memory.
     """
     system = _read_field(SYSTEM, "MemAvailable:"), _read_field(SYSTEM, "SwapFree:")
     if system[0] is None:
@@ -78,7 +78,7 @@ def _read_field(path: Path, name: str = "") -> int | None:
 
 
 def count_pool_bytes(num_pages: int, eviction: str = "lru", other_bytes: int = 0) -> int:
-    """Return the bytes of a pool with all pages cached, and `other_bytes` more a page; 0 for more pages than a pool accepts."""
+    """Return the bytes of a pool with all pages cached, plus `other_bytes` per page; 0 for more pages than a pool accepts."""
     page_bytes = PAGE_BYTES + POLICY_BYTES[eviction] + other_bytes
     return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
 
@@ -128,7 +128,7 @@ def describe_use() -> str:
 
 
 def explain(error: MemoryError) -> str:
-    """Return the reason as text. Frees what the failed calls held first, so that there is memory to report the error."""
+    """Return the reason as text. First free the locals of the failed calls, so that there is memory to report the error."""
     raised: BaseException | None = error
     while raised is not None:
         clear_frames(raised.__traceback__)

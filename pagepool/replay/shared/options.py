@@ -1,4 +1,4 @@
-"""Command class, parameter types and options that the commands share."""
+"""Command class, parameter types and options shared by the commands."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -33,11 +33,13 @@ __all__ = [
 
 UNITS = "Numbers may have a unit: 10k, 1.5M, 2G; bytes kB, MB, GB, TB or KiB, MiB, GiB, TiB."
 MAX_SECONDS = 10**9  # thirty years; keeps the simulated clock far from the largest float
-RESERVED_BYTES = 4 << 20  # address space for reporting that memory is exhausted
+RESERVED_BYTES = 4 << 20  # address space reserved for reporting exhausted memory
 
 
 class HelpFormatter(click.HelpFormatter):
-    """Fits terminals narrower than click's minimum of 50 columns, and leaves room for text beside the options."""
+    """Formatter of help that fits terminals narrower than click's minimum of 50 columns, and leaves room for text beside
+    options.
+    """
 
     def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
         """Widths in columns; by default the terminal's, up to 80."""
@@ -56,7 +58,7 @@ class Context(click.Context):
 
 
 class Command(click.Command):
-    """A command that checks that its files differ, reports MemoryError as a message, and explains units in its help."""
+    """A command that refuses equal files, reports MemoryError as a message, and explains units in its help."""
 
     context_class = Context
 
@@ -157,7 +159,7 @@ plot_option = click.option(
 
 
 class Refusal(click.ClickException):
-    """A user's mistake: prints the message alone and exits with code 2."""
+    """A user's mistake: the command prints only the message and exits with code 2."""
 
     exit_code = 2
 

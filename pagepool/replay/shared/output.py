@@ -13,7 +13,7 @@ __all__ = ["open_output"]
 def open_output(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the `with` block ends and is removed if the block raises.
 
-    Until then it lies beside `path`, with a name that ends in `.part`. Devices and pipes are written directly. Raises `OSError`
+    Until then it is a file beside `path` with a name ending in `.part`. Devices and pipes are written directly. Raise `OSError`
     as `open` does, also for an existing write-protected file.
     """
     target = os.path.realpath(path)

@@ -25,12 +25,12 @@ class RateColumn(rich_progress.ProgressColumn):
     """Items per second."""
 
     def render(self, task: rich_progress.Task) -> Text:
-        """Return an empty text until the rate is known."""
+        """Return the rate as text, empty until it is known."""
         return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
 
 
 class Part:
-    """One part of the work, displayed at intervals. Checks the memory as well, ten times a second."""
+    """One part of the work, displayed at intervals. It also checks the memory, ten times a second."""
 
     def __init__(self, show: Callable[[int, int | None], None], total: int | None, seconds: float) -> None:
         """`show` takes the number of items done and the total."""
@@ -43,7 +43,7 @@ class Part:
         self.was_shown = False
 
     def update(self, completed: int) -> None:
-        """Report the number of items done. Raises MemoryError when memory is nearly exhausted."""
+        """Report the number of items done. Raise MemoryError when memory is nearly exhausted."""
         self._completed = completed
         now = monotonic()
         if now >= self._next_check:
@@ -62,7 +62,7 @@ class Part:
 
 class Progress:
     """Progress of all parts. Bars are removed at the end of the `with` block. Without a terminal, or on one that cannot move
-    its cursor, prints lines, and none for short work.
+    its cursor, lines are printed instead, but none for short work.
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class Progress:
 
     @contextmanager
     def follow(self, description: str, noun: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Follow one part of the work, of `total` items named `noun` (None: unknown). Yields a function that takes the number
-        of items done; the end of the block completes the part.
+        """Follow one part of the work, of `total` items named `noun` (None: unknown). Yield a function that takes the number of
+        items done; the end of the block completes the part.
         """
         if self._bars is None:
             part = Part(_make_line(description, noun), total, LINE_SECONDS)

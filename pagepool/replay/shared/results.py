@@ -19,7 +19,7 @@ STDIN, STDOUT = 0, 1
 
 
 class InputFile(click.Path):
-    """An existing, readable file; - is standard input if allowed."""
+    """Parameter type: an existing, readable file; - is standard input if allowed."""
 
     def __init__(self, allow_dash: bool = False) -> None:
         """Exclude folders."""
@@ -27,7 +27,7 @@ class InputFile(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write; - is standard output."""
+    """Parameter type: a file to write; - is standard output."""
 
     def __init__(self) -> None:
         """Exclude folders."""
@@ -66,11 +66,11 @@ def _describe(param: click.Parameter, path: str) -> str:
 
 
 def _identify(path: str, descriptor: int) -> object:
-    """Return a key that is equal for two names of one file; `descriptor` is that of -. Devices may be used repeatedly."""
+    """Return a key that is equal for two names of one file; `descriptor` stands for -. Devices may be used repeatedly."""
     try:
         status = os.fstat(descriptor) if path == "-" else os.stat(path)
     except OSError:
-        return os.path.realpath(path)  # does not exist yet
+        return os.path.realpath(path)  # the file does not exist yet
     if stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode):
         return status.st_dev, status.st_ino
     return descriptor if path == "-" else object()
@@ -78,8 +78,8 @@ def _identify(path: str, descriptor: int) -> object:
 
 @contextmanager
 def open_result(path: str | None) -> Iterator[BinaryIO | None]:
-    """Yield a buffer for a result, or None without a path. Opens the file before the work, and writes it atomically at the end
-    of the block; - is standard output. Exits with code 1 and a message if it cannot be written.
+    """Yield a buffer for a result, or None without a path. Open the file before the work, and write it atomically at the end of
+    the block; - is standard output. Exit with code 1 and a message if it cannot be written.
     """
     if path is None:
         yield None
@@ -109,8 +109,8 @@ def _explaining(path: str) -> Iterator[None]:
 
 @contextmanager
 def printing() -> Iterator[TextIOWrapper]:
-    """Yield standard output, and flush it at the end of the block. Exits with code 1 and a message if writing fails; a closed
-    pipe is left to click. Characters that the encoding lacks are escaped.
+    """Yield standard output, and flush it at the end of the block. Exit with code 1 and a message if writing fails; leave a
+    closed pipe to click. Escape characters missing in the encoding.
     """
     if not isinstance(sys.stdout, TextIOWrapper):
         raise click.ClickException("standard output cannot be written: it is closed")
@@ -121,7 +121,7 @@ def printing() -> Iterator[TextIOWrapper]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        with suppress(OSError, ValueError):  # otherwise the interpreter flushes again at exit and reports the error
+        with suppress(OSError, ValueError):  # or the interpreter flushes again at exit and reports the error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.ClickException(f"standard output cannot be written: {error.strerror or error}") from error
 

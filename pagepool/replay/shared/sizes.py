@@ -12,7 +12,7 @@ __all__ = ["BYTE_UNITS", "COUNT_UNITS", "Sizes", "format_bytes", "parse_number"]
 COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTE_UNITS = DECIMAL_UNITS | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-ROUND_NUMBERS = (10, 15, 20, 30, 50, 70)  # of each decade, about evenly spaced on a logarithmic axis
+ROUND_NUMBERS = (10, 15, 20, 30, 50, 70)  # round numbers of a decade, about evenly spaced on a logarithmic axis
 MAX_SIZE = 10**18
 NUMBER = re.compile(r"\s*(-?\d{1,400}(?:\.\d{1,400})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
@@ -26,7 +26,7 @@ class Sizes:
 
     @classmethod
     def parse(cls, text: str, units: Mapping[str, int], minimum: int = 1) -> "Sizes":
-        """Parse a range `A:B` or numbers separated by commas, each as in `parse_number`. Raises ArgumentError.
+        """Parse a range `A:B` or numbers separated by commas, each as in `parse_number`. Raise ArgumentError for other text.
 
         >>> Sizes.parse("1k:1M", COUNT_UNITS), Sizes.parse("40GiB", BYTE_UNITS)
         (Sizes(numbers=(1000, 1000000), is_range=True), Sizes(numbers=(42949672960,), is_range=False))
@@ -39,7 +39,7 @@ class Sizes:
         return cls(tuple(sorted(set(numbers))), is_range)
 
     def divided_by(self, divisor: int) -> "Sizes":
-        """Convert to another unit, rounding down. Raises ArgumentError if a result is 0."""
+        """Convert to another unit, rounding down. Raise ArgumentError if a result is 0."""
         numbers = tuple(sorted({number // divisor for number in self.numbers}))
         if numbers[0] == 0:
             raise ArgumentError(f"{self.numbers[0]:,} bytes are less than one page of {divisor:,} bytes")
@@ -58,7 +58,7 @@ class Sizes:
 
 
 def parse_number(text: str, units: Mapping[str, int], minimum: int = 1) -> int:
-    """Parse a whole number with a unit, ignoring case; 0 needs no unit. Raises ArgumentError.
+    """Parse a whole number with a unit, ignoring case; 0 needs no unit. Raise ArgumentError for other text.
 
     >>> parse_number("1.5k", COUNT_UNITS), parse_number("40gib", BYTE_UNITS), parse_number("0", BYTE_UNITS, minimum=0)
     (1500, 42949672960, 0)
@@ -102,7 +102,7 @@ def _round_numbers(stop: int) -> Iterator[int]:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format with the binary unit that leaves a number from 1 to 1024.
+    """Format bytes with the binary unit that leaves a number from 1 to 1024.
 
     >>> format_bytes(2**21), format_bytes(1.5 * 2**40), format_bytes(700)
     ('2.0 MiB', '1.5 TiB', '700 B')

@@ -25,7 +25,7 @@ def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: s
 
 
 def print_text(text: str, style: str = "") -> None:
-    """Print a line; wraps only on a terminal."""
+    """Print a line, wrapped only on a terminal."""
     console = Console(highlight=False, emoji=False)
     console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 

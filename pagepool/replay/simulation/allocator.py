@@ -18,14 +18,14 @@ from pagepool.specs import MambaSpec
 
 __all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "end_at_checkpoints"]
 
-HASH_SEED = "replay"  # the adaptive policy samples by hash: with a random seed its figures would differ from run to run
+HASH_SEED = "replay"  # adaptive eviction samples by hash: with a random seed its figures would differ between runs
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
 def end_at_checkpoints(starts: npt.ArrayLike, num_new_tokens: npt.ArrayLike, interval: int | None) -> Int32Array:
-    """Cut chunks of new tokens behind `starts` so that they end at their last checkpoint, if there is one within them.
+    """Cut chunks of new tokens after `starts` so that each ends at its last checkpoint, if it has one.
 
     >>> end_at_checkpoints([0, 1000, 1024], [3000, 24, 1023], interval=1024).tolist()
     [2048, 24, 1023]
@@ -38,8 +38,8 @@ def end_at_checkpoints(starts: npt.ArrayLike, num_new_tokens: npt.ArrayLike, int
 
 
 class Allocator(ABC):
-    """Pages for the requests in rows. `seconds` is the total time of the calls into manager or batch, each including the
-    reading of the clock.
+    """Pages for the requests in rows. `seconds` is the total time of calls into manager or batch, including the time to read
+    the clock.
     """
 
     def __init__(self, manager: CacheManager) -> None:
@@ -57,30 +57,30 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more, cut by `end_at_checkpoints`. Returns
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more, cut by `end_at_checkpoints`. Return
         the number of hit tokens, or None, with nothing taken, if the pool is short. The request's tokens must be loaded.
         """
 
     @abstractmethod
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        """Allocate slots for the next tokens of rows, in order. Returns the number of rows served: all, or those before the
+        """Allocate slots for the next tokens of rows, in order. Return the number of rows served: all, or the rows before the
         first that does not fit.
         """
 
     @abstractmethod
     def preempt(self, row: int) -> None:
-        """Release a row whose request will return."""
+        """Release the row of a preempted request, which will return."""
 
     @abstractmethod
     def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
-        """Release rows whose requests have ended, in order. `seconds` is that of `RunningBatch.release`, for each row."""
+        """Release rows whose requests have ended, in order. `seconds` has one value per row, as in `RunningBatch.release`."""
 
     def take_copies(self) -> int:
         """Take the copies that are due before the next step, and return their number."""
         return 0 if self._interval is None else len(self._time(self._manager.take_copies))
 
     def take_transfers(self) -> None:
-        """Take the transfers that are due before the next step, which then runs."""
+        """Take the transfers that are due before the next step. The step then runs."""
         if self._manager.host_tier is not None:
             transfers = self._time(self._manager.take_transfers)
             self._time(self._manager.end_step)
@@ -88,7 +88,7 @@ class Allocator(ABC):
             self._num_first_loads += int((transfers.load_group == 0).sum())
 
     def complete_transfers(self) -> None:
-        """Complete the transfers that were taken last."""
+        """Complete the transfers taken last."""
         if self._transfer_number:
             self._time(self._manager.complete_transfers, self._transfer_number)
             self._transfer_number = 0
@@ -106,7 +106,7 @@ class Allocator(ABC):
 
 
 class ManagerAllocator(Allocator):
-    """Makes one or two calls per request and step, like an engine without a running batch."""
+    """Allocation with one or two calls per request and step, like an engine without a running batch."""
 
     def __init__(self, manager: CacheManager) -> None:
         """Start without requests."""
@@ -130,18 +130,18 @@ class ManagerAllocator(Allocator):
         for i, (row, num_new) in enumerate(zip(rows.tolist(), num_new_tokens.tolist(), strict=True)):
             request = self._requests[row]
             num_computed_tokens = request.num_computed_tokens + num_new
-            request.num_tokens = max(request.num_tokens, num_computed_tokens)  # one more if a token was decoded since
+            request.num_tokens = max(request.num_tokens, num_computed_tokens)  # one more if a token was decoded meanwhile
             if self._time(self._manager.allocate_slots, request, num_new) is None:
                 return i
             request.num_computed_tokens = num_computed_tokens
         return len(rows)
 
     def preempt(self, row: int) -> None:
-        """Keep the hashes."""
+        """Free the request's pages, and keep its hashes."""
         self._time(self._manager.free, self._requests.pop(row))
 
     def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
-        """Drop the hashes too."""
+        """Free the requests' pages and hashes."""
         for row, pause in zip(rows.tolist(), [None] * len(rows) if seconds is None else seconds, strict=True):
             request = self._requests.pop(row)
             self._time(self._manager.free, request, seconds=pause)
@@ -149,16 +149,16 @@ class ManagerAllocator(Allocator):
 
 
 class BatchAllocator(Allocator):
-    """Makes one call per step for all running requests, and one per admission."""
+    """Allocation with one call per step for all running requests, and one per admission."""
 
     def __init__(self, manager: CacheManager, num_rows: int, max_num_tokens: int) -> None:
-        """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Raises as `RunningBatch` does."""
+        """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Errors as in `RunningBatch`."""
         super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Admit, and append the whole answer at once: no page is cached for it before the row grows."""
+        """Admit the request, and append its whole answer at once: no page of it is cached before the row grows."""
         token_ids, num_tokens = request.load_token_ids(), request.num_tokens
         num_hits = self._time(
             self._batch.admit,
@@ -175,13 +175,13 @@ class BatchAllocator(Allocator):
         return num_hits
 
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        """Grow in one call."""
+        """Grow the rows in one call."""
         return self._time(self._batch.grow, rows, num_new_tokens).num_grown
 
     def preempt(self, row: int) -> None:
-        """Release the row, which keeps its hashes until it is reused."""
+        """Release the row; it keeps its hashes until its next request."""
         self._time(self._batch.release, [row])
 
     def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
-        """Release in one call."""
+        """Release the rows in one call."""
         self._time(self._batch.release, rows, seconds=seconds)

@@ -72,7 +72,7 @@ TOLD: tuple[Told, ...] = ("nothing", "ends", "pauses")
 
 
 class Run(NamedTuple):
-    """One replay: the path, the eviction policy, the rule for windows, and what is told about sessions."""
+    """One replay: the path, the eviction policy, the rule for windows, and the kind of session reports."""
 
     path: str
     eviction: str
@@ -89,7 +89,7 @@ def load_requests(
     seed: int,
     progress: Progress,
 ) -> tuple[Trace, list[SimulatedRequest]]:
-    """Load the trace, or generate the workload, of which there are no records."""
+    """Load the trace, or generate the workload, which has no records."""
     if trace is None:
         num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
         require_memory(f"{count_of(num_requests, 'request')} of synthetic {workload}", count_request_bytes(num_requests))
@@ -100,7 +100,7 @@ def load_requests(
 def choose_runs(
     *, compare: bool, batched: bool, eviction: str, compare_eviction: bool, compare_sessions: bool, compare_windows: bool
 ) -> dict[str, Run]:
-    """Return the replays by the headings of their columns."""
+    """Return the replays by column heading."""
     if compare_eviction and (compare or eviction != LRU):
         raise click.UsageError(f"--compare-eviction and {'--compare' if compare else '--eviction'} exclude each other")
     if compare_sessions and (compare or compare_eviction):

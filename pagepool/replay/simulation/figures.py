@@ -16,10 +16,10 @@ def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: in
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """What moved between a pool and the host tier behind it, in pages, and in bytes if those of a page are known.
+    """Traffic between a pool and the host tier behind it, in pages, and in bytes if a page's bytes are known.
 
-    `loaded_tokens` counts the tokens of `loaded_pages`, once if several groups loaded pages of them; None if all groups keep
-    states. Pages that found no room in the tier count as `refused_pages`.
+    `loaded_tokens` counts the tokens of `loaded_pages`, once even if several groups loaded their pages; None if all groups keep
+    states. Pages without room in the tier count as `refused_pages`.
     """
 
     saved_pages: int
@@ -31,12 +31,12 @@ class HostFigures:
 
     @property
     def saved_bytes(self) -> int | None:
-        """To the host."""
+        """Bytes moved to the host."""
         return None if self.page_bytes is None else self.saved_pages * self.page_bytes
 
     @property
     def loaded_bytes(self) -> int | None:
-        """To the device."""
+        """Bytes moved to the device."""
         return None if self.page_bytes is None else self.loaded_pages * self.page_bytes
 
     def as_dict(self) -> dict[str, int | None]:
@@ -75,12 +75,12 @@ class Figures:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that ran, as in `CacheManager.stats()`."""
+        """Hit tokens' share of the prompt tokens that ran, as in `CacheManager.stats()`."""
         return find_hit_rate(self.hit_tokens, self.prompt_tokens)
 
     @property
     def trace_hit_rate(self) -> float:
-        """The share of all prompt tokens, as `plan` reports it."""
+        """Hit tokens' share of all prompt tokens, as in `plan`."""
         return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     def see_usage(self, usage: float) -> None:
@@ -90,7 +90,7 @@ class Figures:
         self.mean_usage += (usage - self.mean_usage) / self.steps
 
     def list_differences(self, other: "Figures") -> list[str]:
-        """List the names of the figures that differ, except times."""
+        """List the names of differing figures, except times."""
         others = other.as_dict()
         return [name for name, value in self.as_dict().items() if value != others.get(name) and not name.endswith("_seconds")]
 

@@ -18,7 +18,7 @@ class HostMemory(NamedTuple):
     min_uses: int = 1
 
     def __str__(self) -> str:
-        """Describe it in words.
+        """Describe the tier in words.
 
         >>> str(HostMemory(2000)), str(HostMemory(50, "write_through", 2))
         ('2,000 host pages', '50 host pages (write_through, 2 uses)')
@@ -27,5 +27,5 @@ class HostMemory(NamedTuple):
         return count_of(self.num_pages, "host page") + (f" ({', '.join(settings)})" if settings else "")
 
     def make_tier(self) -> HostTier:
-        """Make an empty tier. Raises ArgumentError for a size that cannot be."""
+        """Make an empty tier. Raise ArgumentError for an impossible size."""
         return HostTier(self.num_pages, policy=self.policy, min_uses=self.min_uses)

@@ -32,7 +32,7 @@ host_min_uses_option = click.option(
 
 
 def choose_host(num_pages: int | None, policy: Policy | None, min_uses: int | None) -> HostMemory | None:
-    """Return the host memory that was asked for, if any."""
+    """Return the requested host memory, if any."""
     if num_pages is not None:
         return HostMemory(num_pages, policy or "write_back", min_uses or 1)
     for option, value in (("--host-policy", policy), ("--host-min-uses", min_uses)):

@@ -15,7 +15,7 @@ TIME_NOTE = "Time in the allocator: calls into pagepool, hashing included. Wall 
 
 
 def _format_seconds(seconds: float) -> str:
-    """Format with the unit that leaves a number from 1 to 1000.
+    """Format seconds with the unit that leaves a number from 1 to 1000.
 
     >>> _format_seconds(2.5), _format_seconds(0.0123), _format_seconds(4.2e-7)
     ('2.50 s', '12.30 ms', '0.42 us')
@@ -77,7 +77,7 @@ def _format_bytes(num_bytes: int | None) -> str:
 def print_report(
     figures: dict[str, Figures], title: str, sentences: Iterable[str] = (), *, is_hit_rate_first: bool = False
 ) -> None:
-    """Print a table with a column for each of `figures`, what its times include, and sentences; copies if there are any."""
+    """Print a table with a column for each of `figures`, a note on its times, and sentences; with copies if any."""
     columns = {name: _rows(each) for name, each in figures.items()}
     if not any(each.copied_pages for each in figures.values()):
         columns = {name: _without(COPIES, rows) for name, rows in columns.items()}

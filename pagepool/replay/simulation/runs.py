@@ -36,7 +36,7 @@ WindowRule: TypeAlias = Literal["ends", "all"]
 
 
 def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
-    """Describe the size of a pool, its eviction policy unless that is LRU, and the host memory behind it.
+    """Describe the size of a pool, its eviction policy unless it is LRU, and the host memory behind it.
 
     >>> describe_pool(1000, ModelPages(1)), describe_pool(1, ModelPages(16), "adaptive")
     ('1,000 pages of 1 token', '1 page of 16 tokens, adaptive eviction')
@@ -69,7 +69,7 @@ def make_scheduler(
     batched: bool = True,
     told: Told = "nothing",
 ) -> Scheduler:
-    """Make a scheduler with copies of the requests, which it modifies. Raises Refusal for an invalid size, and MemoryError."""
+    """Make a scheduler with copies of the requests, since it modifies them. Raise Refusal for a wrong size, or MemoryError."""
     copies = [replace(request) for request in requests]
     num_rows, length = min(max_num_seqs, len(requests)), count_of(manager.max_model_len, "token")
     try:
@@ -116,7 +116,7 @@ def make_manager(
 
 @contextmanager
 def making_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> Iterator[None]:
-    """Raise Refusal if a pool of that size cannot be, and name it in a MemoryError."""
+    """Raise Refusal if a pool of this size is impossible, and name the pool in a MemoryError."""
     pool = describe_pool(num_pages, model, host=host)
     try:
         yield
@@ -127,7 +127,7 @@ def making_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: 
 
 
 def run(scheduler: Scheduler, description: str, progress: Progress, page_bytes: int | None = None) -> Figures:
-    """Run to the end, and show progress. What a host tier moves is counted in bytes too, if those of a page are known."""
+    """Run to the end, and show progress. Count a host tier's traffic in bytes too, if a page's bytes are known."""
     with progress.follow(description, "request", len(scheduler.waiting)) as update:
         figures = scheduler.run(lambda figures: update(figures.requests))
     if figures.host is not None:

@@ -1,14 +1,14 @@
 """A simulated scheduler: continuous batching, chunked prefill, preemption, one decoded token per request and step.
 
 A step has a budget of tokens. Running requests come first, in order of admission: one token if decoding, otherwise as many as
-the budget allows. With checkpoints of states, a chunk ends at the last one that the budget reaches. A request without room
-preempts the newest ones, finally itself. Then waiting requests are admitted in order until one does not fit; a step that
-preempted admits none. A preempted request releases its pages, moves to the front of the queue, and recomputes its tokens,
-including generated ones, except for hits. In the end the transfers of a host tier and the copies of states are taken; the
-transfers complete as the next step begins.
+the budget allows. With checkpoints of states, a chunk ends at the last checkpoint within the budget. A request without room
+preempts the newest ones, finally itself. Then waiting requests are admitted in order until one does not fit; after a preemption
+none is admitted in the step. A preempted request releases its pages, moves to the front of the queue, and recomputes its
+tokens, including generated ones, except for hits. At the end of a step the transfers of a host tier and the copies of states
+are taken; the transfers complete when the next step begins.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
-is the highest possible. Only the pauses of sessions, if the pool is told of them, are in the time of the trace.
+is the highest possible. Only the pauses of sessions, if reported to the pool, follow the time of the trace.
 """
 
 from collections import deque
@@ -30,10 +30,10 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Runs requests through a manager.
+    """Simulated scheduler: runs requests through a manager.
 
-    `skipped` lists the requests that are larger than the pool, each with the manager's reason. `running` has the rows of
-    running requests, in order of admission. Raises `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
+    `skipped` lists the requests larger than the pool, each with the manager's reason. `running` has the rows of running
+    requests, in order of admission. Raises `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Scheduler:
     ) -> None:
         """`max_num_batched_tokens` limits a step, `max_num_seqs` the running requests. With `batched` a `RunningBatch`
         allocates, otherwise the manager does, one request at a time; only the times differ. `max_num_tokens` is the maximum
-        length of requests that are added later; None: no request is added. `told` is what the pool is told about sessions:
-        ``"nothing"``, their ``"ends"``, or also the ``"pauses"`` after which they go on; its clock is then that of the trace.
+        length of requests added later; None if none are added. `told` selects the reports about sessions to the pool:
+        ``"nothing"``, their ``"ends"``, or also their ``"pauses"``; with reports, the pool's clock follows the trace.
         """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
@@ -69,7 +69,7 @@ class Scheduler:
         if require_flag("batched", batched) and num_rows:
             lengths = (request.num_final_tokens for request in self.waiting)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
-        # The first waiting request gets the first free row: on a retry, or after a preemption, its hashes are still there.
+        # The first waiting request gets the first free row. On a retry, or after a preemption, this row still has its hashes.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
         self.running: Int32Array = np.empty(0, dtype=np.int32)
@@ -97,10 +97,10 @@ class Scheduler:
         return self.figures
 
     def step(self) -> int:
-        """Run one step: grow running requests, admit waiting ones, decode. Returns the number of tokens computed. `started` has
-        the requests admitted for the first time in this step, `ended` those that finished.
+        """Run one step: grow running requests, admit waiting ones, decode. Return the number of tokens computed. Afterwards
+        `started` has the requests first admitted in this step, `ended` the finished ones.
 
-        Raises `PagePoolError` if nothing can be scheduled: pages were lost.
+        Raise `PagePoolError` if nothing can be scheduled: pages were lost.
         """
         num_preemptions = self.figures.preemptions
         self.started, self.ended = [], []
@@ -118,7 +118,7 @@ class Scheduler:
         return num_scheduled
 
     def add(self, request: SimulatedRequest) -> None:
-        """Queue a request; one that is larger than the pool in steps of that many tokens is `skipped`."""
+        """Queue a request, or skip it if it is too large for the pool with this step size."""
         try:
             self._manager.require_capacity(request.num_slots, self.max_num_batched_tokens)
         except RequestTooLargeError as error:
@@ -129,7 +129,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def _share_budget(self) -> tuple[Int32Array, Int32Array]:
-        """Return the rows that compute in this step, and their numbers of tokens."""
+        """Return the rows to compute in this step, and their numbers of tokens."""
         rows = self.running
         num_new_tokens = self._num_tokens[rows] - self._num_computed_tokens[rows]
         if num_new_tokens.sum() > self.max_num_batched_tokens:
@@ -139,7 +139,7 @@ class Scheduler:
         return rows, end_at_checkpoints(self._num_computed_tokens[rows], num_new_tokens, self._interval)
 
     def _grow_running(self) -> int:
-        """Allocate for running requests, and preempt the newest while there is no room. Returns the number of tokens."""
+        """Allocate for running requests, and preempt the newest while there is no room. Return the number of tokens."""
         rows, num_new_tokens = self._share_budget()
         num_done, num_rows = 0, len(rows)
         while num_done < num_rows:
@@ -162,7 +162,7 @@ class Scheduler:
         self.figures.preemptions += 1
 
     def _admit(self, budget: int) -> int:
-        """Start waiting requests while there is room. Returns the number of tokens they compute."""
+        """Start waiting requests while there is room. Return the number of tokens they compute."""
         num_scheduled = 0
         admitted: list[int] = []
         while self.waiting and num_scheduled < budget and self._free_rows:
@@ -177,8 +177,8 @@ class Scheduler:
         return num_scheduled
 
     def _start(self, request: SimulatedRequest, row: int, budget: int) -> int:
-        """Admit a request. Returns the number of tokens it computes, 0 if the pool is short."""
-        request.load_token_ids()  # not within the allocator, which is timed
+        """Admit a request. Return the number of tokens it computes, 0 if the pool is short."""
+        request.load_token_ids()  # loaded outside the allocator, which is timed
         self._sessions.see_arrival(request)
         num_hit_tokens = self._allocator.admit(row, request, budget)
         if num_hit_tokens is None:
@@ -220,7 +220,7 @@ class Scheduler:
             request.num_tokens = request.num_final_tokens
             request.drop_token_ids()
             request.status = EngineRequestStatus.FINISHED_LENGTH_CAPPED
-            self._free_rows.insert(1, row)  # ahead of rows whose memory was never touched
+            self._free_rows.insert(1, row)  # reused before rows with untouched memory
             self.figures.requests += 1
             self.figures.generated_tokens += request.num_output_tokens
             self.ended.append(request)

@@ -1,4 +1,4 @@
-"""What a simulated engine tells the pool about the sessions of a trace."""
+"""Reports of a simulated engine to the pool about the sessions of a trace."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
@@ -9,18 +9,18 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 __all__ = ["SessionReports", "Told"]
 
 Told: TypeAlias = Literal["nothing", "ends", "pauses"]
-"""Nothing, which sessions have ended, or also after which pause each one goes on, exactly."""
+"""Contents of the reports: nothing, the ends of sessions, or also the exact pause before each next request."""
 
-MAX_CLOCK_SECONDS = 2**26  # two years; the clock of a pool has an end
+MAX_CLOCK_SECONDS = 2**26  # two years; a pool's clock is limited
 
 
 class SessionReports:
-    """Tells a manager about sessions as their requests end. The manager's clock stands at the latest arrival or end so far of a
-    request of a session, in the time of the trace.
+    """Reports to a manager about sessions as their requests end. The manager's clock stands at the latest arrival or end so far
+    of a session's request, in the time of the trace.
     """
 
     def __init__(self, manager: CacheManager, told: Told) -> None:
-        """Start the clock, if there is anything to tell."""
+        """Start before the first arrival."""
         self._manager = manager
         self._told = told
         self._start: float | None = None
@@ -32,8 +32,8 @@ class SessionReports:
             self._advance(request.turn.arrival)
 
     def find_pauses(self, requests: Sequence[SimulatedRequest]) -> list[float | None] | None:
-        """Move the clock to the end of requests. Return in how many seconds the session of each goes on, None for the last of a
-        session; None unless pauses are told.
+        """Move the clock to the end of requests. Return for each the seconds until its session's next request, None after the
+        last; return None unless pauses are reported.
         """
         turns = [request.turn for request in requests]
         for turn in turns:
@@ -44,7 +44,7 @@ class SessionReports:
         return [None if turn is None or turn.is_last else turn.pause for turn in turns]
 
     def close(self, requests: Iterable[SimulatedRequest]) -> None:
-        """Close the sessions of which these requests were the last, and have released their pages."""
+        """Close the sessions whose last requests are among these and have released their pages."""
         for request in requests:
             if self._told != "nothing" and request.turn is not None and request.turn.is_last:
                 self._manager.close_session(request.turn.session_id)

@@ -1,4 +1,4 @@
-"""Arrivals of synthetic requests: when each comes, and which streams of random tokens its prompt is made of."""
+"""Arrivals of synthetic requests: the time of each, and the streams of random tokens in its prompt."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from pagepool.replay.traces.simulated_request import Int32Array, SimulatedReques
 __all__ = ["MAX_LENGTH", "Arrival", "Part", "Popularity", "Source", "blend", "in_order", "make_request", "random_tokens"]
 
 MAX_LENGTH = 2000  # tokens of a message, an answer or a document
-STREAMS = 2  # apart from the tokens of `generator.py`, whose seeds have a 0 or a 1 there
+STREAMS = 2  # keeps tokens apart from those of `generator.py`, whose seeds have 0 or 1 there
 
 
 class Part(NamedTuple):
@@ -25,12 +25,12 @@ class Part(NamedTuple):
     length: int
 
     def grow(self, num_tokens: int) -> "Part":
-        """Return the same stream with more of its tokens."""
+        """Return the same stream extended by more tokens."""
         return Part(self.stream, self.length + num_tokens)
 
 
 class Arrival(NamedTuple):
-    """A request to come: the parts of its prompt in order. The answer continues the stream of the last one."""
+    """A future request: the parts of its prompt in order. The answer continues the stream of the last part."""
 
     time: float
     name: str
@@ -48,7 +48,7 @@ def _make_token_ids(parts: tuple[Part, ...], seed: int) -> Int32Array:
 
 
 def make_request(arrival: Arrival, seed: int) -> SimulatedRequest:
-    """Make a request whose tokens depend on `seed`. O(parts); the tokens are created when the request is about to run."""
+    """Make a request whose tokens depend on `seed`. O(parts); the tokens are created just before the request runs."""
     *parts, last = arrival.parts
     make_token_ids = partial(_make_token_ids, (*parts, last.grow(arrival.num_output_tokens)), seed)
     num_prompt_tokens = sum(part.length for part in arrival.parts)
@@ -59,7 +59,7 @@ class Popularity:
     """Draws items with probabilities that fall with the rank: (rank + 1) ** -exponent."""
 
     def __init__(self, num_items: int, exponent: float) -> None:
-        """O(items)."""
+        """Sum up the probabilities. O(items)."""
         self._sums: npt.NDArray[np.float64] = np.cumsum(np.arange(1.0, num_items + 1) ** -exponent)
 
     def draw(self, rng: np.random.Generator) -> int:
@@ -68,10 +68,10 @@ class Popularity:
 
 
 class Source:
-    """Random numbers and new streams for one kind of request; those of other numbers are independent."""
+    """Random numbers and new streams for one kind of request, independent of other kinds."""
 
     def __init__(self, seed: int, number: int = 0) -> None:
-        """`number` distinguishes the sources of one workload."""
+        """Seed the numbers; `number` distinguishes the sources of one workload."""
         self.rng = np.random.default_rng((seed, number))
         self._number = number
         self._streams = count()
@@ -85,15 +85,15 @@ class Source:
         return [self.new_part(self.length(median)) for _ in range(num_parts)]
 
     def happens(self, probability: float) -> bool:
-        """Return True with that probability."""
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def uniform(self, low: float, high: float) -> float:
-        """Draw a number between the two."""
+        """Draw a number between `low` and `high`."""
         return float(self.rng.uniform(low, high))
 
     def scale(self, low: float, high: float) -> float:
-        """Draw a number between the two whose logarithm is uniform."""
+        """Draw a number between `low` and `high` with a uniform logarithm."""
         return exp(self.rng.uniform(log(low), log(high)))
 
     def length(self, median: float) -> int:
@@ -107,7 +107,7 @@ class Source:
 
 def in_order(groups: Iterable[Sequence[Arrival]]) -> Iterator[Arrival]:
     """Yield the arrivals of all groups by time, from time 0 on. Each group is ascending, and groups come by the time of their
-    first arrival, so that only those under way are held. O(log groups) an arrival.
+    first arrival, so that only active groups are held. O(log groups) per arrival.
     """
     waiting: list[tuple[float, int, Arrival]] = []
     numbers = count()
@@ -122,8 +122,8 @@ def in_order(groups: Iterable[Sequence[Arrival]]) -> Iterator[Arrival]:
 
 
 def blend(shares: Sequence[tuple[float, Iterator[Arrival]]]) -> Iterator[Arrival]:
-    """Yield the arrivals of several kinds by time. Each kind has one arrival per unit of its own time, and as many of the
-    blend's as its share says.
+    """Yield the arrivals of several kinds by time. Each kind has one arrival per unit of its own time; in the blend its time is
+    stretched according to its share.
     """
     return heapq.merge(*(_slow_down(arrivals, share) for share, arrivals in shares), key=lambda arrival: arrival.time)
 

@@ -1,4 +1,4 @@
-"""The fields of a line of a trace by their usual names, from JSON or CSV of the tools that record or publish traces."""
+"""The fields of a line of a trace by their usual names, from the JSON or CSV of various tools."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ Fields: TypeAlias = dict[str, Any]
 LineReader: TypeAlias = Callable[[bytes], Fields]
 
 MAX_SHOWN = 200  # characters of a header
-MAX_MILLISECONDS = 2**53  # beyond it floats skip integers
+MAX_MILLISECONDS = 2**53  # beyond this floats skip integers
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 COLUMN = re.compile(r"(?:[A-Za-z_][\w .()/-]*)?")
 
@@ -41,8 +41,8 @@ NAMES = {
         "num_prefill_tokens",
         "input_len",
         "prompt_len",
-        "contexttokens",  # Azure
-        "request_tokens",  # BurstGPT
+        "contexttokens",  # Azure's name
+        "request_tokens",  # BurstGPT's name
     ),
     "output_length": (
         "output_length",
@@ -57,14 +57,14 @@ NAMES = {
     "session_id": ("session_id", "conversation_id"),
     **{name: (name,) for name in ("hash_ids", "output_hash_ids", "block_size", "pause", "delay")},
 }
-"""The names of a field: of several in a line, the first counts."""
+"""Names of each field; of several in a line, the first counts."""
 
 IN_SECONDS = frozenset({"arrived_at", "request_tokens"})
-"""Names of formats whose times are in seconds: Vidur, BurstGPT."""
+"""Names of times in seconds: Vidur, BurstGPT."""
 
 
 def read_object(text: bytes) -> Fields:
-    """Read a line of JSON. Raises ArgumentError if it is no object, or if two names of a length contradict."""
+    """Read a line of JSON. Raise ArgumentError if it is not an object, or if two names of a length contradict."""
     try:
         fields = json.loads(text.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -75,7 +75,7 @@ def read_object(text: bytes) -> Fields:
 
 
 def find_reader(header: bytes) -> LineReader | None:
-    """Return the reader of the rows below the header of a CSV, None if the line is none. Raises ArgumentError for a header
+    """Return the reader of the rows below a CSV header, or None if the line is not a header. Raise ArgumentError for a header
     without a length.
     """
     if header.lstrip()[:1] in (b"{", b"["):
@@ -126,7 +126,7 @@ def _as_name(name: str) -> str:
 
 
 def _use_usual_names(fields: Fields) -> Fields:
-    """Return the fields that a record is made of, and `is_in_seconds`. None counts as missing, as pandas writes it."""
+    """Return the fields of a record, and `is_in_seconds`. None counts as missing, since pandas writes it."""
     by_name = {_as_name(name): value for name, value in fields.items()}
     usual: Fields = {}
     for name, others in NAMES.items():
@@ -142,7 +142,7 @@ def _use_usual_names(fields: Fields) -> Fields:
 
 
 def as_milliseconds(name: str, value: object, factor: int) -> float:
-    """Return a time in ms: a number times the ms of its unit, or a date. Raises ArgumentError for what is neither."""
+    """Return a time in ms: a number times the ms of its unit, or a date. Raise ArgumentError for other values."""
     if isinstance(value, str):
         try:
             date = datetime.fromisoformat(value.strip())
@@ -153,7 +153,7 @@ def as_milliseconds(name: str, value: object, factor: int) -> float:
 
 
 def checked_milliseconds(name: str, value: object) -> float:
-    """Return a number of ms. Raises ArgumentError for what is none, or for 2**53 and more."""
+    """Return a number of ms. Raise ArgumentError for other values, and for 2**53 and more."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ArgumentError(f"{name} must be a number, got {shown(value)}")
     if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
@@ -162,17 +162,17 @@ def checked_milliseconds(name: str, value: object) -> float:
 
 
 def read_length(value: object) -> object:
-    """Return a whole number that is written as a float as an int, and anything else as it is."""
+    """Return a whole number written as a float as an int; return anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_session(value: object) -> object:
-    """Return the number of a session as text, and anything else as it is."""
+    """Return a session's number as text; return anything else unchanged."""
     return str(value) if type(value) is int else value
 
 
 def read_ids(fields: Fields, name: str) -> tuple[int | str, ...]:
-    """Return the ids of blocks. Raises ArgumentError for what is no list of integers or texts."""
+    """Return the ids of blocks. Raise ArgumentError unless they are a list of integers or texts."""
     ids = fields[name]
     if not isinstance(ids, list) or any(type(hash_id) not in (int, str) for hash_id in ids):
         raise ArgumentError(f"{name} must be a list of integers or texts")

@@ -1,5 +1,5 @@
-"""Synthetic workloads by name, and the first of them: chats, whose turns repeat the conversation so far, with a few shared
-system prompts.
+"""Synthetic workloads by name, and the first of them: chats with a few shared system prompts, where each turn repeats the
+conversation so far.
 """
 
 from collections.abc import Iterator
@@ -76,8 +76,8 @@ def _make_chat(rng: np.random.Generator, number: int, start_time: float) -> Chat
 def generate_chats(num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
     """Generate `num_requests` turns of many chats, in order of arrival. Deterministic for a given `seed` (at least 0).
 
-    A turn's prompt holds the system prompt, all messages so far and their answers. O(requests); the tokens are created when a
-    request is about to run.
+    A turn's prompt holds the system prompt, all messages so far and their answers. O(requests); the tokens are created just
+    before a request runs.
 
     >>> [first, *_] = generate_chats(100, seed=7)
     >>> first.request_id, len(first.all_token_ids) == first.num_prompt_tokens
@@ -97,20 +97,19 @@ def generate_chats(num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
 def generate_workload(name: str, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
     """Generate the first `num_requests` requests of the workload `name`, one of `WORKLOADS`, in order of arrival.
 
-    `chats` are those of `generate_chats`, always with the same parameters. All other workloads draw their parameters (lengths,
-    popularity, pauses, shares) from `seed` (at least 0) too, and with more requests only continue:
+    The workload `chats` is that of `generate_chats`, always with the same parameters. All other workloads also draw their
+    parameters (lengths, popularity, pauses, shares) from `seed` (at least 0). More requests continue the same workload:
 
     - `conversations`: chats with think times.
     - `agents`: contexts that grow step by step, with subtasks and summaries.
-    - `retrieval`: questions about documents, of which a few are popular. In `shift` most of these are replaced at once, again
+    - `retrieval`: questions about documents, a few of them popular. In `shift` most popular ones are replaced at once, again
       and again; in `drift` one by one.
     - `loop`: some hundred documents, together 400,000 tokens or more, read in order again and again, with conversations
       meanwhile.
-    - `recency`: chats that continue with a probability that depends on recency alone, so that LRU is optimal.
+    - `recency`: chats whose probability of continuing depends on recency alone, so that LRU is optimal.
     - `mix`: conversations, agents and retrieval at once.
 
-    Raises ArgumentError for another name or a negative number. O(requests); the tokens are created when a request is about to
-    run.
+    Raise ArgumentError for another name or a negative number. O(requests); the tokens are created just before a request runs.
 
     >>> [request.request_id for request in generate_workload("loop", 3, seed=7)]
     ['document 1 round 1', 'document 2 round 1', 'document 3 round 1']

@@ -54,7 +54,7 @@ workload_option = click.option(
 def load_trace(
     trace: str, limit: int | None, block_size: int | None, time_unit: str | None, seed: int, progress: Progress
 ) -> tuple[Trace, list[SimulatedRequest]]:
-    """Read a trace, and make a request from each record. Raises Refusal if the trace is invalid or unreadable."""
+    """Read a trace, and make a request from each record. Raise Refusal if the trace is invalid or unreadable."""
     source = source_name(trace)
     try:
         with progress.follow("reading the trace", "line") as update:
@@ -72,7 +72,7 @@ def load_trace(
 
 
 def require_times(trace: str, loaded: Trace) -> None:
-    """Raise Refusal if the times of the trace, which the command needs, are not known or may be in another unit."""
+    """Raise Refusal if the trace's times, which the command needs, are missing or may be in another unit."""
     try:
         loaded.require_times()
     except PagePoolError as error:
@@ -80,6 +80,6 @@ def require_times(trace: str, loaded: Trace) -> None:
 
 
 def report_notes(loaded: Trace) -> None:
-    """Print what is not known of the trace to standard error, where the report does not say it."""
+    """Print unknown properties of the trace to standard error, unless the report has them."""
     for note in loaded.notes:
         click.echo(note, err=True)

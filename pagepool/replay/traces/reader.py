@@ -1,21 +1,21 @@
-"""Traces: lines of JSON with the lengths of requests and their shared prefixes, but not their text; or a CSV of lengths alone.
+"""Traces: lines of JSON with the lengths of requests and their shared prefixes, but not their text; or a CSV with lengths only.
 
 A line has `timestamp` (ms, ascending), `input_length` and `output_length` (tokens) and `hash_ids`: one id for each block of 512
-input tokens, including a partial last block. Equal ids behind equal ids mean equal prefixes. This is the format of the Mooncake
-FAST'25 release. More fields are optional, and all others are ignored:
+input tokens, including a partial last block. Equal ids after equal ids mean equal prefixes. This is the format of the Mooncake
+FAST'25 release. The following fields are optional, and other fields are ignored:
 
-`block_size` is the number of tokens per id if not 512; it is the same in all lines.
+`block_size` is the number of tokens per id, by default 512; it is the same in all lines.
 
-`output_hash_ids` are the ids of the following blocks, as far as the answer has filled them. If the field is present, even
-empty, the last of `hash_ids` stands for a full block too, completed by tokens of the answer, and a prompt that continues an
-answer has the same ids. Tokens without an id equal no others.
+`output_hash_ids` are the ids of the following blocks that the answer has filled. If the field is present, even empty, the last
+of `hash_ids` also stands for a full block, completed by tokens of the answer, and a prompt continuing an answer has the same
+ids. Tokens without an id are equal to no others.
 
-`session_id` is the same for all turns of a chat or steps of an agent. `pause`, only beside it, is the time in ms from the end
-of the session's request before this one to the arrival of this one. `delay` in place of `timestamp` is that time too, where the
-end is not known: the request before is taken to have ended at once.
+`session_id` is the same for all turns of a chat or steps of an agent. `pause`, only with a session, is the time in ms from the
+end of the session's previous request to the arrival of this one. `delay` replaces both `timestamp` and `pause` if ends are
+unknown: the previous request counts as ended at its arrival.
 
-Lines as other tools write them are read too (`fields.py` has their names), with a note where something is not known: without
-`hash_ids` prompts share nothing, without `output_length` there is no answer, without any `timestamp` no time.
+Lines written by other tools are read too (`fields.py` has their names), with a note on missing fields: without `hash_ids`
+prompts share nothing, without `output_length` there are no answers, without any `timestamp` there are no times.
 """
 
 import errno
@@ -63,11 +63,11 @@ __all__ = [
 
 BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory whole
+MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TIME_UNITS = {"ms": 1, "s": 1000}  # in ms
-NUM_IDS_FOR_A_GUESS = 5  # ids of full blocks alone, or one too many, would fit another size with fewer
-# A trace may be in seconds if it has many requests and is brief, or has many a second: a day would pass in 86 s.
+NUM_IDS_FOR_A_GUESS = 5  # with fewer blocks, ids of full blocks only, or one extra id, would fit another size
+# A trace may be in seconds if it has many requests in a short time or many per second: read as ms, a day would pass in 86 s.
 MANY_REQUESTS, BRIEF_SECONDS, MAX_RATE = 10, 100, 10
 
 
@@ -82,9 +82,10 @@ class TraceError(PagePoolError, ValueError):
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, or none if
-    prefixes are not known, and, if known, ids of the full blocks of the answer, the session, and the ms since the end of the
-    session's request before this one. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53,
-    the pause too and at least 0, the lengths are ints below 2**31 and the session is a string, which a pause needs.
+    prefixes are unknown. If known, also ids of the full blocks of the answer, the session, and the ms since the end of the
+    session's previous request. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the
+    pause a number from 0 to below 2**53, the lengths are ints below 2**31, and the session is a string; a pause needs a
+    session.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -101,7 +102,7 @@ class TraceRecord:
     pause: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields, and convert numbers to Python's, since differences of NumPy's wrap around."""
+        """Check the fields, and convert numbers to Python's, since differences of NumPy numbers wrap around."""
         object.__setattr__(self, "timestamp", checked_milliseconds("timestamp", self.timestamp))
         object.__setattr__(self, "session_id", require_name("session_id", self.session_id))
         if self.pause is not None:
@@ -143,11 +144,11 @@ def _checked_length(name: str, value: object, minimum: int) -> int:
 
 
 def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
-    """Parse one line; `block_size` applies unless the line has its own. The output may be empty, the prompt may not.
-    O(length of the line).
+    """Parse one line; `block_size` applies unless the line has its own. The output may be empty, but not the prompt. O(length
+    of the line).
 
-    Raises `ArgumentError` or `ArgumentTypeError` if the line is not a JSON object, lacks `timestamp` or `input_length`, or has
-    a field of a wrong type or length.
+    Raise `ArgumentError` or `ArgumentTypeError` if the line is not a JSON object, lacks `timestamp` or `input_length`, or has a
+    field of a wrong type or length.
 
     >>> record = parse_record(b'{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [4, 7]}')
     >>> record.input_length, record.hash_ids
@@ -161,8 +162,8 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
 
 
 class Trace(NamedTuple):
-    """The requests of a trace, what is not known of them, as sentences, whether their times are known to be in ms (None if
-    there are no times), and their lines.
+    """The requests of a trace, their unknown properties as sentences, whether their times are known to be in ms (None if there
+    are no times), and their lines.
     """
 
     records: list[TraceRecord]
@@ -189,10 +190,10 @@ class Trace(NamedTuple):
 
 
 class Reading:
-    """Makes records of the fields of lines, and keeps what all lines have in common."""
+    """Maker of records from the fields of lines. It keeps the properties common to all lines."""
 
     def __init__(self, block_size: int | None, time_unit: str | None) -> None:
-        """With `block_size` None it is that of the lines, or the one that their lengths and ids fit; `time_unit` None is ms."""
+        """`block_size` None is the lines' own, or the one that fits their lengths and ids; `time_unit` None is ms."""
         self.records: list[TraceRecord] = []
         self.has_times = False
         self._lines: list[int] = []
@@ -202,14 +203,14 @@ class Reading:
         self._has_own_size = False
         self._last_time: float | None = None
         self._shown_time: object = None
-        self._ends: dict[str, float] = {}  # time of the last request by session
+        self._ends: dict[str, float] = {}  # time of the last request of each session
         self._num_delays = self._num_without_ids = self._num_without_output = 0
-        self._sizes = range(1, MAX_TOKEN_IDS)  # possible sizes of a block
+        self._sizes = range(1, MAX_TOKEN_IDS)  # possible block sizes
         self._most_ids = 0
-        self._misfit: tuple[int, ArgumentError] | None = None  # the first line that does not fit 512
+        self._misfit: tuple[int, ArgumentError] | None = None  # the first line without a fit for 512
 
     def add(self, fields: Fields, line: int = 1) -> None:
-        """Add a line's record. Raises ArgumentError or ArgumentTypeError if it is none, or cannot follow the last one."""
+        """Add a line's record. Raise ArgumentError or ArgumentTypeError if it is invalid, or cannot follow the last one."""
         if "input_length" not in fields:
             raise ArgumentError("lacks input_length")
         unit = self._time_unit or ("s" if fields.get("is_in_seconds") else "ms")
@@ -237,7 +238,7 @@ class Reading:
         self._lines.append(line)
 
     def _find_time(self, fields: Fields, session_id: object, factor: int) -> float:
-        """Return the arrival: that of the line, or behind the session's request before it; 0 in a trace without times."""
+        """Return the arrival: the line's own, or its delay after the session's previous request; 0 in a trace without times."""
         if "timestamp" in fields:
             time = as_milliseconds("timestamp", fields["timestamp"], factor)
             if self.records and not self.has_times:
@@ -257,8 +258,8 @@ class Reading:
         return 0.0
 
     def _check_blocks(self, record: TraceRecord, line: int, *, has_own_size: bool) -> None:
-        """Raise ArgumentError for another block size than before, or another number of ids than blocks of a size that is given;
-        of a size that is not, note which ones fit.
+        """Raise ArgumentError for another block size than before, or if the number of ids does not fit a given size. If no size
+        is given, note which ones fit.
         """
         self._has_own_size |= has_own_size or record.output_hash_ids is not None
         if self.records and record.block_size != self.records[-1].block_size:
@@ -280,7 +281,7 @@ class Reading:
             self._misfit = self._misfit or (line, error)
 
     def finish(self, source: str) -> Trace:
-        """Return the trace. Raises TraceError if ids and lengths do not fit one size of blocks alone."""
+        """Return the trace. Raise TraceError unless ids and lengths fit exactly one block size."""
         notes = []
         if self._misfit is not None:
             fitting = [1 << bits for bits in range(31) if 1 << bits in self._sizes]
@@ -361,11 +362,10 @@ def read_trace(
     time_unit: str | None = None,
 ) -> list[TraceRecord]:
     """Read a trace, or its first `limit` requests. `block_size` applies unless the lines have their own; by default it is 512,
-    or the power of two that alone fits the lengths and ids of all lines. `time_unit`, `"ms"` or `"s"`, is that of times that
-    are no dates. A path that ends in `.gz` is decompressed, `-` is standard input. `on_record` gets the number of requests read
-    so far.
+    or the only power of two that fits the lengths and ids of all lines. `time_unit`, `"ms"` or `"s"`, is the unit of numeric
+    times. A path ending in `.gz` is decompressed, `-` is standard input. `on_record` gets the number of requests read so far.
 
-    Raises `TraceError` for an invalid line, a line out of order, or an empty trace, and `OSError` if the file cannot be read.
+    Raise `TraceError` for an invalid line, a line out of order, or an empty trace, and `OSError` if the file cannot be read.
     Lines after `limit` are not read. O(lines + ids), in time and memory.
     """
     return load_records(path, limit, block_size, on_record, time_unit).records
@@ -378,7 +378,7 @@ def load_records(
     on_record: Callable[[int], object] = int,
     time_unit: str | None = None,
 ) -> Trace:
-    """Read a trace as `read_trace` does, with what is not known of it."""
+    """Read a trace as `read_trace` does, with its unknown properties."""
     if time_unit is not None and time_unit not in TIME_UNITS:
         raise ArgumentError(f"time_unit: got {shown(time_unit)}, allowed: {', '.join(TIME_UNITS)}")
     reading, number, read_fields = Reading(block_size, time_unit), 0, None
@@ -419,11 +419,11 @@ def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Seq
 
 
 def _make_turns(records: Sequence[TraceRecord]) -> list[Turn | None]:
-    """Make the turns of sessions, None for requests without one. Where a pause is not known, the request before it is taken to
-    have ended at once.
+    """Make the turns of sessions, None for requests without one. Without a pause, the previous request counts as ended at its
+    arrival.
     """
     turns: list[Turn | None] = []
-    later: dict[str, TraceRecord] = {}  # by session the request after
+    later: dict[str, TraceRecord] = {}  # next request of each session
     for record in reversed(records):
         if record.session_id is None:
             turns.append(None)
@@ -441,11 +441,12 @@ def _make_turns(records: Sequence[TraceRecord]) -> list[Turn | None]:
 def make_requests(
     records: Sequence[TraceRecord], source: str = "trace", seed: int = 0, lines: Sequence[int] | None = None
 ) -> list[SimulatedRequest]:
-    """Make a request from each record, in order, named by source and line number: from 1, unless `lines` has those of the file.
+    """Make a request from each record, in order, named by source and line number: counted from 1, unless `lines` has the
+    numbers.
 
-    Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend on `seed` (at least 0), place
-    in the trace and position alone. Raises `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the
-    tokens are created when a request is about to run.
+    Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend only on `seed` (at least 0),
+    place in the trace and position. Raise `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the
+    tokens are created just before a request runs.
 
     >>> record = TraceRecord(timestamp=0, input_length=513, output_length=1, hash_ids=(90, 17))
     >>> [first, again] = make_requests([record, record])

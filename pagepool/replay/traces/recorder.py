@@ -22,7 +22,7 @@ from pagepool.specs import cdiv
 
 __all__ = ["Recorder"]
 
-ID_BITS = 63  # fits an int64; a billion blocks have a collision in 5 % of recordings
+ID_BITS = 63  # fits an int64; with a billion blocks 5 % of recordings have a collision
 
 
 @dataclass(slots=True)
@@ -37,24 +37,24 @@ class Entry:
 
 
 class Recorder:
-    """Writes the requests of an engine as a trace, in the format of `pagepool.replay.traces.reader`.
+    """Recorder of an engine's requests as a trace, in the format of `pagepool.replay.traces.reader`.
 
     The engine calls `start` when it looks up a request for the first time, and `finish` when the request has ended. It may
     allocate with `CacheManager` or `RunningBatch`; the recorder only reads the requests' tokens and extra keys. Lines are in
     order of the starts, so the line of a request is held back until all earlier requests have ended.
 
     The trace has one id for each `block_size` tokens, by default a page: 63 bits of a digest under a random key, which is not
-    stored. Equal prompts have equal ids within one recording, and different ids in different recordings. A `session_id` of a
-    request is recorded as a digest under the same key, with the pause since a request of the session ended, if one has. Lengths
-    and times (ms since the recorder was created) are not disguised.
+    stored. Equal prompts have equal ids within one recording, and different ids in different recordings. A request's
+    `session_id` is recorded as a digest under the same key, with the pause since the last end of a request of the session, if
+    any. Lengths and times (ms since the recorder was created) are recorded as they are.
 
-    The file appears at `path` when the recorder is closed. A process that is killed leaves a `.part` file beside it; an
-    exception within `with` leaves the trace recorded so far. A path that ends in `.gz` is compressed.
+    The file appears at `path` when the recorder is closed. A killed process leaves a `.part` file beside it; an exception
+    within `with` leaves the trace recorded so far. A path ending in `.gz` is compressed.
 
-    A replay one request at a time (`--max-num-seqs 1`), with as many pages of `block_size` tokens, hits exactly what the engine
-    hit, pages of answers included, if the requests ran one at a time. For concurrent requests this holds as long as nothing was
-    evicted or preempted and no request shared tokens that another had not computed yet. The trace does not show that a request
-    took no hits because of ``prompt_logprobs``, or that it ended before its prompt was computed.
+    A replay one request at a time (`--max-num-seqs 1`), with as many pages of `block_size` tokens, has exactly the engine's
+    hits, including pages of answers, if the requests ran one at a time. With concurrent requests this holds unless pages were
+    evicted, requests preempted, or tokens shared before they were computed. The trace does not show whether a request took no
+    hits because of ``prompt_logprobs``, or ended before its prompt was computed.
 
     Raises `OSError` if the file cannot be written; the recorder is then closed, and no file remains.
 
@@ -76,7 +76,7 @@ class Recorder:
 
     def __init__(self, manager: CacheManager, path: str | os.PathLike[str], *, block_size: int | None = None) -> None:
         """`block_size` is in tokens; by default the manager's hash page size, which is the page size unless groups differ. A
-        larger one, such as 512, makes the file smaller and the replay inexact. Raises ArgumentError if it is not positive.
+        larger one, such as 512, makes the file smaller and the replay inexact. Raise ArgumentError if it is not positive.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -97,9 +97,9 @@ class Recorder:
         self._start_time = time.monotonic()
 
     def start(self, request: Request) -> None:
-        """Record arrival and prompt length. Does nothing for a running request, so a preempted one may be started again, and
-        nothing after `close`. Raises ArgumentError for an empty prompt, ArgumentTypeError for a `session_id` that is no string.
-        O(1); sessions are remembered until `close`.
+        """Record arrival and prompt length. Do nothing for a running request, so that a preempted one may be started again, and
+        nothing after `close`. Raise ArgumentError for an empty prompt, ArgumentTypeError unless `session_id` is a string. O(1);
+        sessions are remembered until `close`.
         """
         request_id = id_of(request)
         if not self._is_open or request_id in self._running:
@@ -111,8 +111,8 @@ class Recorder:
         self._entries.append(entry)
 
     def finish(self, request: Request) -> None:
-        """Record the end: the request's tokens are now prompt and answer. It may be another object than at the start. Does
-        nothing for a request that was not started. Raises ArgumentError if tokens were removed. O(tokens).
+        """Record the end: the request's tokens are now prompt and answer. It may be another object than at the start. Do
+        nothing for a request that was not started. Raise ArgumentError if tokens were removed. O(tokens).
         """
         request_id = id_of(request)
         entry = self._running.get(request_id)
@@ -147,7 +147,7 @@ class Recorder:
         return int((time.monotonic() - self._start_time) * 1000)
 
     def _describe_session(self, request: Request, now: int) -> dict[str, str | int]:
-        """Return the fields of a request's session; none without one."""
+        """Return the fields of a request's session; no fields without one."""
         session_id = require_name("session_id", getattr(request, "session_id", None))
         if session_id is None:
             return {}
@@ -162,7 +162,7 @@ class Recorder:
         ids = [hashes.chain[i] >> (128 - ID_BITS) for i in range(len(hashes.chain))]
         num_prompt_ids = cdiv(entry.input_length, self._block_size)
         if len(ids) < num_prompt_ids:
-            ids.append(secrets.randbits(ID_BITS))  # a partial block that no answer has filled
+            ids.append(secrets.randbits(ID_BITS))  # partial block, not filled by an answer
         fields = {
             "timestamp": entry.timestamp,
             "input_length": entry.input_length,

@@ -16,7 +16,7 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 
 def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
-    """Count the tokens that need a slot in a page: all but the last generated one, which is never computed.
+    """Count the tokens with a slot in a page: all but the last generated one, which is never computed.
 
     >>> count_slots(3, 2), count_slots(3, 0)
     (4, 3)
@@ -25,8 +25,8 @@ def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
 
 
 class Turn(NamedTuple):
-    """When a request of a session arrived and ended, in seconds, and how long after its end the session went on: infinite for
-    the last one.
+    """A request in a session: its arrival and end in seconds, and the pause until the session's next request, infinite for the
+    last one.
     """
 
     session_id: str
@@ -44,8 +44,9 @@ class Turn(NamedTuple):
 class SimulatedRequest:
     """A request as managers read it, backed by one int32 array of prompt and output.
 
-    `make_token_ids` creates that array, `[num_prompt_tokens + num_output_tokens]`, when the request is about to run; the tokens
-    of a long trace would not fit in memory. Decoding a token is `num_tokens += 1`. `turn` is the place in its session, if any.
+    `make_token_ids` creates this array, `[num_prompt_tokens + num_output_tokens]`, just before the request runs, since the
+    tokens of a long trace would not fit in memory. Decoding a token is `num_tokens += 1`. `turn` is the request's place in its
+    session, if any.
 
     >>> request = SimulatedRequest("a", 3, 2, lambda: np.arange(5, dtype=np.int32))
     >>> request.all_token_ids.tolist(), request.num_final_tokens, request.num_slots
@@ -70,7 +71,7 @@ class SimulatedRequest:
 
     @property
     def session_id(self) -> str | None:
-        """The session, None without one."""
+        """The id of the session, None without one."""
         return None if self.turn is None else self.turn.session_id
 
     @property
@@ -80,7 +81,7 @@ class SimulatedRequest:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a slot in a page."""
+        """Number of tokens with a slot in a page."""
         return count_slots(self.num_prompt_tokens, self.num_output_tokens)
 
     @property

@@ -11,9 +11,9 @@ from pagepool.replay.traces.arrivals import MAX_LENGTH, Arrival, Part, Popularit
 
 __all__ = ["KINDS"]
 
-START_TIME = -3000.0  # of chats and agents, so that many are under way at time 0
-LONG_PAUSE = 20  # times a usual one: an agent waits for a person
-MAX_NUM_DOCUMENTS = 3  # in a prompt
+START_TIME = -3000.0  # time before 0 with chats and agents, so that many are active at 0
+LONG_PAUSE = 20  # factor of a usual pause: an agent waits for a person
+MAX_NUM_DOCUMENTS = 3  # tokens in a prompt
 
 
 class Conversations:
@@ -62,8 +62,8 @@ class Conversations:
 
 
 class Agents:
-    """Programs that call a model step by step: the context grows by each answer and by what tools return. A context that is too
-    long is replaced by a summary. Some steps delegate a subtask, whose context is its own, and some wait for a person.
+    """Programs that call a model step by step: the context grows by each answer and each tool's result. A context that is too
+    long is replaced by a summary. Some steps delegate a subtask with its own context, and some wait for a person.
     """
 
     def __init__(self, source: Source) -> None:
@@ -91,7 +91,7 @@ class Agents:
             yield self._run(f"agent {number}", time, self._mean_steps, self._share_of_subtasks)
 
     def _run(self, name: str, time: float, mean_steps: float, share_of_subtasks: float) -> list[Arrival]:
-        """Return the steps of an agent, and those of its subtasks, during which it waits."""
+        """Return the steps of an agent and of its subtasks; the agent waits during a subtask."""
         source = self._source
         tools = self._tools[self._popularity.draw(source.rng)]
         context = source.new_part(source.length(self._task_length))
@@ -134,7 +134,7 @@ class Questions:
         self._question_length, self._answer_length = source.scale(10, 80), source.scale(30, 200)
 
     def arrivals(self, renewals: Iterator[int]) -> Iterator[Arrival]:
-        """Yield questions; `renewals` has the number of popular documents that are replaced before each of them."""
+        """Yield questions; `renewals` has the number of popular documents to replace before each question."""
         source = self._source
         for number, num_replaced in enumerate(renewals, start=1):
             for rank in source.rng.permutation(self.num_documents)[:num_replaced]:
@@ -145,7 +145,7 @@ class Questions:
             yield Arrival(number, f"question {number}", parts, source.length(self._answer_length))
 
     def _choose_documents(self) -> list[Part]:
-        """Return different documents in a fixed order, so that equal choices make equal prefixes."""
+        """Return distinct documents in a fixed order, so that equal choices make equal prefixes."""
         source = self._source
         if source.happens(self._share_of_others):
             return source.new_parts(self._num_together, self._document_length)
@@ -162,14 +162,14 @@ class Chat(NamedTuple):
 
 
 class Recency:
-    """Chats for which LRU is optimal: the probability that one continues falls with the number of others used since and
-    depends on nothing else. A chat that cannot grow further repeats its last tokens.
+    """Chats for which LRU is optimal: a chat's probability of continuing falls with the number of other chats used since, and
+    depends on nothing else. A chat at its maximum length repeats its last tokens.
     """
 
     def __init__(self, source: Source) -> None:
         """Draw the parameters."""
         self._source = source
-        self._chats: list[Chat] = []  # the one used last is the last one
+        self._chats: list[Chat] = []  # the most recently used chat is last
         self._max_num_chats = int(source.scale(200, 800))
         self._depths = Popularity(self._max_num_chats, source.uniform(1.1, 1.5))
         self._share_of_new = source.uniform(0.03, 0.2)
@@ -189,7 +189,7 @@ class Recency:
             yield Arrival(time, f"chat {chat.number} turn {turn}", (history.grow(-answer_length),), answer_length)
 
     def _take_chat(self) -> Chat | None:
-        """Take out the chat that continues; None for a new one."""
+        """Take out the chat to continue; None starts a new one."""
         depth = self._depths.draw(self._source.rng)
         if self._source.happens(self._share_of_new) or depth >= len(self._chats):
             return None
@@ -205,12 +205,12 @@ def _agents(seed: int) -> Iterator[Arrival]:
 
 
 def _retrieval(seed: int) -> Iterator[Arrival]:
-    """Popular documents stay popular."""
+    """Generate questions while popular documents stay popular."""
     return Questions(Source(seed)).arrivals(repeat(0))
 
 
 def _shift(seed: int) -> Iterator[Arrival]:
-    """Most or all popular documents are replaced at once, again and again."""
+    """Generate questions while most or all popular documents are replaced at once, again and again."""
     source = Source(seed)
     questions = Questions(source)
     num_replaced = int(questions.num_documents * source.uniform(0.6, 1))
@@ -225,7 +225,7 @@ def _shift(seed: int) -> Iterator[Arrival]:
 
 
 def _drift(seed: int) -> Iterator[Arrival]:
-    """Popular documents are replaced one by one."""
+    """Generate questions while popular documents are replaced one by one."""
     source = Source(seed)
     questions = Questions(source)
     rate = questions.num_documents / source.scale(200, 1500)
@@ -233,7 +233,7 @@ def _drift(seed: int) -> Iterator[Arrival]:
 
 
 def _loop(seed: int) -> Iterator[Arrival]:
-    """A list of documents is read from first to last, again and again, and people chat meanwhile."""
+    """Read a list of documents from first to last, again and again, while people chat."""
     source = Source(seed)
     share = source.uniform(0.6, 0.9)
     return blend([(share, _read_in_order(source)), (1 - share, Conversations(Source(seed, 1)).arrivals())])
@@ -254,10 +254,10 @@ def _recency(seed: int) -> Iterator[Arrival]:
 
 
 def _mix(seed: int) -> Iterator[Arrival]:
-    """Conversations, agents and retrieval at once."""
+    """Mix conversations, agents and retrieval."""
     chats, agents, questions = (Source(seed, number) for number in range(3))
     kinds = Conversations(chats).arrivals(), Agents(agents).arrivals(), Questions(questions).arrivals(repeat(0))
-    shares = 0.15 + 0.55 * chats.rng.dirichlet((1, 1, 1))  # each at least 15 %, together 1
+    shares = 0.15 + 0.55 * chats.rng.dirichlet((1, 1, 1))  # shares, each at least 15 %, with sum 1
     return blend(list(zip(shares.tolist(), kinds, strict=True)))
 
 
@@ -271,4 +271,4 @@ KINDS: dict[str, Callable[[int], Iterator[Arrival]]] = {
     "recency": _recency,
     "mix": _mix,
 }
-"""For each name of a workload, what makes its arrivals from a seed."""
+"""Functions that make arrivals from a seed, by the name of the workload."""
