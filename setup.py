@@ -38,12 +38,12 @@ TSAN = is_set("PAGEPOOL_TSAN")
 COVERAGE = is_set("PAGEPOOL_COVERAGE")
 SANITIZE = FUZZ or is_set("PAGEPOOL_SANITIZE")
 DEBUG = SANITIZE or TSAN or is_set("PAGEPOOL_DEBUG")
-# Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
+# Python compiles with -fwrapv, which makes signed overflow defined; it would not be reported.
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
 SANITIZER_FLAGS += ["-fsanitize=thread"] if TSAN else []
 DEBUG_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"]
 if FUZZ:
-    # An offset of zero from a null pointer, which clang alone reports, is what an empty list of ids has.
+    # An empty list of ids has an offset of zero from a null pointer; only clang reports it.
     SANITIZER_FLAGS += ["-fsanitize=fuzzer-no-link", "-fno-sanitize=pointer-overflow"]
 DIRECTIVES = {
     "language_level": 3,
@@ -60,11 +60,11 @@ DEBUG_DIRECTIVES = {"boundscheck": True, "initializedcheck": True} if DEBUG else
 
 
 SHARED = "pagepool.core._memoryviews"
-"""The module with Cython's own code for memoryviews, which each module that has any would compile once more."""
+"""The module with Cython's own code for memoryviews. Without it each module with a memoryview would compile this code again."""
 
 
 class Step:
-    """One step of the build: its output, and a stamp that says by content which inputs the output was made of."""
+    """One step of the build: its output, and a stamp of the contents of its inputs."""
 
     def __init__(self, output: Path, stamp: Path, *inputs: object) -> None:
         self.output = output
@@ -83,18 +83,18 @@ class Step:
 
 
 ASSERTION = re.compile(rb"#ifndef CYTHON_WITHOUT_ASSERTIONS\n.*?#endif\n", re.DOTALL)
-"""What a release leaves out of the C text: its line numbers would have a module compiled after a comment in a header."""
+"""Assertions in the C text. They contain line numbers, so in a release a comment in a header would recompile modules."""
 
 
 class BuildCore(build_ext):
-    """Translates and compiles the modules side by side, each only if its inputs changed. A change of a header translates the
-    modules that use it; those with other C text after it are compiled. Warnings of Cython are errors.
+    """Build step that translates and compiles the modules in parallel, each only if its inputs changed. After a change of a
+    header the modules that use it are translated, and compiled if their C text has changed. Warnings of Cython are errors.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
-        self.force = True  # setuptools compares times, which do not show that a switch changed
+        self.force = True  # setuptools compares times, which do not show a changed switch
         if self.editable_mode:  # pip builds in a new folder each time
             build = self.distribution.get_command_class("build")(self.distribution)
             build.ensure_finalized()
@@ -153,8 +153,8 @@ def make_command(ext: Extension, target: Path) -> list[str]:
 
 
 def translate(commands: list[tuple[list[str], Step]]) -> None:
-    """Run Cython for many modules in this process, since it takes longer to start than for most of them, and end with
-    status 1 if it complains. Its trees are cyclic: to look through them for garbage would take a third of the time.
+    """Run Cython for many modules in this process, since starting it takes longer than most of them, and exit with status 1 if
+    it complains. Garbage collection is off: searching Cython's cyclic trees would take a third of the time.
     """
     gc.disable()
     has_flaws = False
@@ -189,7 +189,7 @@ HOT = {
         "core.pool.store",
     )
 }
-"""Modules that -O3 makes 3 to 25 % faster than -O1. The others run as fast, and compile in half of the time."""
+"""Modules that -O3 makes 3 to 25 % faster than -O1. Others run as fast with -O1, and compile in half the time."""
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 VERSION = runpy.run_path("pagepool/_version.py")["__version__"]
@@ -197,7 +197,7 @@ IMAGE_OR_LINK = re.compile(r'(!\[[^]]*\]\(|\bsrc(?:set)?=")(?!\w+:)|(?:\]\(|\bhr
 
 
 def make_links_absolute(markdown: str) -> str:
-    """What is relative leads to the repository at this version's tag. Blocks of code stay as they are."""
+    """Point relative links to the repository at this version's tag. Blocks of code stay as they are."""
 
     def extend(match: re.Match[str]) -> str:
         return f"{match[0]}{PROJECT['urls']['Repository']}/{'raw' if match[1] else 'blob'}/v{VERSION}/"
@@ -218,9 +218,9 @@ modules = [
         name,
         sources,
         define_macros=[macro for macro, is_wanted in MACROS.items() if is_wanted],
-        # Warnings of C are about what Cython writes, and to look for them takes time too.
+        # C warnings (-w) are off: they are about Cython's code, and take time.
         extra_compile_args=(DEBUG_FLAGS if DEBUG else ["-O3" if name in HOT else "-O1", "-g0", "-w"])
-        + ["-ffp-contract=off", *SANITIZER_FLAGS],  # an eviction policy decides the same on every machine
+        + ["-ffp-contract=off", *SANITIZER_FLAGS],  # an eviction policy must decide alike on every machine
         extra_link_args=SANITIZER_FLAGS,
     )
     for name, sources in [(SHARED, []), *((name, [source]) for name, source in SOURCES.items())]

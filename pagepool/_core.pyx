@@ -48,7 +48,7 @@ that runs without Python; modules (``.pyx``) contain the classes. Each file impo
 `rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
 `checks/holders.pyx`         `check_holders`
 `router/event_batch.pxd`     batches of events, read from msgpack
-`router/prefixes.pyx`        `PrefixTable`: a router's index of which workers have a block, read by many threads at once
+`router/prefixes.pyx`        `PrefixTable`: a router's index of blocks and their workers, read by many threads at once
 ===========================  ============================================================================================
 """
 

@@ -1,4 +1,4 @@
-"""The rules of a model's cache groups: which pages they need, and which lengths a hit can have."""
+"""The rules of a model's cache groups: the pages they need, and the possible lengths of a hit."""
 
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
@@ -12,33 +12,31 @@ from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttent
 
 __all__ = ["GroupRules", "find_interval", "kind_of", "make_rules"]
 
-SLACK = 64  # tokens before a boundary at which a request can resume as well, by default
+SLACK = 64  # default slack: a request can also resume this many tokens before a boundary
 INTERVAL_STEP = 2048
 MAX_BOUNDARY = 1 << 30
 SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
 
 
 class GroupRules(NamedTuple):
-    """The rules of a model's cache groups. Lengths of hits are multiples of all page sizes, and of the intervals at which
-    states are kept.
-    """
+    """The rules of a model's cache groups. The length of a hit is a multiple of all page sizes and of all state intervals."""
 
     groups: CacheGroups
-    """The rules for the core."""
+    """Rules for the core."""
     hash_page_size: int
-    """The tokens of a hash: the greatest common divisor of the page sizes of groups with attention."""
+    """Tokens per hash: the greatest common divisor of the page sizes of groups with attention."""
     max_cached_page_size: int
-    """The largest of these page sizes."""
+    """Largest of these page sizes."""
     checkpoint_interval: int | None
-    """The tokens between checkpoints of states; None without states that are kept."""
+    """Tokens between checkpoints of states; None if no states are kept."""
     has_state: bool
     """Whether a group has states, kept or not."""
     configuration: Configuration
-    """The settings, by name, that decide which pages a prefix hits, except those of hashes."""
+    """Settings by name, without those of hashes. Managers that share cached pages must agree in all of them."""
 
     def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
-        """Return the numbers of tokens of `resume_at`, each at most `most`. ArgumentError for any if the model has states, and
-        errors of `require_places`.
+        """Return the numbers of tokens of `resume_at`, each at most `most`. Raise ArgumentError if there are any and the model
+        has states, and the errors of `require_places`.
         """
         places = require_places("resume_at", resume_at, most)
         if places and self.has_state:
@@ -55,8 +53,8 @@ def make_rules(
     window_slack: int | None = None,
     window_interval: int | None = None,
 ) -> GroupRules:
-    """Return the rules of groups: see `CacheManager` for the arguments. ArgumentError for values out of range, and for eagle
-    with chunked local attention, which cannot drop a page across chunks.
+    """Return the rules of groups: see `CacheManager` for the arguments. Raise ArgumentError for values out of range, and for
+    eagle with chunked local attention, which cannot drop a page across chunks.
     """
     specs: list[Any] = [group.kv_cache_spec for group in kv_cache_groups]
     kinds = [kind_of(spec) for spec in specs]
@@ -107,7 +105,7 @@ def _find_boundaries(
 
 
 def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int) -> dict[str, Any]:
-    """Return, by name, the settings that decide which pages of a group a prefix hits."""
+    """Return a group's settings by name. Managers that share cached pages must agree in them."""
     kind = kind_of(spec)
     is_cached = kind != "Mamba" or getattr(spec, "checkpoint_interval", None) is not None
     entry_size = num_hit_tokens if kind == "Mamba" else int(spec.page_size)
@@ -122,7 +120,7 @@ def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_siz
 
 
 def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eagle: bool) -> PageRules:
-    """Return the rules of a group. Hits with eagle may have any length, since the search goes one page further."""
+    """Return the rules of a group. With eagle, hits may have any length, since the search goes one page further."""
     hit_tokens = 0 if use_eagle else num_hit_tokens
     match described["kind"]:
         case "Mamba":
@@ -135,13 +133,13 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
 
 
 def window_of(spec: Any) -> int:
-    """Return the tokens of a sliding window, or chunk; 0 without any."""
+    """Return the size of a sliding window or chunk in tokens; 0 without one."""
     return int(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0)
 
 
 def find_interval(specs: Sequence[Any]) -> int:
-    """Return the least multiple of 2,048 tokens at which windows take at most a third of the pages that one group of full
-    attention has in as many tokens; 0 if a window is as long as that.
+    """Return the smallest multiple of 2,048 tokens for which all windows together take at most a third of the pages of one
+    full-attention group; 0 if a window is at least as long.
     """
     num_pages = sum(-(-window_of(spec) // spec.page_size) for spec in specs)
     full = [spec.page_size for spec in specs if kind_of(spec) == "FullAttention"] or [spec.page_size for spec in specs]
@@ -152,7 +150,7 @@ def find_interval(specs: Sequence[Any]) -> int:
 def kind_of(kv_cache_spec: Any) -> str:
     """Return the kind of attention of a spec: the name of its class, or of a base class, without "Spec".
 
-    An engine's own spec classes therefore work. ArgumentError for other names.
+    So an engine's own spec classes work. Raise ArgumentError for other names.
     """
     for cls in type(kv_cache_spec).__mro__:
         if cls.__name__ in SPECS:

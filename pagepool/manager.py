@@ -407,7 +407,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             refuse_incomplete(request, error)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = require_int("num_tokens", num_tokens, 0)
-        if type(is_preempted) is not bool:  # for example a bool of NumPy
+        if type(is_preempted) is not bool:  # a bool of NumPy, for example
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
         takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
         return (num_tokens, is_preempted) if takes_hits else None
@@ -479,8 +479,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @contextmanager
     def _naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """If the hashes have names, name the keys of the pages entered by the body, from page `start` on, and the key of their
-        parent. Yield the core's int for the request's context.
+        """Name the keys of the pages entered by the body, from page `start` on, and of their parent, if the hashes have names.
+        Yield the core's int for the request's context.
         """
         context = 0 if held is None or hashes is None else self._hold_context(hashes.extra_keys, held.session_id)
         try:

@@ -358,7 +358,7 @@ def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
 
 
 class LocalScatter:
-    """Program that writes a payload into this process's parts of tables that span several processes.
+    """Program writing a payload into this process's parts of tables that span several processes.
 
     The parts are treated as one array over the local devices, so no process waits for another, and each may send its own
     payload or none. Tables may be replicated or sharded by rows.

@@ -90,7 +90,7 @@ def release_locks() -> None:
 
 
 def replace_lost_locks() -> None:
-    """In a child process, after `release_locks`, replace the locks that can no longer be released."""
+    """Replace the locks that can no longer be released. Called in a child process, after `release_locks`."""
     for owner, name, lock in _list_locks():
         if lock.acquire(blocking=False):
             lock.release()

@@ -1,4 +1,4 @@
-"""The interface of requests, their status, and a small request for use without an engine."""
+"""The interface of requests, their status, and a simple request for use without an engine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -25,7 +25,7 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 LoraId: TypeAlias = int | str | tuple[str, str]
-"""The id of an adapter: a number of at most 256 bits, a name, or a pair of name and path, which is what vLLM hashes."""
+"""The id of an adapter: a number of at most 256 bits, a name, or a pair of name and path, as vLLM hashes it."""
 
 
 class EngineRequestStatus(IntEnum):
@@ -56,21 +56,21 @@ class EngineRequestStatus(IntEnum):
 
 
 class Request(Protocol):
-    """The attributes of a request that a manager reads. It never writes to a request.
+    """The attributes of a request read by a manager. A manager never writes to a request.
 
-    Tokens may be appended between calls. Those without slots may be taken back or replaced after a call that returned None or
-    raised, and all once the request was freed: see docs/engines.md.
+    Tokens may be appended between calls. After a call that returned None or raised, tokens without slots may be removed or
+    replaced; after the request was freed, all tokens may be: see docs/engines.md.
 
-    Counts and status may be NumPy scalars. ArgumentTypeError names an attribute that is missing or of another type.
+    Counts and status may be NumPy scalars. A missing attribute, or one of another type, raises ArgumentTypeError naming it.
 
-    Optional attributes: `cache_salt` (requests of different salts share no pages), `lora_id`
-    (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
-    objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
-    tokens), `has_vision` (if true without features, the request shares pages with no other, even one of the same id),
-    `resume_at` (up to four numbers of tokens at which other requests are likely to part, such as the end of a system prompt:
-    with ``windows="ends"`` they can resume there; none for a model with states; read when the request gets its first pages),
-    `session_id` (a string: the session to which the pages belong that it caches, see `CacheManager.expect_session`; read at the
-    same time), and `tenant` (the same, to which the pages are charged that it takes, see `CacheManager.set_shares`).
+    Optional attributes: `cache_salt` (requests with different salts share no pages), `lora_id` (requests with different
+    adapters share no pages: an int, a string, or a pair of name and path), `mm_features` (images and the like: objects with
+    `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in tokens), `has_vision` (if
+    true without features, the request shares pages with no other, even one of the same id), `resume_at` (up to four numbers of
+    tokens where other requests are likely to diverge, such as the end of a system prompt: with ``windows="ends"`` they can
+    resume there; none for a model with states), `session_id` (a string: the session that will own the pages cached by the
+    request, see `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
+    `CacheManager.set_shares`). The last three are read when the request gets its first pages.
     """
 
     @property
@@ -83,11 +83,11 @@ class Request(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The length of `all_token_ids`."""
+        """Length of `all_token_ids`."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose keys and values are in their pages."""
+        """Number of leading tokens with keys and values in their pages."""
 
     @property
     def sampling_params(self) -> Any:
@@ -103,7 +103,7 @@ class EngineRequest:
     """A request for use without an engine: tests, simulations, examples.
 
     `all_token_ids` starts as a copy of `prompt_token_ids`. The caller updates `num_computed_tokens` and `status`. Token ids are
-    ints of at least 0: ArgumentTypeError or ArgumentError for others.
+    ints of at least 0; others raise ArgumentTypeError or ArgumentError.
 
     >>> request = EngineRequest("chat-1", [11, 12, 13])
     >>> request.append_output_token_ids(14)
@@ -127,7 +127,7 @@ class EngineRequest:
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Copy the prompt."""
+        """Copy the prompt's tokens."""
         self.all_token_ids = _list_token_ids("prompt_token_ids", self.prompt_token_ids)
 
     @property

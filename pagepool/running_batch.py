@@ -30,20 +30,20 @@ from pagepool.specs import find_shard
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
 
 KeyedPages = list[tuple[int, bytes]]
-"""The pages with extra keys, and their encoded keys."""
+"""Pages with extra keys, and their encoded keys."""
 
 
 class RunningBatch(RunningRows):
     """The running requests of an engine, one in each row of its page table, grown together.
 
-    Live, read-only arrays by row: ``is_admitted``; ``num_tokens`` known tokens, the prompt and those appended;
-    ``num_computed_tokens`` of them with slots, computed before or in this step; ``num_cached_tokens`` that were hit on
-    admission, less those that `trim` cut off; ``num_external_tokens`` for which a pending row waits. Full pages enter the
-    prefix index at once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows
-    before dropping a batch, which does not free them.
+    Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
+    ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
+    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages enter the prefix index at
+    once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping
+    a batch: dropping it frees no pages.
 
-    One owner at a time, as with the manager. Calls are serialised. Each is all or nothing, except that the rows before the
-    first that does not fit keep their growth. Only the batch may fill the rows of the table.
+    One owner at a time, as with the manager; calls are serialised. Each call is all or nothing, with one exception: rows before
+    the first that does not fit keep their growth. Only the batch may fill the rows of the table.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -70,14 +70,15 @@ class RunningBatch(RunningRows):
         restores_states: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled the same page as another before it takes
-        that page, and gives its own back unless others hold it, when it grows next or is forked, for a look-up for each page;
-        the table shows it. After a failed step `release` and `undo` drop the entries of pages that were taken so as well.
-        `restores_states` is for engines that write the state behind a row's computed tokens back to its working page before the
-        row grows again: lookahead may pass checkpoints then, see docs/hybrids.md.
+        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose filled page equals an earlier one takes the
+        earlier page the next time it grows or is forked, and gives its own back unless others hold it. This costs a look-up per
+        page, and the table shows the change. After a failed step `release` and `undo` also drop the entries of pages taken in
+        this way. `restores_states` is for engines that restore the state of a row's computed tokens in its working page before
+        the row grows again. Lookahead may then pass checkpoints: see docs/hybrids.md.
 
-        ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
-        step hashes natively. A row's memory is touched as the row grows: 4 bytes a token, 16 a hashed page, 4 a page.
+        Raise ArgumentError if the arguments do not fit together, or if the manager caches with a `hash_algo` other than
+        ``"siphash128"``, since a step hashes natively. A row's memory is touched as the row grows: 4 bytes per token, 16 per
+        hashed page, 4 per page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -102,7 +103,7 @@ class RunningBatch(RunningRows):
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
         self._counters = manager.query_counters if manager.enable_caching else (None, None)
-        self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # by row
+        self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # one per row
 
     def __repr__(self) -> str:
         """Return the size of the batch, and its numbers of known and computed tokens."""
@@ -134,43 +135,43 @@ class RunningBatch(RunningRows):
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
-        `token_ids`, a list or an int32 array, are the tokens that the row knows. The first `num_tokens` of them, cached ones
-        included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
-        With `ends_at_checkpoint` they end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one behind
-        the cached tokens. Returns the number of cached tokens, at most one less than all; None, without a change, if too few
-        pages are free now. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request
-        that does not fit then. `num_reserved_pages` stay free for running rows.
+        `token_ids`, a list or an int32 array, are the row's known tokens. The first `num_tokens` of them, including cached
+        ones, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens. With
+        `ends_at_checkpoint` the slots end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one after
+        the cached tokens. Return the number of cached tokens, at most one less than all; None, without a change, if too few
+        pages are free now. With a host tier, cached pages found only in the tier are queued for loading, even if the request
+        then does not fit. `num_reserved_pages` stay free for running rows.
 
-        With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
-        known one: these get slots instead, and the row is pending until `commit_external`. ``num_external_tokens`` has their
-        number; if it is 0, since all others are cached, the row runs at once.
+        With `num_external_tokens`, up to this many known tokens after the cached ones come from elsewhere, but never the last
+        known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
+        ``num_external_tokens`` has their number; if it is 0, since all others are cached, the row runs at once.
 
-        `resume_at` are up to four numbers of tokens at which other requests are likely to part, as in `Request`; none for a
-        model with states. Pages that the row caches belong to the session `session_id`: see `CacheManager.expect_session`.
-        Those that it takes are charged to `tenant`: see `CacheManager.set_shares`.
+        `resume_at` has up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a
+        model with states. Pages cached by the row belong to the session `session_id`: see `CacheManager.expect_session`. Pages
+        taken by it are charged to `tenant`: see `CacheManager.set_shares`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
-        `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
-        request that wants ``prompt_logprobs``. A request with images but without features needs its own salt, such as
-        ``secrets.token_hex(16)``, and the same one when it returns: a row does not know the id of its request. `is_preempted`
-        marks a request that ran before; `CacheManager.stats` counts it separately.
+        `data_parallel_size`, hits and all pages, also later ones, come from this shard. With `look_up` False no prefix is
+        taken, as needed for ``prompt_logprobs``. A request with images but no features needs its own salt, such as
+        ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request.
+        `is_preempted` marks a request that ran before; `CacheManager.stats` counts it separately.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
-        the same row costs O(1) while too few pages are free, no page that it hits gets another holder and no further page of it
-        is cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the
-        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new object
-        are looked up again. Do not change these in place, nor a feature: a row does not read the features of its last request
-        again, unless their class has no weak references.
+        the same row costs O(1) while too few pages are free, no hit page gets another holder and no further page of the request
+        is cached; with windows, chunks or eagle, while nothing is cached or evicted. For this, pass the same list, or an array
+        over the same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new
+        object are looked up again. Do not change these objects or a feature in place: a row reads the features of its last
+        request again only if their class has no weak references.
 
-        RequestTooLargeError for a request that would hold more pages than the pool, or its shard, has at all: no waiting helps,
-        but fewer tokens a step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the next call may
-        reserve fewer.
+        Raise RequestTooLargeError for a request that would hold more pages than the whole pool, or its shard, has. Waiting does
+        not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
+        next call may reserve fewer.
 
-        RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
-        already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
-        hit that is neither free nor held, IntegrityError for a free page that was given a reference. O(tokens), and with
-        features O(features x log features). A row keeps its last request's hashes, so a request that is tried again or returns
-        in the same row is not hashed again.
+        Raise RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row
+        is already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
+        hit that is neither free nor held, IntegrityError for a free page with a reference. O(tokens), and with features
+        O(features x log features). A row keeps its last request's hashes, so a request that is retried or returns in the same
+        row is not hashed again.
         """
         size = self._data_parallel_size
         if dp_shard is not None and size is None:
@@ -205,7 +206,7 @@ class RunningBatch(RunningRows):
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
     ) -> tuple[RequestExtraKeys | None, KeyedPages]:
-        """Return the extra keys of a request and its keyed pages. The features of the row's last request are not read again."""
+        """Return the extra keys of a request and its keyed pages. Features of the row's last request are not read again."""
         features = list_features(mm_features)
         if cache_salt is None and lora_id is None and not features:
             return None, []
@@ -219,7 +220,7 @@ class RunningBatch(RunningRows):
             keys = RequestExtraKeys.of(request)
             try:
                 references = [ref(feature) for feature in features]
-            except TypeError:  # a class without weak references: its features are read each time
+            except TypeError:  # features without weak references are read each time
                 references = []
             known = self._last_features[row] = _ReadFeatures(references, keys, self._list_keyed(keys))
         return known.keys, known.keyed
@@ -230,58 +231,58 @@ class RunningBatch(RunningRows):
         keyed = []
         page, page_keys = keys.find_keyed_page(0, self._hash_page_size)
         while page is not None and page * self._hash_page_size < self.max_num_tokens:
-            if page_keys:  # a feature of no tokens has none
+            if page_keys:  # a feature without tokens has no keys
                 keyed.append((page, encode_extra_keys(page_keys)))
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
 
     def take_copies(self) -> PageCopies:
-        """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`,
-        `grow`, `trim` and `undo` raise CopiesDueError for rows whose pages they read or write. A row that is released drops the
-        copies into its pages.
+        """Call `CacheManager.take_copies`: manager and batches share one list. Until copies are taken, `step`, `grow`, `trim`
+        and `undo` raise CopiesDueError for rows whose pages they read or write. Releasing a row drops the copies into its
+        pages.
         """
         return self._manager.take_copies()
 
     def take_transfers(self) -> Transfers:
-        """`CacheManager.take_transfers`: there is one list for the manager and its batches. Until transfers are taken, calls
-        raise CopiesDueError for rows whose pages they concern, as for copies.
+        """Call `CacheManager.take_transfers`: manager and batches share one list. Until transfers are taken, calls raise
+        CopiesDueError for rows with pages in them, as for copies.
         """
         return self._manager.take_transfers()
 
     def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
-        """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.
+        """Return the next checkpoint of each row, as `CacheManager.find_next_checkpoint` does for a request: int32
+        ``[len(rows)]``.
 
-        RowIndexError outside the table.
+        Raise RowIndexError outside the table.
         """
         return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
-        """Say in how many seconds the pages that are cached under tokens ``[start, stop)`` of an admitted row are wanted again:
-        see `CacheManager.expect`. Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row
-        that is not admitted, and as there. O(pages).
+        """Expect the cached pages of tokens ``[start, stop)`` of an admitted row to be used again in `seconds`: see
+        `CacheManager.expect`. Return the number of these pages. Raise RowIndexError outside the table, ArgumentError if the row
+        is not admitted, and the errors of that method. O(pages).
         """
         return TokenSpan(start, stop).of_row(self, row).expect(seconds)
 
     def lease(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease:
-        """Keep the pages that are cached under tokens ``[start, stop)`` of an admitted row for some time: see
-        `CacheManager.lease`. RowIndexError outside the table, ArgumentError for a row that is not admitted, and errors as
-        there. O(pages).
+        """Lease the cached pages of tokens ``[start, stop)`` of an admitted row for some time: see `CacheManager.lease`. Raise
+        RowIndexError outside the table, ArgumentError if the row is not admitted, and the errors of that method. O(pages).
         """
         return TokenSpan(start, stop).of_row(self, row).lease(self._manager.max_num_leased_pages, seconds)
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).
 
-        IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
-        says, the table shows the rows' pages, and `PagePool.check` passes.
+        Raise IntegrityError unless rows hold their pages, each page is in at most as many rows and requests of the manager as
+        its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
         check_holders(self._manager.page_pool.store, list(self._manager._requests.values()), self)
         self._manager.page_pool.check()
 
 
 class _ReadFeatures(NamedTuple):
-    """The features that a row read last, the keys of their request, and its pages with keys. References are weak, since
-    features may hold pixels.
+    """The features last read by a row, the keys of their request, and its pages with keys. References are weak, since features
+    may hold pixels.
     """
 
     references: list[ref[Any]]
@@ -289,7 +290,7 @@ class _ReadFeatures(NamedTuple):
     keyed: KeyedPages
 
     def are_same(self, features: tuple[Any, ...], other_keys: RequestExtraKeys | None) -> bool:
-        """Whether the features are the same objects, and `other_keys` equal the keys that are not of features."""
+        """Whether the features are the same objects, and other keys are equal to `other_keys`."""
         mine, others = (keys.request_keys if keys else () for keys in (self.keys, other_keys))
         return (
             len(self.references) == len(features)
@@ -299,7 +300,7 @@ class _ReadFeatures(NamedTuple):
 
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
-    """Return one table for each group."""
+    """Return the tables, one for each group."""
     page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
     if isinstance(page_table, MultiGroupPageTable):
         if page_table.page_sizes != page_sizes:

@@ -1,12 +1,12 @@
-"""Cache specs: what a layer keeps for each token, and which layers share page ids; numbers of pages, and sizes of dtypes.
+"""Cache specs: the cache entries of a layer, and the layers that share page ids; numbers of pages, and sizes of dtypes.
 
 Specs are frozen, and can be shared and compared. Making one raises ArgumentError or ArgumentTypeError for sizes that are not
 positive integers and for unknown dtypes. Sizes are in tokens unless the name ends in `_bytes`.
 
-A `dtype` is anything that names one in NumPy, JAX or PyTorch: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `torch.bfloat16`,
-`np.dtype("float32")`, a type of ml_dtypes, or a usual short name: `"bf16"`, `"fp16"`, `"half"`, `"fp8"`. The text `"float"` is
-that of PyTorch, 32 bits; Python's `float` is that of NumPy, 64. It is kept as it was given. JAX and PyTorch are never imported,
-and ml_dtypes need not be installed.
+A `dtype` is any name or object for one in NumPy, JAX or PyTorch: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `torch.bfloat16`,
+`np.dtype("float32")`, a type of ml_dtypes, or a usual short name: `"bf16"`, `"fp16"`, `"half"`, `"fp8"`. The text `"float"`
+means PyTorch's 32 bits; Python's type `float` means NumPy's 64. Specs keep a dtype as given. JAX and PyTorch are never
+imported, and ml_dtypes need not be installed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ __all__ = [
 def cdiv(a: int, b: int) -> int:
     """Return the quotient rounded up: the number of pages of `b` tokens for `a` tokens.
 
-    ArgumentError unless `b` is positive, ArgumentTypeError unless both are integers.
+    Raise ArgumentError unless `b` is positive, ArgumentTypeError unless both are integers.
 
     >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
     (1, 2, 0)
@@ -91,7 +91,7 @@ _BITS_OF_DTYPES = {
     **dict.fromkeys(("int2", "uint2"), 2),
     **dict.fromkeys(("int1", "uint1"), 1),
 }
-"""Accelerator dtypes that NumPy does not know by name, or reports as one byte because it does not pack them; caches do."""
+"""Bits of accelerator dtypes that NumPy does not know by name, or reports as one byte each although caches pack them."""
 
 _BITS_OF_NAMES = {
     **dict.fromkeys(("fp64", "f64"), 64),
@@ -100,13 +100,13 @@ _BITS_OF_NAMES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_e8m0fnu", "float8"), 8),
     **dict.fromkeys(("fp4", "fp4_e2m1", "fp4_e2m1fn"), 4),
 }
-"""Short names of PyTorch, its engines and XLA, which NumPy does not know, or knows as another type: its `float` has 64 bits."""
+"""Bits of short names of PyTorch, its engines and XLA. NumPy lacks them, or means another type: its `float` has 64 bits."""
 
 
 def dtype_bits(dtype: object) -> int:
     """Return the size of one element in bits. Types below 8 bits are packed.
 
-    ArgumentTypeError unless it is a number type of NumPy, of the table of accelerator types, or one of their short names.
+    Raise ArgumentTypeError unless it is a number type of NumPy, an accelerator type above, or one of their short names.
 
     >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn"), dtype_bits("bf16")
     (16, 32, 4, 16)
@@ -116,7 +116,7 @@ def dtype_bits(dtype: object) -> int:
         bits = _BITS_OF_NAMES.get(dtype.lower())
         if bits is not None:
             return bits
-    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # a dtype object, class or string
     if isinstance(name, str) and name in _BITS_OF_DTYPES:
         return _BITS_OF_DTYPES[name]
     try:
@@ -134,7 +134,7 @@ def num_bytes(num_elements: int, dtype: object) -> int:
 
 
 def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
-    """Return the hinted shard of a pool, modulo the size, and that size; None if the pool is not divided.
+    """Return the hinted shard of a pool, modulo the number of shards, and that number; None if the pool is not divided.
 
     >>> find_shard(1024, 5, 4), find_shard(1023, 5, 4)
     ((1, 4), None)
@@ -148,7 +148,7 @@ def find_shard(num_pages: int, dp_shard_hint: int | None, data_parallel_size: in
 
 
 def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-    """Return the half-open range of page ids that may hit with a hint; None: up to the last."""
+    """Return the half-open range of page ids that may hit with a hint; its end is None for the last page."""
     shard = find_shard(num_pages, dp_shard_hint, data_parallel_size)
     if shard is None:
         return 0, None
@@ -157,12 +157,12 @@ def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_s
 
 
 SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "checkpoint_interval")
-"""The fields of specs that are positive integers; those with the default None may be None."""
+"""Fields of specs with positive integers; those with the default None may be None."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Base of the cache specs: a layer with pages of `page_size` tokens."""
+    """Base class of the cache specs: a layer with pages of `page_size` tokens."""
 
     page_size: int
 
@@ -175,7 +175,7 @@ class CacheSpec:
 
     @property
     def type_id(self) -> str:
-        """A key that is equal for layers that may share a group: same kind, page geometry and page size in bytes."""
+        """A key shared by layers that may form a group: same kind, page geometry and page size in bytes."""
         raise NotImplementedError(f"{type(self).__name__} does not define type_id")
 
     @property
@@ -184,12 +184,12 @@ class CacheSpec:
         raise NotImplementedError(f"{type(self).__name__} does not define page_size_bytes")
 
     def max_memory_usage_bytes(self, *args: Any, **kwargs: Any) -> int:
-        """Return the most bytes that one request can hold in one layer. Subclasses name the limits that they need."""
+        """Return the most bytes of one request in one layer. Subclasses name the limits they need."""
         raise NotImplementedError(f"{type(self).__name__} does not define max_memory_usage_bytes")
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return one spec for layers of the same `type_id`. ArgumentError if there are none, or if they differ in it."""
+        """Return one spec for layers of the same `type_id`. Raise ArgumentError if there are none, or if they differ in it."""
         if not specs:
             raise ArgumentError("merge needs at least one spec")
         type_ids = {spec.type_id for spec in specs}
@@ -215,17 +215,17 @@ class AttentionSpec(CacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of a page's keys and values, or of its latent vectors."""
+        """Size of a page's keys and values, or of its latent vectors, in bytes."""
         num_vectors = self.page_size * self.num_kv_heads * (1 if self.use_mla else 2)
         return num_bytes(num_vectors * self.head_size, self.dtype)
 
 
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    """Each token attends to all before it, so every page stays until the request ends.
+    """Full attention: each token attends to all before it, so every page stays until the request ends.
 
-    `sliding_window` or `attention_chunk_size` (at most one, in tokens) records that the layer attends to less than it keeps.
-    Pages are handled as for full attention.
+    `sliding_window` or `attention_chunk_size` (at most one, in tokens) records that the layer attends to fewer tokens than it
+    keeps. Pages are handled as for full attention.
 
     >>> spec = FullAttentionSpec(page_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> spec.page_size_bytes, spec.type_id
@@ -256,7 +256,7 @@ class FullAttentionSpec(AttentionSpec):
     def merge(cls, specs: Sequence[Self]) -> Self:
         """Return one spec for layers of the same `type_id`; a window or chunk size of any layer applies to all.
 
-        ArgumentError also for two windows, two chunk sizes, or a window and a chunk size.
+        Raise ArgumentError also for two windows, two chunk sizes, or a window and a chunk size.
         """
         sizes: dict[str, Any] = {}
         merged = super().merge(specs)
@@ -270,7 +270,9 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Each token attends to earlier tokens in its chunk of `attention_chunk_size` tokens. Pages of earlier chunks are freed."""
+    """Chunked attention: each token attends to earlier tokens in its chunk of `attention_chunk_size` tokens. Pages of earlier
+    chunks are freed.
+    """
 
     attention_chunk_size: int
 
@@ -288,9 +290,9 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Each token attends to the last `sliding_window` tokens, itself included. Earlier pages are freed.
+    """Sliding window: each token attends to the last `sliding_window` tokens, including itself. Earlier pages are freed.
 
-    Raises `ArgumentError` with `use_mla`: latent vectors are not kept by window.
+    Raises `ArgumentError` with `use_mla`: latent vectors have no windows.
 
     >>> spec = SlidingWindowSpec(16, 8, 128, "bfloat16", use_mla=False, sliding_window=1024)
     >>> spec.max_memory_usage_bytes(max_model_len=100_000, max_num_batched_tokens=1) // spec.page_size_bytes
@@ -311,7 +313,7 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Return the bytes of one step's tokens and the window before them, plus a page, since they may start inside one."""
+        """Return the bytes of one step's tokens and the window before them, plus one page, since they may start inside one."""
         num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
@@ -369,7 +371,7 @@ class MambaSpec(CacheSpec):
         return num_bytes(self.num_elements, self.dtype) if self.page_size_padded is None else self.page_size_padded
 
     def max_memory_usage_bytes(self, **_: object) -> int:
-        """Return the bytes of the one page."""
+        """Return the bytes of the single page."""
         return self.page_size_bytes
 
 
@@ -382,7 +384,7 @@ class CacheGroupSpec:
 
 
 def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:
-    """Return the groups as a list. ArgumentTypeError for other objects, such as a spec without its group."""
+    """Return the groups as a list. Raise ArgumentTypeError for other objects, such as a spec without its group."""
     groups = as_list("kv_cache_groups", kv_cache_groups, "a list of CacheGroupSpec")
     for i, group in enumerate(groups):
         if not hasattr(group, "kv_cache_spec"):

@@ -1,4 +1,4 @@
-"""Compares the public API with that of the last tag ``v*``. What broke since needs an entry in CHANGELOG.md that names it."""
+"""Compares the public API with that of the last tag ``v*``. Each broken name needs an entry in CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BREAKAGES = {
 
 
 def main(root: Path) -> None:
-    """Print what broke; exit with 1 if the changelog does not name something of it."""
+    """Print broken names, and exit with 1 if the changelog omits one."""
     tag = find_tag(root)
     if tag is None:
         return
@@ -41,7 +41,7 @@ def main(root: Path) -> None:
 
 
 def find_tag(root: Path) -> str | None:
-    """Return the last tag of a release that HEAD descends from. Without one, say why and return None."""
+    """Return the last release tag among HEAD's ancestors. Without one, print the reason and return None."""
     found = run_git(root, "describe", "--tags", "--abbrev=0", "--match", "v*")
     if found.returncode == 0:
         return found.stdout.decode().strip()
@@ -59,7 +59,7 @@ def run_git(root: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def load_tag(root: Path, tag: str) -> griffe.Module:
-    """Load the package as it was at a tag."""
+    """Load the package as of a tag."""
     archive = run_git(root, "archive", "--format=tar", tag, "pagepool")
     archive.check_returncode()
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
@@ -68,13 +68,13 @@ def load_tag(root: Path, tag: str) -> griffe.Module:
 
 
 def unreleased(root: Path) -> str:
-    """Return the section of the changelog whose heading says that it is not released yet; "" if there is none."""
+    """Return the changelog's section under the heading of unreleased changes; "" if there is none."""
     found = re.search(r"^## [^\n]*unreleased[^\n]*\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(), re.S | re.M | re.I)
     return "" if found is None else found[1]
 
 
 def is_named(name: str, text: str) -> bool:
-    """Whether a text names something public, in full.
+    """Whether a text contains the full name of something public.
 
     >>> is_named("PagePool.touch", "`PagePool.touch` went"), is_named("PagePool.touch", "`PagePool.touch_page_ids` went")
     (True, False)
@@ -83,7 +83,7 @@ def is_named(name: str, text: str) -> bool:
 
 
 def compare(old: griffe.Module, new: griffe.Module) -> Iterator[tuple[str, str]]:
-    """Yield what broke: a public name, and what is the matter with it. Members of a class that is gone are not yielded."""
+    """Yield each broken public name with a description. Members of a removed class are not yielded."""
     remaining = dict(walk(new))
     gone: list[str] = []
     for name, value in walk(old):
@@ -98,7 +98,7 @@ def compare(old: griffe.Module, new: griffe.Module) -> Iterator[tuple[str, str]]
 
 
 def compare_functions(old: Public, new: Public) -> Iterator[str]:
-    """Yield what broke for callers of a function."""
+    """Yield descriptions of changes that break callers of a function."""
     for breakage in griffe.find_breaking_changes(alone(old), alone(new)):
         names = {"old": getattr(breakage.old_value, "name", ""), "new": getattr(breakage.new_value, "name", "")}
         if breakage.kind in BREAKAGES:
@@ -109,7 +109,7 @@ def compare_functions(old: Public, new: Public) -> Iterator[str]:
 
 
 def alone(function: Public) -> griffe.Module:
-    """Return a module with nothing but a function: griffe compares modules."""
+    """Return a module that contains only a function, since griffe compares modules."""
     module = griffe.Module("alone")
     module.members["function"] = function.final_target if isinstance(function, griffe.Alias) else function
     return module

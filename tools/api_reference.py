@@ -13,8 +13,8 @@ import griffe
 from public_api import ROOT, SECTIONS, Public, Section, exports_of, find_constructor, list_members, list_names, load
 
 TARGET = ROOT / "build" / "api.md"
-WIDTH = 100  # columns of a signature on one line
-MAX_VALUE = 60  # characters of a constant's value
+WIDTH = 100  # longest signature on one line, in columns
+MAX_VALUE = 60  # longest value of a constant, in characters
 
 Headings = Mapping[str, str]
 
@@ -26,13 +26,13 @@ are imported from `pagepool`; for others the module stands before the name, afte
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the reference to its file."""
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(render(load(ROOT)))
 
 
 def render(package: griffe.Module) -> str:
-    """Return the whole reference. LookupError for a public name that is in no section."""
+    """Return the whole reference. Raise LookupError for a public name without a section."""
     contents: dict[Section, dict[str, Public]] = {}
     for section in SECTIONS:
         before = {name for names in contents.values() for name in names}
@@ -51,7 +51,7 @@ def render(package: griffe.Module) -> str:
 
 
 def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
-    """Return the headings by what docstrings call them: in full, or without the module where no two have that name."""
+    """Return the headings by their names in docstrings: in full, or without the module if the short name is unique."""
     values = {name: value for names in contents.values() for name, value in names.items()}
     shorts = Counter(name.rpartition(".")[2] for name in values)
     titles = {name: title_of(name, value) for name, value in values.items()}
@@ -64,7 +64,7 @@ def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
 
 
 def title_of(name: str, value: Public) -> str:
-    """Return the heading of a public name, as text. Anchors have neither dots nor capitals, so classes say that they are."""
+    """Return the heading of a public name, as text. Headings of classes say so, since anchors lack dots and capitals."""
     return f"class {name}" if value.is_class else name
 
 
@@ -83,7 +83,7 @@ def links(names: dict[str, Public]) -> str:
 
 
 def introduce(package: griffe.Module, section: Section, headings: Headings) -> Iterator[str]:
-    """Yield the docstring of a module that users import."""
+    """Yield the docstring of a module imported by users."""
     if not section.is_top:
         yield f"`pagepool.{section.module}`. {markdown(docstring_of(package[section.module]), headings)}"
         yield ""
@@ -93,7 +93,7 @@ def introduce(package: griffe.Module, section: Section, headings: Headings) -> I
 
 
 def docstring_of(value: Public) -> str:
-    """Return the docstring, without indentation. Stubs have none: it is that of the compiled object."""
+    """Return the docstring, without indentation. For stubs, which have none, return the compiled object's."""
     if value.docstring is not None:
         return inspect.cleandoc(value.docstring.value)
     path = value.final_target.path if isinstance(value, griffe.Alias) else value.path
@@ -106,7 +106,7 @@ def docstring_of(value: Public) -> str:
 
 
 def markdown(text: str, headings: Headings, owner: str = "") -> str:
-    """Return a docstring as Markdown: examples in fences, a blank line before lists, links to what has a heading."""
+    """Return a docstring as Markdown: examples in fences, a blank line before lists, and links to headings."""
     lines: list[str] = []
     is_example = False
     for line in text.splitlines():
@@ -123,7 +123,7 @@ def markdown(text: str, headings: Headings, owner: str = "") -> str:
 
 
 def link_names(line: str, headings: Headings, owner: str) -> str:
-    """Return a line with links to documents, and where code names what has a heading, alone or as a member of `owner`."""
+    """Return a line with links to documents, and from names in code to their headings. A name may be a member of `owner`."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1].removeprefix("pagepool.")
@@ -138,8 +138,8 @@ def link_names(line: str, headings: Headings, owner: str) -> str:
 
 @cache
 def type_aliases() -> dict[str, str]:
-    """Return the names that sources and stubs give to types, which readers of the reference do not see; none that two files use
-    for different types.
+    """Return the aliases of types in sources and stubs, since readers of the reference do not see them; omit aliases of
+    different types in two files.
     """
     paths = sorted((ROOT / "pagepool").rglob("*.py*"))
     texts = [path.read_text() for path in paths if path.suffix in (".py", ".pyi")]
@@ -149,7 +149,7 @@ def type_aliases() -> dict[str, str]:
 
 
 def type_of(annotation: object) -> str:
-    """Return an annotation as text, with types for aliases, and theirs."""
+    """Return an annotation as text, with aliases replaced by types, recursively."""
     text, before = str(annotation), ""
     while text != before:
         before, text = text, re.sub(r"(?<![\w.])_?[A-Z][a-z]\w*", lambda match: type_aliases().get(match[0], match[0]), text)
@@ -163,7 +163,7 @@ def double_quoted(value: object) -> str:
 
 
 def signature_of(name: str, function: griffe.Function, of_class: bool = False) -> str:
-    """Return a call with types; one that is long has a line for each parameter."""
+    """Return a call with types; a long one has a line for each parameter."""
     parameters = [parameter for parameter in function.parameters if parameter.name not in ("self", "cls")]
     texts = []
     kinds = griffe.ParameterKind
@@ -187,7 +187,7 @@ def signature_of(name: str, function: griffe.Function, of_class: bool = False) -
 
 
 def methods_of(value: Public) -> dict[str, Public]:
-    """Return the methods of a class that get a heading. Those of a documented base are there."""
+    """Return the methods of a class that get a heading. Methods of a documented base are listed there."""
     if not value.is_class:
         return {}
     bases = {base.canonical_path for base in documented_bases(value)}
@@ -199,19 +199,19 @@ def methods_of(value: Public) -> dict[str, Public]:
 
 
 def parent_of(item: Public) -> str:
-    """Return the path of the class that defines a member."""
+    """Return the path of the defining class of a member."""
     return item.canonical_path.rpartition(".")[0]
 
 
 def documented_bases(cls: Public) -> list[griffe.Class]:
-    """Return the bases of a class that users import from `pagepool` too."""
+    """Return the bases of a class that are also imported from `pagepool`."""
     target = cls.final_target if isinstance(cls, griffe.Alias) else cls
     names = {value.canonical_path for section in SECTIONS for value in list_names(target.package, section).values()}
     return [base for base in target.mro() if base.canonical_path in names] if isinstance(target, griffe.Class) else []
 
 
 def shown_bases(cls: Public, known: list[griffe.Class]) -> list[str]:
-    """Return the direct bases of a class that have a heading, or are another package's."""
+    """Return the direct bases of a class that have a heading or belong to another package."""
     paths = {base.canonical_path for base in known}
     found = [(str(base), getattr(base, "canonical_path", "")) for base in cls.bases]  # type: ignore[union-attr]
     return [text for text, path in found if path in paths or not path.startswith("pagepool.")]
@@ -227,7 +227,7 @@ def describe(name: str, value: Public, headings: Headings) -> Iterator[str]:
 
 
 def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
-    """Yield its constructor, docstrings, attributes and methods."""
+    """Yield the constructor, docstrings, attributes and methods of a class."""
     constructor, short = find_constructor(cls), name.rpartition(".")[2]
     known = documented_bases(cls)
     bases = shown_bases(cls, known)

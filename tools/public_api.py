@@ -1,4 +1,4 @@
-"""What of pagepool is public, read from its sources and stubs without importing it."""
+"""The public names of pagepool, read from its sources and stubs without importing it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Section(NamedTuple):
     title: str
     module: str
     is_top: bool = True
-    """Whether users import the names from `pagepool` itself; then those that are not there are left out."""
+    """Whether users import the names from `pagepool` itself; names missing there are then left out."""
     names: tuple[str, ...] = ()
-    """Where given, the names; otherwise those in ``__all__``."""
+    """The names; by default those in ``__all__``."""
 
 
 ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "install_if_asked", "install_on_import")
@@ -45,7 +45,7 @@ SECTIONS = (
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
     Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),
 )
-"""All that is public, in the order of the site's page."""
+"""All public names, in the order of the site's page."""
 
 INTERNAL = {
     "CacheManager": "event_source hasher query_counters",
@@ -54,7 +54,7 @@ INTERNAL = {
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",
 }
-"""Members without an underscore that only pagepool itself uses, by class."""
+"""Members without an underscore used only by pagepool itself, by class."""
 
 Public = griffe.Object | griffe.Alias
 
@@ -75,15 +75,15 @@ def load(root: Path) -> griffe.Module:
 
 
 def exports_of(module: Public) -> list[str]:
-    """Return the names in ``__all__``, in their order; without one, the public classes."""
+    """Return the names in ``__all__``, in order; without it, the public classes."""
     if module.exports is None:
         return [name for name, value in module.members.items() if not value.is_alias and value.is_class and value.is_public]
     return [str(name) for name in module.exports]
 
 
 def list_names(package: griffe.Module, section: Section) -> dict[str, Public]:
-    """Return the public names of a section as users write them after ``pagepool.``, in the order of ``__all__``. A module that
-    the package lacks has none.
+    """Return the public names of a section as users write them after ``pagepool.``, in the order of ``__all__``. A missing
+    module has none.
     """
     try:
         module = package[section.module]
@@ -96,15 +96,15 @@ def list_names(package: griffe.Module, section: Section) -> dict[str, Public]:
 
 
 def list_members(cls: Public) -> dict[str, Public]:
-    """Return the public members of a class, its own first, and then what it inherits within the package."""
+    """Return the public members of a class: its own first, then those inherited within the package."""
     members: Mapping[str, Public] = {**cls.members, **cls.inherited_members}
     internal = INTERNAL.get(cls.name, "").split()
     return {name: member for name, member in members.items() if not name.startswith("_") and name not in internal}
 
 
 def find_constructor(cls: Public) -> griffe.Function | None:
-    """Return what makes objects of a class: ``__init__``, or ``__new__`` of a compiled class. None if neither is defined, or if
-    only pagepool makes them: then a stub says that it takes anything.
+    """Return the constructor of a class: ``__init__``, or ``__new__`` of a compiled class. Return None if neither is defined,
+    or if only pagepool makes the objects; a stub then accepts any arguments.
     """
     members = cls.all_members
     found = next((members[name] for name in ("__init__", "__new__") if name in members), None)
@@ -115,7 +115,7 @@ def find_constructor(cls: Public) -> griffe.Function | None:
 
 
 def walk(package: griffe.Module) -> Iterator[tuple[str, Public]]:
-    """Yield everything public, methods and attributes too, by the names that users write after ``pagepool.``. A class is
+    """Yield everything public, including methods and attributes, by the names users write after ``pagepool.``. A class is
     followed by its members; its constructor has the name of the class and parentheses.
     """
     for section in SECTIONS:

@@ -1,4 +1,4 @@
-"""For routers: an index of the prefixes that workers have cached, fed by their events, and the choice of a worker.
+"""For routers: an index of the prefixes cached by workers, fed by their events, and the choice of a worker.
 
 `pagepool.router.subscriber.EventSubscriber` follows workers over ZeroMQ (extra ``pagepool[events]``).
 """

@@ -16,23 +16,23 @@ __all__ = ["PrefixRouter", "Route"]
 
 
 class Route(NamedTuple):
-    """A worker that was chosen for a request, and how many tokens of its prompt are cached there."""
+    """The worker chosen for a request, and the number of prompt tokens cached there."""
 
     worker: int
     num_cached_tokens: int
 
 
 class PrefixRouter:
-    """Chooses the worker that has the least to compute for a request: the tokens of its prompt that are not cached there, and
-    those of the worker's unfinished requests, which were not cached when they were routed. Of equals the one with less
-    unfinished takes it, then the first.
+    """A router: chooses the worker with the least to compute for a request. This counts the request's prompt tokens not cached
+    there, and the same for each unfinished request of the worker, as of its routing. Of equal workers the one with less
+    unfinished work is chosen, then the first.
 
-    `workers` are those of the index that take requests; `workers` of the router may be changed by `add_worker` and
-    `remove_worker`. With `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed
-    that many times the mean of all workers, also if only some may be chosen: 1.0 balances strictly, infinity (the default) not
-    at all. If all that may be chosen exceed it, one with the least unfinished tokens is chosen. With `max_age` what a worker
-    has cached counts only if `note_report` was called for it in the last so many seconds of `clock`. Any thread may call
-    `note_report`; the caller serialises all other calls.
+    `workers` are the workers of the index that take requests; `add_worker` and `remove_worker` change them. With
+    `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed this multiple of the
+    mean of all workers, even if `among` names only some: 1.0 balances strictly, infinity (the default) not at all. If every
+    allowed worker exceeds it, one with the fewest unfinished tokens is chosen. With `max_age` a worker's cached prefixes count
+    only if `note_report` was called for it within this number of seconds of `clock`. Any thread may call `note_report`; the
+    caller serialises all other calls.
 
     >>> index = PrefixIndex(page_size=16)
     >>> router = PrefixRouter(index, range(2))
@@ -53,7 +53,7 @@ class PrefixRouter:
         max_age: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ArgumentError or ArgumentTypeError for other values than these."""
+        """Raise ArgumentError or ArgumentTypeError for other values."""
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
         self._index = index
@@ -68,15 +68,15 @@ class PrefixRouter:
 
     @property
     def loads(self) -> dict[int, int]:
-        """The tokens that each worker has to compute for its unfinished requests."""
+        """Tokens that each worker has to compute for its unfinished requests."""
         return dict(self._loads)
 
     def add_worker(self, worker: int) -> None:
-        """Let a worker take requests."""
+        """Add a worker that takes requests."""
         self._loads.setdefault(require_worker(worker), 0)
 
     def remove_worker(self, worker: int) -> list[Hashable]:
-        """Let a worker take none any more, and drop what it has cached. Returns its unfinished requests, which have ended."""
+        """Remove a worker, and drop its entries. Return its unfinished requests, which are ended."""
         worker = require_worker(worker)
         lost = [request for request, (chosen, _) in self._routed.items() if chosen == worker]
         for request in lost:
@@ -87,7 +87,7 @@ class PrefixRouter:
         return lost
 
     def note_report(self, worker: int, seconds: float | None = None) -> None:
-        """Note that what the index has of a worker was right at a time of the clock, now by default."""
+        """Note that the index was right about a worker at a time of the clock, by default now."""
         at = self._clock() if seconds is None else require_number("seconds", seconds, -math.inf)
         self._heard_at[require_worker(worker)] = at
 
@@ -101,8 +101,8 @@ class PrefixRouter:
     ) -> Route:
         """Choose a worker for a request, which counts as its load until `end`.
 
-        `among` has the workers that may be chosen, None all of them. `keys` are those of `PrefixIndex.hash_tokens`.
-        ArgumentError without workers, or for a request that has not ended. O(tokens + workers).
+        `among` names the allowed workers, None allows all. `keys` are as in `PrefixIndex.hash_tokens`. Raise ArgumentError
+        without workers, or for a request that has not ended. O(tokens + workers).
         """
         hashes = self._index.hash_tokens(token_ids, **keys)
         return self.choose_by_hashes(request, len(token_ids), hashes, among=among)
@@ -110,8 +110,8 @@ class PrefixRouter:
     def choose_by_hashes(
         self, request: Hashable, num_tokens: int, hashes: Any, *, among: Collection[int] | None = None
     ) -> Route:
-        """`choose` for a prompt of `num_tokens` tokens and the hashes of those pages that may hit. ArgumentError also for more
-        hashes than the prompt has full pages. O(pages + workers).
+        """Choose like `choose`, for a prompt of `num_tokens` tokens and the hashes of pages that may hit. Raise ArgumentError
+        also for more hashes than the prompt has full pages. O(pages + workers).
         """
         num_tokens = require_int("num_tokens", num_tokens, 0)
         if self._is_under_way(request):
@@ -135,7 +135,7 @@ class PrefixRouter:
         return Route(chosen, cached[chosen])
 
     def end(self, request: Hashable) -> None:
-        """Note that a request has ended, or was lost. ArgumentError for one that is not under way."""
+        """Note that a request has ended, or was lost. Raise ArgumentError if it is not under way."""
         if not self._is_under_way(request):
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is under way")
         worker, cost = self._routed.pop(request)
@@ -148,7 +148,7 @@ class PrefixRouter:
             raise ArgumentTypeError(f"request: got {type(request).__name__}, allowed: what can be hashed") from None
 
     def _count_cached(self, hashes: Any) -> dict[int, int]:
-        """Count the tokens of a prompt that each worker is known to have."""
+        """Count the tokens of a prompt that each worker has, according to recent reports."""
         found: npt.NDArray[np.int32] = self._index.find(hashes)
         cached = dict.fromkeys(self._loads, 0) | {i: num for i, num in enumerate(found.tolist()) if i in self._loads}
         if self._max_age < math.inf:
@@ -157,7 +157,7 @@ class PrefixRouter:
         return cached
 
     def _list_balanced(self, loads: dict[int, int]) -> list[int]:
-        """List the workers, of those with these loads, that are within the limit; if none is, those with the least load."""
+        """List the workers within the limit among those with these loads; if none is, those with the least load."""
         total, least = sum(self._loads.values()), min(loads.values())
         balanced = [worker for worker, load in loads.items() if load * len(self._loads) <= self._max_imbalance * total]
         return balanced or [worker for worker, load in loads.items() if load == least]

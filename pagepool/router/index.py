@@ -1,4 +1,4 @@
-"""The index of the prefixes that workers have cached."""
+"""The index of prefixes cached by workers."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -21,27 +21,26 @@ ARGUMENTS = ExtraKeyNames("salt", "adapter", "images")
 
 
 class PrefixIndex(PrefixTable):
-    """Records which workers have which prefixes cached, from their events.
+    """Index of the prefixes cached by each worker, built from the workers' events.
 
-    Workers are ints from 0 on, at most 65,536. `apply` takes a batch of events as it comes from the wire: of pagepool, of vLLM
-    (maps, or arrays as in older versions), or of SGLang. `find` and `find_tokens` return how many tokens of a prompt each
-    worker has. The answer is exact: a prefix ends at the first page that a worker lacks, even if it has later ones. With
-    several cache groups, learned from the events, it is the longest prefix that all of them can resume at, by the rules of
-    `CacheManager`. Groups of chunked attention count as full attention, because no event has the size of a chunk; their answer
-    is a lower bound. Nothing hits while a group is unknown: events of pagepool say how many there are, for others `num_groups`
-    does, and without it those that were told, and those before them, count.
+    Workers are ints from 0 on, at most 65,536. `apply` takes a batch of events as it comes from the wire: from pagepool, vLLM
+    (maps, or arrays as in older versions), or SGLang. `find` and `find_tokens` return how many tokens of a prompt each worker
+    has. The answer is exact: a prefix ends at the first page a worker lacks, even if it has later ones. With several cache
+    groups, learned from the events, it is the longest prefix at which all groups can resume, by the rules of `CacheManager`.
+    Groups of chunked attention count as full attention, because no event has the size of a chunk; their answer is a lower
+    bound. Nothing hits while a group is unknown. pagepool's events contain the number of groups; for other engines it is
+    `num_groups`, or by default one more than the highest group in the events.
 
-    A worker may tell that it has a block several times, as vLLM does of each copy: the block is there until it was removed as
-    often. So each batch is to be applied once, in order, which `EventSubscriber` does; after a loss call `note_loss`.
+    A worker may report a block several times, as vLLM does for each copy: the block is there until it was removed as often. So
+    apply each batch once, in order, as `EventSubscriber` does; after a loss call `note_loss`.
 
-    `page_size` is the number of tokens of a hash, which divides the block sizes of all groups. `hash_algo` and `hash_seed` are
+    `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo` and `hash_seed` are
     those of the workers' managers; only `find_tokens` needs them. After a batch a worker has at most `max_worker_blocks`
-    blocks; copies do not count.
+    blocks, not counting copies.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
     GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium
-    add 9 bytes.
-    ArgumentError for values out of range.
+    add 9 bytes. Raise ArgumentError for values out of range.
 
     >>> from pagepool.events import BlockStored, EventBatch, encode_batch
     >>> index = PrefixIndex(page_size=16)
@@ -59,7 +58,7 @@ class PrefixIndex(PrefixTable):
         max_worker_blocks: int = 1 << 24,
         num_groups: int | None = None,
     ) -> None:
-        """See the class."""
+        """See the class for the parameters."""
         if hash_algo not in NAMED_ALGORITHMS:
             raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: {', '.join(map(repr, NAMED_ALGORITHMS))}")
         self._hasher = make_page_hasher(hash_algo, page_size, hash_seed)
@@ -72,10 +71,10 @@ class PrefixIndex(PrefixTable):
         adapter: int | str | None = None,
         images: Sequence[Any] = (),
     ) -> Any:
-        """Return the hashes of the pages of a prompt that may hit, a `HashChain` for `find`. O(tokens).
+        """Return the hashes of a prompt's pages that may hit, as a `HashChain` for `find`. O(tokens).
 
         `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
-        compute. ArgumentTypeError or ArgumentError for an item that is no token id, also behind the last page.
+        compute. Raise ArgumentTypeError or ArgumentError for an invalid token id, also after the last page.
         """
         has_length = hasattr(token_ids, "__len__") and getattr(token_ids, "shape", None) != ()
         if not has_length or isinstance(token_ids, dict | set | frozenset):
@@ -88,7 +87,7 @@ class PrefixIndex(PrefixTable):
             self._hasher.extend(hashes, request, num_pages)
             require_token_ids(token_ids[num_pages * self.page_size :], num_pages * self.page_size)
         except (ArgumentError, ArgumentTypeError):
-            require_token_ids(token_ids)  # names the argument, and counts from the first token
+            require_token_ids(token_ids)  # its message names the argument, and counts from the first token
             raise
         return hashes.chain
 

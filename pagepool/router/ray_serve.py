@@ -1,7 +1,7 @@
 """The plug for Ray Serve: requests go where their prefixes are cached.
 
-Tested with Ray 2.54 and 2.60, whose interface for request routers is alpha. With a newer one the import warns, and raises
-CompatError if something that is used is gone; with others it raises CompatError, and without Serve ImportError.
+Tested with Ray 2.54 and 2.60; their interface for request routers is alpha. With a newer Ray the import warns, and raises
+CompatError if a needed part is gone. With other versions it raises CompatError, without Serve ImportError.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ except ImportError as error:
 __all__ = ["PrefixRequestRouter", "announce"]
 
 OLD, NEWEST = (2, 54), (2, 60)
-"""The versions that are tested. Between them a request may be left without a replica, as `_choose_replica_for_request` says."""
+"""The tested versions. In versions between them a request may be left without a replica: see `_choose_replica_for_request`."""
 
 USED = ("choose_replicas", "curr_replicas", "on_replica_actor_died", "on_request_routed", "select_available_replicas")
-"""What is used of Serve's class, beside `initialize_state` and `update_replicas`, without which it would be none."""
+"""The needed members of Serve's class, besides the essential `initialize_state` and `update_replicas`."""
 
 ANNOUNCED = "pagepool_events"
 
 
 def require_version(version: str) -> bool:
-    """Return whether a version of Ray is the old one. CompatError for others that cannot be used; warns of untested ones."""
+    """Return whether a version of Ray is the old one. Raise CompatError for unusable versions, and warn about untested ones."""
     found = re.match(r"(\d+)\.(\d+)", version)
     numbers = (int(found[1]), int(found[2])) if found else (0, 0)
     missing = [name for name in USED if not hasattr(RequestRouter, name)]
@@ -61,18 +61,18 @@ IS_OLD = require_version(ray.__version__)
 
 
 def announce(endpoint: str, replay_endpoint: str | None = None) -> dict[str, Any]:
-    """Return what a replica's `record_routing_stats` returns, alone or among other keys: the addresses of its publisher."""
+    """Return the addresses of a replica's publisher, to return from `record_routing_stats`, alone or with other keys."""
     return {ANNOUNCED: [endpoint, replay_endpoint]}
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a request to the replica with the least to compute, by `PrefixRouter`. The other replicas follow in the order of
-    their own work, in case that one is full or dead.
+    """Request router that sends a request to the replica with the least to compute, by `PrefixRouter`. Other replicas follow in
+    the order of their work, in case the first one is full or dead.
 
     Set it as ``request_router_class`` of a deployment's ``RequestRouterConfig``. Its replicas announce their events:
-    ``record_routing_stats`` returns `announce(publisher.endpoint, publisher.replay_endpoint)`, which Serve asks for every
-    ``request_routing_stats_period_s``; until then a replica counts as empty. Each handle and each proxy has a router of its
-    own, with its own index, and knows the load of its own requests. Locality and multiplexed models are not considered.
+    ``record_routing_stats`` returns `announce(publisher.endpoint, publisher.replay_endpoint)`. Serve calls it every
+    ``request_routing_stats_period_s``; before the first call a replica counts as empty. Each handle and each proxy has its own
+    router and index, and knows only the load of its own requests. Locality and multiplexed models are not considered.
     """
 
     def initialize_state(
@@ -88,8 +88,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
     ) -> None:
         """Take Serve's ``request_router_kwargs``.
 
-        `tokenize` is ``"module:function"``, which gets the arguments of a request and returns the token ids of its prompt. If
-        it raises, the request counts as empty. The others are as of `PrefixIndex` and `PrefixRouter`; None is no limit.
+        `tokenize` is ``"module:function"``; the function gets the arguments of a request and returns the token ids of its
+        prompt. If it raises, the request counts as empty. Other arguments are as in `PrefixIndex` and `PrefixRouter`; None
+        means no limit.
         """
         module, _, name = tokenize.partition(":")
         try:
@@ -108,11 +109,11 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         self._turns = asyncio.Semaphore(self.max_num_routing_tasks_cap)
         self._workers: dict[ReplicaID, int] = {}
         self._endpoints: dict[int, tuple[str, str | None]] = {}
-        self._sent: dict[str, int] = {}  # requests under way: their worker
-        self._pending: dict[str, Callable[[], object]] = {}  # not routed yet: keeps them from ending when Serve drops them
+        self._sent: dict[str, int] = {}  # worker of each request under way
+        self._pending: dict[str, Callable[[], object]] = {}  # not routed yet: the call cancels the end when Serve drops one
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Number new replicas, forget those that are gone, and follow the events of those that announced them."""
+        """Number new replicas, forget removed ones, and follow the events of replicas that announced them."""
         super().update_replicas(replicas)
         for replica_id in self._workers.keys() - self.curr_replicas.keys():
             self._drop(replica_id)
@@ -126,19 +127,19 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
                 self._follow(self._workers[replica_id], *announced)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica before the controller does."""
+        """Forget a dead replica before the controller does."""
         super().on_replica_actor_died(replica_id)
         self._drop(replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica with the least to compute, then the others. If all are full, Serve waits before it asks again."""
+        """Return the replica with the least to compute, then the others. If all are full, Serve waits before it calls again."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         if not IS_OLD:
-            await asyncio.sleep(0)  # the request that this task routed before is sent, and counted as its replica's, first
+            await asyncio.sleep(0)  # first let the task's previous request be sent, and counted at its replica
             candidate_replicas = [each for each in candidate_replicas if each.replica_id in self._workers]
         if not candidate_replicas:
             return []
@@ -159,9 +160,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         ) -> RunningReplica:
             """Choose a replica for a request in the task that sends it, at most `max_num_routing_tasks_cap` requests at a time.
 
-            In Ray 2.54 a request is taken from a queue by one of several tasks, and a task that is one too many ends, even if
-            the request that it took has no replica yet. Routers that send requests in the order of their arrival let another
-            task send it. A router that chooses by request would lose it. In Ray 2.60 the task goes on until it has one.
+            In Ray 2.54 several tasks take requests from a queue, and a surplus task ends even if its request has no replica
+            yet. With routers that send requests in the order of their arrival, another task sends the request; a router that
+            chooses by request would lose it. In Ray 2.60 the task continues until the request has a replica.
             """
             async with self._turns, aclosing(self._choose_replicas_with_backoff(pending_request)) as rounds:
                 attempt = 0
@@ -174,13 +175,13 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
             return replica
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a request as its replica's load until it ends."""
+        """Count a request in its replica's load until it ends."""
         super().on_request_routed(pending_request, replica_id, result)
         request, worker = pending_request.metadata.internal_request_id, self._workers.get(replica_id)
         if worker is None:
             self._end(request)
             return
-        if self._sent.get(request) != worker:  # another one than was chosen took it
+        if self._sent.get(request) != worker:  # another replica than the chosen one took it
             self._end(request)
             self._send(request, pending_request, [worker])
         self._pending.pop(request, lambda: None)()
@@ -202,7 +203,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def _end_later(self, loop: asyncio.AbstractEventLoop, request: str, *_: object) -> None:
         """End a request, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # raised if the loop is closed
             loop.call_soon_threadsafe(self._end, request)
 
     def _follow(self, worker: int, endpoint: str, replay_endpoint: str | None) -> None:

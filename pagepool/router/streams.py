@@ -1,4 +1,4 @@
-"""The batches of one worker in their order: what is applied, what was lost, and when a worker was replaced."""
+"""The batches of one worker in order: which are applied, which were lost, and when a worker was replaced."""
 
 from dataclasses import dataclass, replace
 
@@ -11,11 +11,11 @@ __all__ = ["StreamStats", "WorkerStream"]
 
 @dataclass
 class StreamStats:
-    """What became of the batches of a worker.
+    """Counts of a worker's batches.
 
-    ``is_complete``: whether the index has all that the worker has cached, as far as its batches tell. ``num_lost``: batches
-    that neither came nor were replayed. ``num_bad``: batches that were refused. ``num_restarts``: times that the worker was
-    replaced. ``num_replays``: times that batches were asked for.
+    ``is_complete``: whether, according to its batches, the index has everything the worker has cached. ``num_lost``: batches
+    neither received nor replayed. ``num_bad``: refused batches. ``num_restarts``: replacements of the worker. ``num_replays``:
+    requests for batches.
     """
 
     is_complete: bool = False
@@ -27,32 +27,33 @@ class StreamStats:
 
 
 class WorkerStream:
-    """Applies the batches of a worker to an index, each once and in order.
+    """The stream of a worker's batches, each applied to an index once and in order.
 
-    Batches are numbered from 0 on. One with a number that is not above the last is a repetition if it is not newer, and comes
-    from a new worker otherwise. The owner asks the worker for all batches from ``wanted`` on unless that is None, and passes
-    them to `replay` and `end_replay`; from the last known batch on, so that a new worker shows here too.
+    Batches are numbered from 0 on. A batch whose number is not above the last one is a repetition if its time is not newer;
+    otherwise it comes from a new worker. Unless ``wanted`` is None, the owner asks the worker for all batches from this number
+    on, and passes them to `replay` and `end_replay`. They begin with the last known batch, so that a new worker is detected
+    here too.
 
-    With a replay nothing but the next batch is applied when it is published: what does not follow may come late, from a worker
-    that was replaced. What the worker itself replays decides.
+    With a replay, a published batch is applied only if it is the next one: another may come late, from a replaced worker. Then
+    the worker's replay decides.
     """
 
     def __init__(self, index: PrefixIndex, worker: int, has_replay: bool) -> None:
-        """Without a replay lost batches stay lost."""
+        """Start without batches. Without a replay lost batches stay lost."""
         self._index = index
         self._worker = worker
         self._has_replay = has_replay
         self._last: int | None = None
         self._seconds = 0.0
-        self._trigger = -1  # the last batch that asked for a replay
-        self._expected: int | None = None  # the batch behind it, once the worker has replayed nothing
+        self._trigger = -1  # the last batch that caused a replay
+        self._expected: int | None = None  # the batch after it, once a replay was empty
         self._is_doubted = self._is_late = self._is_whole = self._has_replayed = False
         self._stats = StreamStats()
         self.wanted: int | None = 0 if has_replay else None
 
     @property
     def stats(self) -> StreamStats:
-        """A copy."""
+        """A copy of the counts."""
         return replace(self._stats, is_complete=self._is_whole and self.wanted is None)
 
     def receive(self, number: int, payload: bytes) -> None:
@@ -68,7 +69,7 @@ class WorkerStream:
             self._apply(number, payload)
         elif number == self._expected:
             self._apply(number, payload)
-            self._seconds = 0.0  # whatever the worker says next is newer
+            self._seconds = 0.0  # any batch now counts as newer
         else:
             self.wanted, self._trigger = self._last or 0, number
 
@@ -80,17 +81,17 @@ class WorkerStream:
             if seconds == self._seconds if number == self._last else seconds <= self._seconds:
                 return
             self._restart()
-            self._is_late = number > 0  # a new worker has to be asked for its first batches too
+            self._is_late = number > 0  # ask a new worker for its first batches too
         if not self._is_late:
             self._apply(number, payload)
 
     def end_replay(self) -> None:
-        """Note that a replay has ended. If it had no batch, not even from the first one on, the worker keeps none: the batch
-        behind the one that showed the gap is applied then without a further replay, and what is missing counts as lost.
+        """Note that a replay has ended. If it was empty, even from the first batch on, the worker keeps no batches: the batch
+        after the one that showed the gap is then applied without another replay, and missing batches count as lost.
         """
         self._stats.num_replays += 1
         has_replayed, self._has_replayed = self._has_replayed, False
-        if not has_replayed and self.wanted:  # a new worker has no batch of such a number yet
+        if not has_replayed and self.wanted:  # a new worker may not have reached this number yet
             self.wanted = 0
             return
         self._expected = None if has_replayed else self._trigger + 1
@@ -98,14 +99,14 @@ class WorkerStream:
         self._is_doubted = self._is_late = False
 
     def doubt(self) -> None:
-        """Note that the connection was lost. A new worker may be behind the next one, with numbers that happen to go on."""
+        """Note that the connection was lost. The next connection may lead to a new worker whose numbers happen to continue."""
         if self.wanted is not None:
             self._is_doubted = True
         elif self._has_replay:
             self.wanted = self._last or 0
 
     def forget(self) -> None:
-        """Forget what the worker has."""
+        """Drop the worker's entries, and forget its batches."""
         self._index.remove_worker(self._worker)
         self._last, self._seconds, self._trigger = None, 0.0, -1
         self._is_whole = False
@@ -115,7 +116,7 @@ class WorkerStream:
         self._stats.num_restarts += 1
 
     def _apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch. Of one that is refused nothing is known, so the worker's entries are dropped."""
+        """Apply a batch. If it is refused its contents are unknown, so drop the worker's entries."""
         self._stats.num_batches += 1
         first = 0 if self._last is None else self._last + 1
         num_lost = number - first

@@ -25,9 +25,9 @@ __all__ = ["EventSubscriber", "StreamStats"]
 logger = logging.getLogger(__name__)
 
 NUMBER_SIZE = 8  # bytes of a batch's number
-END = (1 << 64) - 1  # the number of the end of a replay
-MAX_READ = 64  # messages of a worker before the next one's turn
-MAX_FRAMES = 8  # of a message
+END = (1 << 64) - 1  # number that marks the end of a replay
+MAX_READ = 64  # messages of a worker per turn
+MAX_FRAMES = 8  # limit of frames in a message
 CURVE_OPTIONS = ("curve_serverkey", "curve_publickey", "curve_secretkey")
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 @dataclass
 class Connection:
-    """The sockets of a worker, and when to ask again. `replayed` is None unless an answer is awaited, since `asked_at`. At
-    `due_at` there is something to do without a message too.
+    """The sockets of a worker, and times. `replayed` is the socket of a replay in progress, None without one; its last message
+    came at `asked_at`. At `due_at` the worker must be served even without a message.
     """
 
     stream: WorkerStream
@@ -53,18 +53,17 @@ class Connection:
 
 
 class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
-    """Follows the events of many workers in one thread, and applies them to an index.
+    """Subscriber to the events of many workers: one thread applies them to an index.
 
     A worker publishes as `pagepool.events.publisher.EventPublisher` and vLLM do: messages of a topic, a number (8 bytes,
-    big-endian) and a batch. When numbers are missing, and at the start, the thread asks the worker's replay endpoint, and goes
-    on with what comes; pagepool's sends a snapshot if it no longer has the batches. While a worker's answer is awaited, at most
-    `replay_seconds` between two of its messages, its new batches wait in their socket, `hwm` of them; an answer that does not
-    come is asked for again, at intervals that double up to a minute. A worker whose numbers begin again, or whose last batch
-    is another one after its connection was lost, was replaced: its entries are dropped. So are those of a worker with a batch
-    that the index refuses.
+    big-endian) and a batch. At the start, and when numbers are missing, the thread asks the worker's replay endpoint for the
+    batches; pagepool sends a snapshot if it no longer has them. During a replay, up to `hwm` new batches wait in their socket.
+    If a replay pauses for `replay_seconds`, it is requested again, at intervals that double up to a minute. A worker was
+    replaced if its numbers restart, or if its last batch differs after a lost connection: its entries are dropped. The entries
+    of a worker are also dropped when the index refuses one of its batches.
 
-    Messages of more than `max_message_bytes` close the connection that they come from, which libzmq then opens again. In a
-    forked process all calls raise ArgumentError but `close`, which does nothing; the copy of the index stays usable.
+    A message of more than `max_message_bytes` closes its connection; libzmq then reconnects. In a forked process all calls
+    raise ArgumentError, except `close`, which does nothing; the copy of the index stays usable.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         hwm: int = 10_000,
         max_message_bytes: int = 1 << 28,
     ) -> None:
-        """The thread calls `on_report` with a worker after its batches or heartbeats, if none are missing: for example
-        `PrefixRouter.note_report`. It may call all methods of the subscriber, but not wait for threads that do. What it
-        raises is logged, and the subscriber goes on. ArgumentError or ArgumentTypeError for other values than these.
+        """The thread calls `on_report`, for example `PrefixRouter.note_report`, with a worker after its batches or heartbeats,
+        if no batches are missing. It may call all methods of the subscriber, but must not wait for other threads that do. Its
+        errors are logged, and the subscriber continues. Raise ArgumentError or ArgumentTypeError for other values.
         """
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
@@ -93,10 +92,10 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             "linger": 0,
         }
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # by default 1,023, three for each worker
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # default 1,023; each worker takes three
         self._connections: dict[int, Connection] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the waker, and of whether the subscriber is open
+        self._lock = threading.Lock()  # guards the waker, and whether the subscriber is open
         self._is_open = True
         self._pid = os.getpid()
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
@@ -118,8 +117,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     ) -> None:
         """Follow a worker. Without a `replay_endpoint` lost batches stay lost.
 
-        `curve` has the worker's public key, and the router's own public and secret keys. EndpointError for a malformed address,
-        ArgumentError for a worker that is followed already, or a subscriber that is closed; ArgumentTypeError for other types.
+        `curve` has the worker's public key, and the router's own public and secret keys. Raise EndpointError for a malformed
+        address, ArgumentError if the worker is followed already or the subscriber is closed, ArgumentTypeError for other types.
         """
         worker = require_worker(worker)
         for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
@@ -135,17 +134,17 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         self._call(lambda: self._add(worker, endpoint, replay_endpoint, topic, options))
 
     def disconnect(self, worker: int) -> None:
-        """Follow a worker no longer, and drop its entries. Does nothing for one that is not followed."""
+        """Stop following a worker, and drop its entries. No effect if it is not followed."""
         worker = require_worker(worker)
         self._call(lambda: self._remove(worker))
 
     def stats(self) -> dict[int, StreamStats]:
-        """Return what became of the batches of each worker."""
+        """Return the counts of each worker's batches."""
         return self._call(lambda: {worker: each.stream.stats for worker, each in self._connections.items()})
 
     def close(self) -> None:
-        """Stop the thread. The index stays as it is. Does nothing if it is closed, or in a forked process."""
-        if threading.current_thread() is self._thread:  # collected there as garbage, or called by `on_report`
+        """Stop the thread. The index stays as it is. No effect if closed already, or in a forked process."""
+        if threading.current_thread() is self._thread:  # garbage-collected there, or called by `on_report`
             self._end()
             return
         with contextlib.suppress(ArgumentError):
@@ -158,7 +157,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         self.close()
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Call a function in the thread, which alone uses connections and sockets."""
+        """Call a function in the thread; only the thread uses connections and sockets."""
         future: Future[T] = Future()
         if self._pid != os.getpid():
             raise ArgumentError("the subscriber belongs to another process")
@@ -179,7 +178,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         if worker in self._connections:
             raise ArgumentError(f"worker: got {worker}, allowed: one that is not followed")
         if replay_endpoint is not None:
-            self._open(zmq.DEALER, replay_endpoint, options).close()  # a malformed one would show only later
+            self._open(zmq.DEALER, replay_endpoint, options).close()  # or a malformed one would show only later
         stream = WorkerStream(self._index, worker, replay_endpoint is not None)
         published = self._open(zmq.SUB, endpoint, options | {"subscribe": topic.encode(errors="surrogatepass")})
         try:
@@ -223,7 +222,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
                     run_call(*self._calls.get())
                 now = time.monotonic()
                 for worker, each in list(self._connections.items()):
-                    if not self._is_open or self._connections.get(worker) is not each:  # `on_report` has closed it
+                    if not self._is_open or self._connections.get(worker) is not each:  # closed by `on_report`
                         continue
                     is_due = now >= each.due_at or not ready.isdisjoint((each.monitor, each.replayed or each.published))
                     if is_due and self._serve(each) and each.stream.stats.is_complete:
@@ -238,11 +237,11 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         if self._on_report is not None:
             try:
                 self._on_report(worker)
-            except Exception:  # of the caller: to follow no worker any more would leave the index as it is, without a word
+            except Exception:  # a caller's error must not end the thread: the index would silently become stale
                 logger.exception("on_report failed for worker %d", worker)
 
     def _wait(self) -> "set[zmq.Socket[bytes]]":
-        """Wait for a call, a message, or the time when something is due. Returns the sockets with messages."""
+        """Wait for a call, a message, or the next due time. Return the sockets with messages."""
         due_at = min((each.due_at for each in self._connections.values()), default=math.inf)
         timeout = None if due_at == math.inf else math.ceil(1000 * max(0.0, due_at - time.monotonic()))
         ready = {socket for socket, _ in self._poller.poll(timeout)}
@@ -250,8 +249,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         return ready
 
     def _serve(self, connection: Connection) -> bool:
-        """Read some messages of a worker, ask for those that are missing, and give an answer up that does not come. Returns
-        whether there were any.
+        """Read some messages of a worker, ask for missing ones, and give up a replay that has stopped. Return whether there
+        were any messages.
         """
         has_messages = False
         if connection.replayed is not None:
@@ -278,15 +277,15 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         return has_messages
 
     def _ask(self, connection: Connection, endpoint: str, first: int, now: float) -> None:
-        """Ask for the batches from a number on."""
+        """Request a replay of the batches from a number on."""
         try:
             connection.replayed = self._open(zmq.DEALER, endpoint, connection.options)
-        except EndpointError:  # too many files are open, now
+        except EndpointError:  # too many files are open at present
             ask_later(connection, now)
             return
         connection.replayed.send_multipart([b"", first.to_bytes(NUMBER_SIZE, "big")])
         connection.asked_at = now
-        self._poller.unregister(connection.published)  # its batches wait in the socket
+        self._poller.unregister(connection.published)  # its batches wait in the socket meanwhile
         self._poller.register(connection.replayed, zmq.POLLIN)
 
     def _read_replay(self, connection: Connection, replayed: "zmq.Socket[bytes]") -> None:
@@ -313,7 +312,7 @@ def ask_later(connection: Connection, now: float) -> None:
 
 
 def run_call(function: Callable[[], Any], future: "Future[Any]") -> None:
-    """Call a function, and pass on what it returns or raises."""
+    """Call a function, and pass its result or error to the future."""
     try:
         future.set_result(function())
     except Exception as error:
@@ -321,7 +320,7 @@ def run_call(function: Callable[[], Any], future: "Future[Any]") -> None:
 
 
 def has_read(socket: "zmq.Socket[bytes]") -> bool:
-    """Read all waiting messages. Returns whether there were any."""
+    """Read all waiting messages. Return whether there were any."""
     found = False
     with contextlib.suppress(zmq.Again):
         while True:
@@ -331,7 +330,7 @@ def has_read(socket: "zmq.Socket[bytes]") -> bool:
 
 
 def read_some(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
-    """Yield waiting messages that end with a number and a payload; others are dropped."""
+    """Yield waiting messages that end with a number and a payload; drop others."""
     with contextlib.suppress(zmq.Again):
         for _ in range(MAX_READ):
             frames = socket.recv_multipart(zmq.DONTWAIT)

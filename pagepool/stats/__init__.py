@@ -8,9 +8,9 @@ __all__ = ["CacheStats", "ExpectationCounts", "HostTierStats", "PagePoolStats", 
 
 
 class TimeHistogram(NamedTuple):
-    """Times of sampled pages.
+    """Histogram of times of sampled pages.
 
-    ``counts[i]`` is the number of times below ``bounds_seconds[i]`` and not below the preceding bound; the last count is of
+    ``counts[i]`` is the number of times below ``bounds_seconds[i]`` but not below the preceding bound; the last count is for
     longer times. Bounds are 1 ms, 2 ms, 4 ms and so on.
 
     >>> histogram = TimeHistogram.of([2, 0, 1] + [0] * 21, 5_000_000)
@@ -29,7 +29,7 @@ class TimeHistogram(NamedTuple):
 
     @property
     def num_times(self) -> int:
-        """The number of times."""
+        """Number of times."""
         return sum(self.counts)
 
 
@@ -38,7 +38,7 @@ class PagePoolStats:
     """Counters of a pool since its construction.
 
     Pages are counted when they are handed out, freed, evicted (they lose their prefix entry to a new holder) and entered in the
-    prefix index. Tokens are those that `CacheManager.get_computed_pages` looked up, and those that hit.
+    prefix index. Tokens are counted when `CacheManager.get_computed_pages` looks them up, and when they hit.
     """
 
     num_allocated_pages: int
@@ -56,7 +56,7 @@ class PagePoolStats:
 
 @dataclass(frozen=True, slots=True)
 class QueryCounts:
-    """Look-ups of prefixes: requests, their tokens, and the tokens that hit."""
+    """Prefix look-ups: requests, their tokens, and the tokens that hit."""
 
     num_requests: int = 0
     num_queried_tokens: int = 0
@@ -69,11 +69,10 @@ class QueryCounts:
 
 
 class ExpectationCounts(NamedTuple):
-    """What was said of pages, see `CacheManager.expect`, and what came of it.
+    """Expectations of pages, see `CacheManager.expect`, and their outcomes.
 
-    State: free pages that are not wanted again, and others by what was said last: that they are wanted within a minute, or
-    later. Counters of pages that were expected at some time, since the pool was made: used by then, used later, and evicted or
-    dropped unused.
+    State: free pages never expected back, and free pages whose latest expectation is within a minute, or later. Counters of
+    pages with an expected time, since the pool was made: used in time, used later, and evicted or dropped unused.
     """
 
     num_never_pages: int
@@ -85,18 +84,18 @@ class ExpectationCounts(NamedTuple):
 
     @classmethod
     def of(cls, num_free: list[int], *outcomes: int) -> "ExpectationCounts":
-        """Make counts from those of the core: of free pages without a term, by term, and with none that ends; and outcomes."""
+        """Make counts from the core's counts: free pages without a term, by term, and with an endless term; and outcomes."""
         return cls(num_free[-1], sum(num_free[1:7]), sum(num_free[7:-1]), *outcomes)
 
 
 class HostTierStats(NamedTuple):
-    """The state of a host tier, and its counters since it was made. Pages are pages of the tier.
+    """State of a host tier, and its counters since it was made. Pages are pages of the tier.
 
     State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``), or held for transfers;
     ``num_cached_pages``, free or held, can be loaded. ``num_in_flight`` counts saves and loads that have not ended.
 
-    Counters: pages saved and loaded, by transfers that completed, and transfers that failed. A loaded page was hit in the tier
-    and not in the pool. Evicted pages lost their entries to others; refused ones were not saved, because no page was free.
+    Counters: pages saved and loaded by completed transfers, and failed transfers. A loaded page was hit in the tier, not in the
+    pool. Evicted pages lost their entries to others; refused pages were not saved because no page was free.
     """
 
     num_pages: int
@@ -115,21 +114,21 @@ NOTHING_EXPECTED = ExpectationCounts(0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
+    """State of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
 
     State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and leases
     (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
-    ``num_leased_pages`` are leased for a time, each counted once for each lease, of at most ``max_num_leased_pages``.
-    ``num_sessions`` have pages, requests or rows. ``num_pages_by_tenant`` are charged to each tenant with a share.
-    ``expectations`` are the pages that are expected back, and how many came.
+    ``num_leased_pages`` counts pages leased for a time, once for each lease, up to ``max_num_leased_pages``. ``num_sessions``
+    counts sessions with pages, requests or rows. ``num_pages_by_tenant`` has the pages charged to each tenant with a share.
+    ``expectations`` counts expected pages, and their outcomes.
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
-    Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
-    while they could be hit. With adaptive eviction also pages that were hit (``num_hit_pages``), once for each request that hit
-    them, and an estimate of how many LRU would have hit (``num_lru_hit_pages``); None with other policies.
+    Counters since the pool was made: pages handed out, freed by their last holder, and evicted, that is, handed out again while
+    they could be hit. With adaptive eviction also hit pages (``num_hit_pages``), once for each request that hit them, and an
+    estimate of LRU's hits (``num_lru_hit_pages``); None with other policies.
 
-    ``host_tier`` are the same for the host tier, None without one. Hits count pages of both; those of the tier are the pages
-    that it loaded.
+    ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of both; the tier's hits are its
+    loaded pages.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.

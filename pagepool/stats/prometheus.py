@@ -1,10 +1,10 @@
 """Prometheus metrics of a cache. Needs the extra ``pagepool[metrics]``.
 
-Each name begins with ``pagepool_``. Where vLLM has a metric of the same meaning, the rest is vLLM's:
+Each name begins with ``pagepool_``. If vLLM has a metric of the same meaning, the rest of the name is vLLM's:
 ``vllm:prefix_cache_hits_total`` is ``pagepool_prefix_cache_hits_total``. No name has a colon: from prometheus-client 0.23 on, a
-colon arrives as an underscore at Prometheus 2.x and as a colon at 3.x, so the name that is stored would depend on the versions
-of both. ``docs/`` has an example (``operating.md``), a Grafana dashboard, alerts, and rules that record vLLM's own names for
-its dashboards.
+colon arrives as an underscore at Prometheus 2.x and as a colon at 3.x, so the stored name would depend on the versions of both.
+``docs/`` has an example (``operating.md``), a Grafana dashboard, alerts, and rules that record vLLM's own names for its
+dashboards.
 """
 
 import re
@@ -24,24 +24,25 @@ __all__ = ["CacheCollector"]
 
 
 class CacheCollector(Collector):
-    """Exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
+    """Collector that exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
     A scrape reads the managers in its own thread. There is no other cost.
     """
 
     def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
-        """`labels` are added to each sample. The dashboard distinguishes engines by ``model_name`` and ``engine``, as with
-        vLLM. Errors are those of `add`.
+        """`labels` are added to each sample. As with vLLM, the dashboard distinguishes engines by ``model_name`` and
+        ``engine``. Errors are those of `add`.
         """
         self._label_names = sorted(_require_labels(labels or {}))
         self._managers: dict[tuple[str, ...], CacheManager] = {}
         self.add(manager, labels)
 
     def add(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
-        """Add another manager of the process, for example of another data-parallel rank: a registry takes one collector.
+        """Add another manager of the process, for example of another data-parallel rank, since a registry takes only one
+        collector.
 
-        ArgumentError unless its labels have the same names and other values, and the names are letters, digits and underscores;
-        ArgumentTypeError unless values are strings.
+        Raise ArgumentError unless its labels have the same names and other values, and the names are letters, digits and
+        underscores; ArgumentTypeError unless values are strings.
         """
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:
@@ -56,7 +57,7 @@ class CacheCollector(Collector):
         return self._make_families({values: manager.stats() for values, manager in self._managers.items()})
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metrics without samples, by which a registry detects duplicates."""
+        """Return the metrics without samples, from which a registry detects duplicates."""
         return self._make_families({})
 
     def _make_families(self, stats: Mapping[tuple[str, ...], CacheStats]) -> Iterator[Metric]:
@@ -124,8 +125,8 @@ TIMES = {
 }
 
 LABEL_NAME = re.compile(r"(?!__|(le|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading ``__`` to
-the server.
+"""Label names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading
+``__`` to the server.
 """
 
 
@@ -141,7 +142,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _sample_of(stats: CacheStats, field: str) -> tuple[Any, ...] | None:
-    """Return the value of a field as `add_metric` takes it; None for one that the manager does not have."""
+    """Return the value of a field for `add_metric`; None if the manager lacks the field."""
     outer, _, name = field.rpartition(".")
     owner = getattr(stats, outer) if outer else stats
     value = None if owner is None else getattr(owner, name)
