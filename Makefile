@@ -145,9 +145,10 @@ soak: $(VENV)/with-test  ## work under random faults, through manager and runnin
 planted: $(DEV_VENV)/installed  ## whether tests catch bugs that are planted in a copy: PLANTED_ARGS=--help
 	$(DEV_VENV)/bin/python tests/models/planted_bugs.py $(PLANTED_ARGS)
 
-lint: $(VENV)/with-lint  ## style, types, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
+lint: $(VENV)/with-lint  ## style, types, English, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/python tools/prose.py
 	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pagepool
 	$(VENV)/bin/mypy
 	$(VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
