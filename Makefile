@@ -176,13 +176,13 @@ IN = mkdir -p $(1)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(1)/path && 
 
 bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and without pagepool; only the latter: BENCH_ARGS="--check -k steps"
 	$(if $(BENCH_ARGS),,$(call IN,$(VLLM_VENV)) bench --engine vllm)
-	$(call IN,$(VLLM_VENV)) bench.vllm $(BENCH_ARGS)
+	$(call IN,$(VLLM_VENV)) bench.races.vllm $(BENCH_ARGS)
 
 bench-windows: $(DEV_VENV)/installed  ## what models with windows hit, beside vLLM where its environment can be made: BENCH_ARGS="gpt-oss"
 	-$(MAKE) vllm-environment
-	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench.windows $(BENCH_ARGS); else \
+	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench.studies.windows $(BENCH_ARGS); else \
 	    echo 'bench-windows: without vLLM, whose environment could not be made' && \
-	    $(DEV_VENV)/bin/python -m bench.windows $(BENCH_ARGS); \
+	    $(DEV_VENV)/bin/python -m bench.studies.windows $(BENCH_ARGS); \
 	fi
 
 ROUTER_VENV ?= $(HOME)/.cache/pagepool/venv-router
@@ -193,7 +193,7 @@ bench-router:  ## the index of routers beside Dynamo's, in an environment of its
 	$(call IN,$(ROUTER_VENV)) bench -k router $(BENCH_ARGS)
 
 bench-keeping: $(DEV_VENV)/installed  ## what agents hit if they say when they come back: BENCH_ARGS="1/2 close expected"
-	$(DEV_VENV)/bin/python -m bench.keeping $(BENCH_ARGS)
+	$(DEV_VENV)/bin/python -m bench.studies.keeping $(BENCH_ARGS)
 
 # Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
 RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
@@ -207,7 +207,7 @@ bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into
 	    $(DEV_VENV)/bin/python -m bench --engine easydel $(RESULTS); \
 	fi
 	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench --engine vllm $(RESULTS) && \
-	    $(call IN,$(VLLM_VENV)) bench.vllm $(RESULTS); else \
+	    $(call IN,$(VLLM_VENV)) bench.races.vllm $(RESULTS); else \
 	    echo 'bench-results: without vLLM, whose environment could not be made'; \
 	fi
 	$(DEV_VENV)/bin/python -m bench --engine none $(RESULTS)

@@ -4,7 +4,7 @@ PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
 PAGEPOOL_FUZZ=1       the same, and coverage for libFuzzer, which is in atheris (needs clang; see `make fuzz`)
 PAGEPOOL_TSAN=1       ThreadSanitizer (implies debug; for a Python that was built with it, by the same clang)
-PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/guards.py
+PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/races/guards.py
 PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C files, which Cython's plugin reads, beside the sources
 PAGEPOOL_ANNOTATE=1   also write the annotated sources, such as store.html, beside the C files under build/
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+RACES = Path(__file__).parent / "races"
 CPU_TIME = "--benchmark-timer=time.thread_time"
 """Of the thread that works, so that other load on the machine counts little. Where jax works, benchmarks have another clock."""
 ENGINES = {
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=("easydel", "vllm", "none"))
     options, arguments = parser.parse_known_args()
     benches = [
-        str(HERE / f"bench_{name}.py") for name, engines in ENGINES.items() if options.engine in (None, *engines)
+        str(RACES / f"bench_{name}.py") for name, engines in ENGINES.items() if options.engine in (None, *engines)
     ]  # fmt: skip
     code = pytest.main(["-q", *benches, "--benchmark-enable", "--benchmark-quiet", CPU_TIME, *arguments])
     is_part = options.engine is not None and code == pytest.ExitCode.NO_TESTS_COLLECTED

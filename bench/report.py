@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
-from bench import hits
-from bench.results import ENGINES, MACHINE, Line, Remark, Results, environment_of, read
+from bench.races.results import ENGINES, MACHINE, Line, Remark, Results, environment_of, read
 from bench.speed import Group, draw
+from bench.studies import hits
 from bench.tables import as_table, show_ratio, show_time
 
 ROOT = Path(__file__).parents[1]

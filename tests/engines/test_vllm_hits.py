@@ -11,8 +11,8 @@ from sources import ROOT
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
-windows = pytest.importorskip("bench.windows", reason="bench/ is not here")
-from bench.chats import make_chats  # noqa: E402  where it is here
+windows = pytest.importorskip("bench.studies.windows", reason="bench/ is not here")
+from bench.studies.chats import make_chats  # noqa: E402  where it is here
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""vLLM's managers, schedulers and requests, built without a model: for tests, and for ``python -m bench.vllm``.
+"""vLLM's managers, schedulers and requests, built without a model: for tests, and for ``python -m bench.races.vllm``.
 
 Importing this module imports vLLM. A model is described by its groups: None is a group of full attention, a number a group with
 a sliding window of that many tokens.

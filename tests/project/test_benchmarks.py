@@ -14,7 +14,8 @@ from sources import ROOT
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
 report = pytest.importorskip("bench.report", reason="bench/ is not here")
 from bench import __main__ as command  # noqa: E402  where it is here
-from bench import results, speed  # noqa: E402
+from bench import speed  # noqa: E402
+from bench.races import results  # noqa: E402
 
 LINE = results.Line("drop_in", "decode", "row", "ns", "pagepool", {"pagepool": 2.0, "easydel": 8.0}, {}, {"easydel": 4.0})
 SETUP = {"cpu": "a processor", "cores": 2, "os": "Linux", "python": "3.11.0", "pagepool": "0.1.0", "easydel": "0.3.0"}
@@ -25,7 +26,7 @@ def test_page_and_picture_are_of_the_results() -> None:
     measured = results.read()
     assert report.PAGE.read_text() == report.make_page(measured), "make bench-plot"
     assert report.PICTURE.read_text() == report.make_picture(measured), "make bench-plot"
-    benches = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
+    benches = {path.stem.removeprefix("bench_") for path in (ROOT / "bench" / "races").glob("bench_*.py")}
     assert set(command.ENGINES) == benches
     assert {line.bench for line in measured.lines} == {*benches, "vllm"}
     assert set(re.findall(r"\{\{(\w+)\}\}", report.TEMPLATE.read_text())) == {*benches, "vllm", *report.PARTS}

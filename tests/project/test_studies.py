@@ -15,9 +15,9 @@ from sources import ROOT
 from pagepool.replay import TraceRecord
 
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
-windows = pytest.importorskip("bench.windows", reason="bench/ is not here")
-from bench import agents, chats, hits, keeping, tenants, windows_cases  # noqa: E402  where it is here
-from bench.timed import TimedBatch, Timeline  # noqa: E402
+windows = pytest.importorskip("bench.studies.windows", reason="bench/ is not here")
+from bench.studies import agents, chats, hits, keeping, tenants, windows_cases  # noqa: E402  where it is here
+from bench.studies.timed import TimedBatch, Timeline  # noqa: E402
 from bench.workload import PAGE_SIZE  # noqa: E402
 
 SESSIONS = agents.make_sessions(seed=3, num_sessions=6)

@@ -76,7 +76,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
+    /* 0 only in the build that `python -m bench.races.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
     #endif

@@ -1,0 +1,1 @@
+"""Times: pagepool and its rivals, in turn in one run."""

@@ -1,0 +1,1 @@
+"""Hit rates: what models, agents, tenants and routers find cached."""
