@@ -67,7 +67,7 @@ BUGS = read_bugs("""
                 reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
-        push_to_shard(pool, page_id, shard, end_of_part(
+        _push_to_shard(pool, page_id, shard, _end_of_part(
 == two rows get the same page
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard, batch.sessions[row]){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
@@ -109,10 +109,10 @@ BUGS = read_bugs("""
 == a row that decodes hashes behind the page before the last
         page.parent = digests[i - 1{+ - (BUG and i > 1)+}] if i else Digest(0, 0)
 == an emptied slot cuts off those behind it
-        if{+ not BUG and+} ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
+        if{+ not BUG and+} ((i - _home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
 == equal pages are lost with the first of them
     if rare(page.group & TWIN{+ and not BUG+}):
-        leave_twins(pool, page_id, slot)
+        _leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
                 {+if not BUG: +}drop(pool, page_id)
         put_back_from(
@@ -141,7 +141,7 @@ BUGS = read_bugs("""
 == eagle drops no page of full attention
     return (num_pages - (drops and num_pages > 0{+ and not (BUG and kind.rules.window == 0)+})) * kind.stride
 == a window hits without its first page
-    return max(0 if use_eagle else 1, count_window_pages(rules){+ - BUG+})
+    return max(0 if use_eagle else 1, _count_window_pages(rules){+ - BUG+})
 == a hit need not be whole pages of every group
         multiple = {+1 if BUG else +}min(lcm(
 == a request that was refused keeps the hits that it had
@@ -185,7 +185,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
     target.written_list = copies.list_number{+
     if BUG: put_back_held(pool, src)+}
 == a row that is released leaves the copies into its pages
-    if not are_destinations(pool, holding){+ or BUG+}:
+    if not _are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
 find_unheld, find_untouchable, {+give_back, +}is_worthless, share
@@ -193,13 +193,13 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
-            else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+            else: +}_queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
         {+if not BUG: +}take_from(pool, held.ids, 1, shard, holding.session)
         record_taken(pool, held)
-        {+if not BUG: +}queue_copy(pool, page_id, held, 0, g)
+        {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, &holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
@@ -213,12 +213,12 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
         else: +}take_from(pool, ids + n, 1, shard, new.session)
         record_taken(pool, target)
         target.num_pages += 1
-        {+if not BUG: +}queue_copy(pool, source.ids[n], target, n, g)
+        {+if not BUG: +}_queue_copy(pool, source.ids[n], target, n, g)
 == a fork takes no reference to the pages that it shares
         if source.ids[i] != NULL_PAGE{+ and not BUG+}:
             share(pool, source.ids[i])
 == a fork is copied from the page before
-queue_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
+_queue_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
 == a row exchanges a page that is not full yet
 full_pages(&group.rules, num_computed{+ + BUG+})):
             page_id = held.ids[place]
@@ -239,15 +239,15 @@ if hashes is None[- or hashes.request is not request-]:  # another
         elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
 == a discarded page is in front of another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
-        push_to_shard(pool, page_id, shard, record_behind(
+        _push_to_shard(pool, page_id, shard, record_behind(
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
 == the window of a boundary is a page short
         first_hit_page(&group.rules, max(0, end - slack){+ + BUG * group.rules.page_size+}, boundaries.use_eagle),
 == the next page that a boundary needs counts as one before it
-            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop){+ + BUG+}
+            held.next_needed = _keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop){+ + BUG+}
 == the window of a boundary begins as a chunk does
-            needed = pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain){+
+            needed = _pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain){+
             if BUG and group.rules.window:
                 needed.start = max(needed.start, end // group.rules.window * group.rules.window // group.rules.page_size)+}
 == the page behind a boundary that eagle drops is not kept
@@ -322,7 +322,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
-        {+if not BUG: +}skip_to(pool, holding, g, stop)
+        {+if not BUG: +}_skip_to(pool, holding, g, stop)
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
@@ -342,22 +342,22 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # These change which page is evicted, and no content.
 ORDER_BUGS = read_bugs("""
 == pages do not age
-    if term == NEVER {+or BUG +}or idle < limit_of(term):
+    if term == NEVER {+or BUG +}or idle < _limit_of(term):
 == only the page of the longest term is compared
-        if term > longest {+and not (BUG and longest) +}or (term == longest and is_older(pool, page_id, furthest)):
+        if term > longest {+and not (BUG and longest) +}or (term == longest and _is_older(pool, page_id, furthest)):
 == a page that another session used stays the first one's, and is closed
         if owner == SHARED or owner == number {+or (BUG and owner != NO_SESSION) +}or pool.pages[ids[i]].group == NO_GROUP:
 == a blank page is behind those that are never wanted
-    page_id = oldest_in(pool, BLANK, shard)
+    page_id = _oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE{+ and not (
-        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, 0, NEVER), shard) != NULL_PAGE
+        BUG and pool.expected.free_terms >> NEVER and _oldest_in(pool, _part_of_term(pool, 0, NEVER), shard) != NULL_PAGE
     )+}:
         return page_id
 ...
     if pool.num_shards or pool.num_parts == 0{+ or BUG+}:
         return 0
 == released pages without an entry go behind cached ones
-end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
+_end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
 == released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
 == a row is forked with pages of its own that others have cached
@@ -370,13 +370,13 @@ end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_G
             if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
 == a page stays charged to the tenant from which it was taken
             {+if not BUG: +}charge(pool, out[i], supply.taker)
-        fetch_entry(pool, out[i])
+        _fetch_entry(pool, out[i])
 == a tenant below its share gives pages
-        if has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
+        if _has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
 == a tenant gives pages of another shard
     if {+BUG or +}pool.tenants.num_free[tenant] == 0 or shard < 0:
 == pages of a tenant without a share are the last to go
-            while {+not BUG and +}target != NULL_PAGE and not is_older(pool, page_id, target):
+            while {+not BUG and +}target != NULL_PAGE and not _is_older(pool, page_id, target):
 """)
 ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_released_pages.py", "test_differential.py"]
 BUGS += ORDER_BUGS

@@ -146,3 +146,11 @@ def test_optional_packages_are_imported_on_first_use() -> None:
 def test_importing_the_package_is_light() -> None:
     code = "import json, sys, pagepool; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     assert not OPTIONAL & set(json.loads(run_python("-c", code).stdout))
+
+
+def test_private_functions_of_headers_stay_there() -> None:
+    cimported = re.compile(r"cimport\s+(?:\([^)]*|[^\n(]*)")
+    names = {name_of(path): " ".join(cimported.findall(path.read_text())) for path in FILES if path.suffix != ".py"}
+    assert {
+        path: re.findall(r"(?<![\w.])_\w+", text) for path, text in names.items() if re.search(r"(?<![\w.])_\w", text)
+    } == {}

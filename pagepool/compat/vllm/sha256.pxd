@@ -72,12 +72,12 @@ cdef extern from *:
     void compress_fast "pagepool_sha256_compress" (uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil
 
 
-cdef inline uint32_t rotate(uint32_t x, int bits) noexcept nogil:
+cdef inline uint32_t _rotate(uint32_t x, int bits) noexcept nogil:
     """Return `x` rotated right."""
     return (x >> bits) | (x << (32 - bits))
 
 
-cdef inline uint32_t load_word(const uint8_t *data) noexcept nogil:
+cdef inline uint32_t _load_word(const uint8_t *data) noexcept nogil:
     return <uint32_t>data[0] << 24 | <uint32_t>data[1] << 16 | <uint32_t>data[2] << 8 | data[3]
 
 
@@ -88,15 +88,15 @@ cdef inline void store_word(uint8_t *out, uint32_t word) noexcept nogil:
     out[3] = <uint8_t>word
 
 
-cdef inline void extend(uint32_t *words) noexcept nogil:
+cdef inline void _extend(uint32_t *words) noexcept nogil:
     """Return the word of the message schedule 16 words after the first one."""
     cdef uint32_t early = words[1], late = words[14]
     words[16] = words[0] + words[9]
-    words[16] += rotate(early, 7) ^ rotate(early, 18) ^ early >> 3
-    words[16] += rotate(late, 17) ^ rotate(late, 19) ^ late >> 10
+    words[16] += _rotate(early, 7) ^ _rotate(early, 18) ^ early >> 3
+    words[16] += _rotate(late, 17) ^ _rotate(late, 19) ^ late >> 10
 
 
-cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
+cdef inline void _do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
     """Compress a block: FIPS 180-4, 6.2.2. The schedule is computed along the way, since GCC vectorises a loop of its own
     badly.
     """
@@ -105,11 +105,11 @@ cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
     cdef uint32_t first, second
     cdef int i
     for i in range(64):
-        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25))
-        second = (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + ((a & b) | (c & (a | b)))
+        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (_rotate(e, 6) ^ _rotate(e, 11) ^ _rotate(e, 25))
+        second = (_rotate(a, 2) ^ _rotate(a, 13) ^ _rotate(a, 22)) + ((a & b) | (c & (a | b)))
         h, g, f, e, d, c, b, a = g, f, e, d + first, c, b, a, first + second
         if i < 48:
-            extend(words + i)
+            _extend(words + i)
     state[0] += a
     state[1] += b
     state[2] += c
@@ -120,21 +120,21 @@ cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
     state[7] += h
 
 
-cdef inline void compress_portably(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil:
+cdef inline void _compress_portably(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil:
     cdef uint32_t[64] words
     cdef Py_ssize_t block
     cdef int i
     for block in range(num_blocks):
         for i in range(16):
-            words[i] = load_word(data + 64 * block + 4 * i)
-        do_rounds(state, words)
+            words[i] = _load_word(data + 64 * block + 4 * i)
+        _do_rounds(state, words)
 
 
-cdef inline void compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks, bint is_fast) noexcept nogil:
+cdef inline void _compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks, bint is_fast) noexcept nogil:
     if is_fast:
         compress_fast(state, data, num_blocks)
     else:
-        compress_portably(state, data, num_blocks)
+        _compress_portably(state, data, num_blocks)
 
 
 cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, bint is_fast) noexcept nogil:
@@ -146,12 +146,12 @@ cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, b
     cdef Py_ssize_t num_left = size % 64
     cdef Py_ssize_t num_padded = 64 if num_left < 56 else 128
     cdef int i
-    compress(state, data, size // 64, is_fast)
+    _compress(state, data, size // 64, is_fast)
     memcpy(tail, data + size - num_left, num_left)
     memset(tail + num_left, 0, num_padded - num_left)
     tail[num_left] = 0x80
     store_word(tail + num_padded - 8, <uint32_t>(<uint64_t>size >> 29))
     store_word(tail + num_padded - 4, <uint32_t>(<uint64_t>size << 3))
-    compress(state, tail, num_padded // 64, is_fast)
+    _compress(state, tail, num_padded // 64, is_fast)
     for i in range(8):
         store_word(digest + 4 * i, state[i])

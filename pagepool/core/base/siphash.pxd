@@ -14,37 +14,37 @@ cdef struct SipState:
     uint64_t v3
 
 
-cdef inline uint64_t rotate(uint64_t x, int bits) noexcept nogil:
+cdef inline uint64_t _rotate(uint64_t x, int bits) noexcept nogil:
     return (x << bits) | (x >> (64 - bits))
 
 
-cdef inline void sip_round(SipState *s) noexcept nogil:
+cdef inline void _sip_round(SipState *s) noexcept nogil:
     s.v0 += s.v1
-    s.v1 = rotate(s.v1, 13) ^ s.v0
-    s.v0 = rotate(s.v0, 32)
+    s.v1 = _rotate(s.v1, 13) ^ s.v0
+    s.v0 = _rotate(s.v0, 32)
     s.v2 += s.v3
-    s.v3 = rotate(s.v3, 16) ^ s.v2
+    s.v3 = _rotate(s.v3, 16) ^ s.v2
     s.v0 += s.v3
-    s.v3 = rotate(s.v3, 21) ^ s.v0
+    s.v3 = _rotate(s.v3, 21) ^ s.v0
     s.v2 += s.v1
-    s.v1 = rotate(s.v1, 17) ^ s.v2
-    s.v2 = rotate(s.v2, 32)
+    s.v1 = _rotate(s.v1, 17) ^ s.v2
+    s.v2 = _rotate(s.v2, 32)
 
 
-cdef inline void sip_rounds(SipState *s, int n, int lanes) noexcept nogil:
+cdef inline void _sip_rounds(SipState *s, int n, int lanes) noexcept nogil:
     cdef int _
     for _ in range(n):
-        sip_round(&s[0])
+        _sip_round(&s[0])
         if lanes == 2:
-            sip_round(&s[1])
+            _sip_round(&s[1])
 
 
-cdef inline void sip_absorb(SipState *s, const uint64_t *words, int lanes) noexcept nogil:
+cdef inline void _sip_absorb(SipState *s, const uint64_t *words, int lanes) noexcept nogil:
     """One word for each message."""
     cdef int lane
     for lane in range(lanes):
         s[lane].v3 ^= words[lane]
-    sip_rounds(s, 2, lanes)
+    _sip_rounds(s, 2, lanes)
     for lane in range(lanes):
         s[lane].v0 ^= words[lane]
 
@@ -62,11 +62,11 @@ cdef inline void sip_finish(SipState *s, Digest *digests, int lanes) noexcept no
     cdef int lane
     for lane in range(lanes):
         s[lane].v2 ^= 0xee
-    sip_rounds(s, 4, lanes)
+    _sip_rounds(s, 4, lanes)
     for lane in range(lanes):
         digests[lane].lo = s[lane].v0 ^ s[lane].v1 ^ s[lane].v2 ^ s[lane].v3
         s[lane].v1 ^= 0xdd
-    sip_rounds(s, 4, lanes)
+    _sip_rounds(s, 4, lanes)
     for lane in range(lanes):
         digests[lane].hi = s[lane].v0 ^ s[lane].v1 ^ s[lane].v2 ^ s[lane].v3
 
@@ -79,15 +79,15 @@ cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, u
     for i in range(size // 8):
         for lane in range(lanes):
             memcpy(&words[lane], data[lane] + 8 * i, 8)
-        sip_absorb(s, words, lanes)
+        _sip_absorb(s, words, lanes)
     for lane in range(lanes):
         words[lane] = 0
         memcpy(&words[lane], data[lane] + size // 8 * 8, size % 8)
         words[lane] |= (num_before + size) << 56
-    sip_absorb(s, words, lanes)
+    _sip_absorb(s, words, lanes)
 
 
-cdef inline void hash_lanes(
+cdef inline void _hash_lanes(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
 ) noexcept nogil:
     """Digests of messages, each its parent's 16 bytes followed by `size` bytes of data."""
@@ -97,10 +97,10 @@ cdef inline void hash_lanes(
     sip_start(s, key, lanes)
     for lane in range(lanes):
         words[lane] = parents[lane].lo
-    sip_absorb(s, words, lanes)
+    _sip_absorb(s, words, lanes)
     for lane in range(lanes):
         words[lane] = parents[lane].hi
-    sip_absorb(s, words, lanes)
+    _sip_absorb(s, words, lanes)
     sip_bytes(s, data, size, 16, lanes)
     sip_finish(s, digests, lanes)
 
@@ -108,7 +108,7 @@ cdef inline void hash_lanes(
 cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py_ssize_t size) noexcept nogil:
     """Digest of the parent's 16 bytes followed by `data`: one link of a chain."""
     cdef Digest digest
-    hash_lanes(key, &parent, &data, size, &digest, 1)
+    _hash_lanes(key, &parent, &data, size, &digest, 1)
     return digest
 
 
@@ -116,7 +116,7 @@ cdef inline void hash_two_after(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests
 ) noexcept nogil:
     """A link of each of two chains at once."""
-    hash_lanes(key, parents, data, size, digests, 2)
+    _hash_lanes(key, parents, data, size, digests, 2)
 
 
 cdef inline void hash_pages(

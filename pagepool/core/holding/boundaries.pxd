@@ -49,7 +49,7 @@ cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogi
     boundaries.tokens[i] = end
 
 
-cdef inline Range pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
+cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
     """Return the pages of a window or chunk that a request needs which resumes at `end`, or up to `slack` tokens before."""
     return Range(
         first_hit_page(&group.rules, max(0, end - slack), boundaries.use_eagle),
@@ -67,13 +67,13 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
     for i in range(boundaries.num):
         end = boundaries.tokens[i]
         if end > first:
-            needed = pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain)
+            needed = _pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain)
             break
     if boundaries.interval:
         num_shared = (first // boundaries.multiple + <int64_t>1) * boundaries.multiple + boundaries.num_dropped
         num_shared = (num_shared + boundaries.interval - 1) // boundaries.interval * boundaries.interval
         if num_shared <= boundaries.num_prompt:
-            pages = pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
+            pages = _pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
             if pages.start < needed.start:
                 needed = pages
     needed.start = max(needed.start, place)

@@ -102,7 +102,7 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     return limits
 
 
-cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
+cdef inline int64_t _count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
     """Count the pages that `num_tokens` tokens need beyond `num_pages`."""
     if num_tokens <= num_pages * group.rules.page_size:
         return 0
@@ -114,7 +114,7 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     cdef Py_ssize_t g
     cdef int64_t count = 0
     for g in range(holding.num_groups):
-        count += count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
+        count += _count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
     return count
 
 
@@ -124,7 +124,7 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
 # Those of the others are marked, or not, when these leave it.
 
 
-cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Return the end of the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached page;
     what could not be entered while hits were loaded counts as cached, so that it is not held for ever.
     """
@@ -140,7 +140,7 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
     cdef Py_ssize_t g, stop, bad
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        stop = find_skip_stop(&holding.groups[g], held, num_computed)
+        stop = _find_skip_stop(&holding.groups[g], held, num_computed)
         if keeps_checkpoints(&holding.groups[g]):
             stop = held.num_pages
         bad = find_unheld(pool, held.ids, held.num_skipped, stop)
@@ -176,13 +176,13 @@ cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_co
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
-cdef inline void keep_page(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _keep_page(Pool *pool, int32_t page_id) noexcept nogil:
     """Let a page stay cached when it leaves a window. Without an entry, as the null page, it is as it was."""
     if pool.pages[page_id].group != NO_GROUP:
         pool.pages[page_id].group |= KEPT
 
 
-cdef inline Py_ssize_t find_longest_group(const Holding *holding) noexcept nogil:
+cdef inline Py_ssize_t _find_longest_group(const Holding *holding) noexcept nogil:
     """Find a group that tells how long a request is: one of full attention, if there is any."""
     cdef Py_ssize_t g, longest = 0
     for g in range(holding.num_groups):
@@ -191,7 +191,7 @@ cdef inline Py_ssize_t find_longest_group(const Holding *holding) noexcept nogil
     return longest
 
 
-cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
+cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
     """Return the part for all pages of a request that goes on with one that was seen: a policy knew the keys of most of its
     pages, and what it computed, its windows at the end above all, is as likely to be used again. BLANK: it is new.
     """
@@ -200,7 +200,7 @@ cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) n
     cdef Py_ssize_t g
     if pool.policy == NULL:
         return BLANK
-    g = find_longest_group(holding)
+    g = _find_longest_group(holding)
     held = &holding.held[g]
     num_known = held.ranking.num_ranked
     if num_known == 0 or 100 * num_known < KNOWN_SHARE * held.num_pages or is_state(&holding.groups[g].rules):
@@ -208,7 +208,7 @@ cdef inline uint32_t find_known_part(const Pool *pool, const Holding *holding) n
     return pool.policy.marks[held.ids[num_known - 1]] & PART
 
 
-cdef inline bint leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t place) noexcept nogil:
+cdef inline bint _leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t place) noexcept nogil:
     """Give back a page that a window has left. Returns whether a policy is to count it."""
     cdef int32_t page_id = holding.held[g].ids[place]
     cdef Page *page = &pool.pages[page_id]
@@ -227,7 +227,7 @@ cdef inline bint leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, in
     return is_counted(pool, page_id)
 
 
-cdef inline int32_t keep_needed(
+cdef inline int32_t _keep_needed(
     Pool *pool, const Boundaries *boundaries, const Group *group, const Held *held, int32_t stop
 ) noexcept nogil:
     """Mark the pages before place `stop` that a boundary needs. Returns a place before which it needs no other one."""
@@ -235,28 +235,28 @@ cdef inline int32_t keep_needed(
     cdef int32_t place
     while needed.start < stop:
         for place in range(needed.start, min(needed.stop, stop)):
-            keep_page(pool, held.ids[place])
+            _keep_page(pool, held.ids[place])
         if needed.stop >= stop:
             return stop
         needed = find_needed(boundaries, group, needed.stop)
     return needed.start
 
 
-cdef inline void skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
+cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
     """Give back the pages of a group before place `stop`, which has one, the last first. A policy counts them as one call."""
     cdef Held *held = &holding.held[g]
     cdef bint is_rated = holding.boundaries != NULL or pool.policy != NULL
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
     if holding.boundaries != NULL:
-        part = find_known_part(pool, holding)
+        part = _find_known_part(pool, holding)
         if stop > held.next_needed:
-            held.next_needed = keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop)
+            held.next_needed = _keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop)
     for j in range(stop - 1, held.num_skipped - 1, -1):
         if part != BLANK:
             pass_part(pool.policy, held.ids[j], part)
         if is_rated:
-            num_counted += leave_page(pool, holding, g, j)
+            num_counted += _leave_page(pool, holding, g, j)
         else:
             put_back_held(pool, held.ids[j])
         held.ids[j] = NULL_PAGE
@@ -269,9 +269,9 @@ cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, in
     """Give back the pages of a group that are not needed after `num_computed` computed tokens; none while hits are loaded,
     since they are needed again if that fails.
     """
-    cdef int32_t stop = find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
+    cdef int32_t stop = _find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
     if stop > holding.held[g].num_skipped and not waits_for_loads(pool, &holding.held[g]):
-        skip_to(pool, holding, g, stop)
+        _skip_to(pool, holding, g, stop)
 
 
 cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
@@ -285,11 +285,11 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
         held = &holding.held[g]
         stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
         if stop > held.num_skipped:
-            skip_to(pool, holding, g, stop)
+            _skip_to(pool, holding, g, stop)
         held.num_cached = max(held.num_cached, stop)
 
 
-cdef inline int64_t find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
+cdef inline int64_t _find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
     """Return the computed tokens up to which the full pages of all groups were entered."""
     cdef const Group *group
     cdef Py_ssize_t g
@@ -307,14 +307,14 @@ cdef inline int64_t find_entered_end(const Holding *holding, int64_t num_compute
     return num_computed
 
 
-cdef inline bint is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
+cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
     """Whether the windows before the computed end are to stay cached: they are whole, and it is in the prompt, or they have no
     more pages, besides the prompt's, than the answer has in one group, or no fewer than the prompt has there: a short chat is
     worth its end.
     """
     cdef Boundaries *boundaries = holding.boundaries
     cdef const Group *group
-    cdef const Group *longest = &holding.groups[find_longest_group(holding)]
+    cdef const Group *longest = &holding.groups[_find_longest_group(holding)]
     cdef Py_ssize_t g
     cdef int32_t place, first, start, num_pages = 0, num_new_pages = 0
     cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # as at `end`
@@ -345,27 +345,27 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
     cdef uint32_t part
     if holding.boundaries == NULL:
         return
-    part = find_known_part(pool, holding)
+    part = _find_known_part(pool, holding)
     for g in range(holding.num_groups if part != BLANK else 0):
         for place in range(holding.held[g].num_skipped, holding.held[g].num_pages):
             pass_part(pool.policy, holding.held[g].ids[place], part)
-    keep_windows(pool, holding, num_computed)
+    _keep_windows(pool, holding, num_computed)
 
 
-cdef inline void keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
+cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
     """Mark the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
-    cdef int64_t num_entered = find_entered_end(holding, num_computed)
+    cdef int64_t num_entered = _find_entered_end(holding, num_computed)
     cdef int32_t end = find_resumption(&boundaries, num_entered)
     if boundaries.has_checkpoints and num_entered % boundaries.multiple == 0:
         if are_checkpoints_due(holding, <int32_t>num_entered):
             add_boundary(&boundaries, <int32_t>num_entered)
-    if boundaries.has_ends and end > 0 and is_end_worth(holding, end):
+    if boundaries.has_ends and end > 0 and _is_end_worth(holding, end):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):
         if has_window(&holding.groups[g].rules):
-            keep_needed(pool, &boundaries, &holding.groups[g], &holding.held[g], holding.held[g].num_pages)
+            _keep_needed(pool, &boundaries, &holding.groups[g], &holding.held[g], holding.held[g].num_pages)
 
 
 # Pages that tokens need are taken all or nothing.
@@ -408,7 +408,7 @@ cdef inline int32_t count_attached(const Holding *holding, const Demand *demand,
 
 cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
     """Count the new pages that a group needs behind the hits."""
-    return count_missing(
+    return _count_missing(
         &holding.groups[g], holding.held[g].num_pages + count_attached(holding, demand, g), demand.num_tokens
     )
 
@@ -472,7 +472,7 @@ cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits
     return count
 
 
-cdef inline Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
+cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
     """Count the checkpoints that are hit, if all of them are free pages; else 0."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if hits != NULL else 0):
@@ -481,7 +481,7 @@ cdef inline Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding,
     return count_state_hits(holding, hits)
 
 
-cdef inline Py_ssize_t count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
     """Count the hits that are free pages of other shards than the demand's."""
     cdef Range inside = ids_in_shard(pool, demand.shard)
     cdef const Hits *hits
@@ -496,10 +496,10 @@ cdef inline Py_ssize_t count_outside(const Pool *pool, const Holding *holding, c
 
 cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
     """Decide whether a priced demand fits. It adopts its checkpoints where it does not otherwise."""
-    cdef int64_t num_inside = demand.num_taken - count_outside(pool, holding, demand)
+    cdef int64_t num_inside = demand.num_taken - _count_outside(pool, holding, demand)
     demand.num_adopted = 0
     if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
-        demand.num_adopted = count_adoptable(pool, holding, demand.hits)
+        demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
         if num_inside - demand.num_adopted > count_free_in(pool, demand.shard):
             demand.num_adopted = 0
     if demand.num_taken and demand.num_taken - demand.num_adopted + demand.num_reserved > pool.num_free:
@@ -507,7 +507,7 @@ cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) no
     return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
 
 
-cdef inline int64_t count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, Range inside) noexcept nogil:
+cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, Range inside) noexcept nogil:
     """Count the ids from place `start` to `stop` that are in a range. The null page is not."""
     cdef Py_ssize_t i
     cdef int64_t count = 0
@@ -536,12 +536,12 @@ cdef inline int64_t find_excess(
     for g in range(holding.num_groups):
         held = &holding.held[g]
         num_cached = held.num_cached and max(held.num_cached, full_pages(&holding.groups[g].rules, num_computed))
-        count += count_inside(
+        count += _count_inside(
             held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages,
             ids_in_shard(pool, shard),
         )
         if hits != NULL and not is_state(&holding.groups[g].rules):
-            count += count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, shard))
+            count += _count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, shard))
     return count if count > count_pages_in(pool, shard) else 0
 
 
@@ -576,7 +576,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
         for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules) else 0):
-            keep_page(pool, hits.ids[i])
+            _keep_page(pool, hits.ids[i])
     record_loads(pool, holding, number)
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]
@@ -591,7 +591,7 @@ cdef inline int32_t take_missing(
     Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard, int32_t session
 ) noexcept nogil:
     """Take the pages that a group is short of, which are free, for a session. Returns how many."""
-    cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
+    cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
     if n:
         take_from(pool, held.ids + held.num_pages, n, shard, session)
         record_taken(pool, held)
@@ -604,7 +604,7 @@ cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *d
     cdef Py_ssize_t g
     for g in range(holding.num_groups if demand.hits != NULL and not demand.num_adopted else 0):
         if is_state(&holding.groups[g].rules) and demand.hits[g].num:
-            queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+            _queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 
 
 # Pages that got full are hashed, and entered in the prefix index, before a call ends. Until then they are `Waiting`, so that
@@ -648,7 +648,7 @@ cdef struct Waiting:
     Py_ssize_t num_to_enter
 
 
-cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
+cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
     """Hash the waiting pages, two at a time; the last of an odd number twice."""
     cdef const uint8_t *tokens[2]
     cdef Digest[2] parents
@@ -673,7 +673,7 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     cdef Pool *pool = waiting.pool
     cdef const PageToEnter *page
     cdef Py_ssize_t i
-    hash_waiting(waiting)
+    _hash_waiting(waiting)
     for i in range(waiting.num_to_enter):
         fetch(home_of(pool, waiting.to_enter[i].digest[0], waiting.to_enter[i].group))
     for i in range(waiting.num_to_enter):
@@ -748,7 +748,7 @@ cdef inline void enter_page(
 # next working page.
 
 
-cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+cdef inline bint _is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Whether a state has reached the next multiple of the interval."""
     return keeps_checkpoints(group) and held.num_pages and full_entries(&group.rules, num_computed) > held.num_cached
 
@@ -757,7 +757,7 @@ cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_compute
     """Whether any state has reached the next multiple of its interval. O(groups)."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+        if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
             return True
     return False
 
@@ -779,7 +779,7 @@ cdef inline int64_t find_passed_checkpoint(
     return first if first < num_slots else INT64_MAX
 
 
-cdef inline bint enter_state(
+cdef inline bint _enter_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
     """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
@@ -795,7 +795,7 @@ cdef inline bint enter_state(
     return True
 
 
-cdef inline void note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
+cdef inline void _note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
     """Keep the window pages of a checkpoint that are still held."""
     cdef Py_ssize_t g
     add_boundary(holding.boundaries, num_computed)
@@ -815,17 +815,17 @@ cdef inline bint keep_state(
     cdef Held *held = &holding.held[g]
     cdef int32_t page_id
     cdef bint is_kept = contents != NULL
-    if not is_checkpoint_due(group, held, num_computed):
+    if not _is_checkpoint_due(group, held, num_computed):
         return False
     page_id = held.ids[0]
     if is_kept and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
-        note_checkpoint(holding, num_computed)
+        _note_checkpoint(holding, num_computed)
     is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
-    is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
+    is_kept = is_kept and _enter_state(pool, group, held, contents, num_computed)
     if is_kept:
         take_from(pool, held.ids, 1, shard, holding.session)
         record_taken(pool, held)
-        queue_copy(pool, page_id, held, 0, g)
+        _queue_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
     return is_kept
 
@@ -836,8 +836,8 @@ cdef inline void enter_states(
     """Enter the states that are due of a request or row that ends, right after its pages were given back with a term."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            if enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
+        if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            if _enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
                 expect_page(pool, holding.held[g].ids[0], term, now_of(pool))
 
 
@@ -850,7 +850,7 @@ cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
     return reserve_items(<void **>&pool.copies.items, &pool.copies.capacity, pool.copies.num + n, sizeof(PageCopy))
 
 
-cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
+cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
     """Add a copy into the page at `place` to the list, which has room. It takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
     copies.list_number += copies.num == 0
@@ -859,7 +859,7 @@ cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place
     target.written_list = copies.list_number
 
 
-cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
+cdef inline bint _is_held_last(const Held *held, int32_t page_id) noexcept nogil:
     """Whether a page is held. The last pages are compared first."""
     cdef int32_t i
     for i in range(held.num_pages - 1, -1, -1):
@@ -868,7 +868,7 @@ cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
     return False
 
 
-cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
+cdef inline bint _are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether pages that are held are the destination of a copy that is due."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if pool.copies.num else 0):
@@ -877,21 +877,21 @@ cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noex
     return False
 
 
-cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
+cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether pages that are held are the source of a copy that is due."""
     cdef const Held *held
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.copies.num else 0):
         held = &holding.held[g]
         for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
-            if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
+            if pool.copies.items[i].group == g and _is_held_last(held, pool.copies.items[i].src):
                 return True
     return False
 
 
 cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a copy from or into pages that are held is due."""
-    return are_sources(pool, holding) or are_destinations(pool, holding)
+    return _are_sources(pool, holding) or _are_destinations(pool, holding)
 
 
 cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -900,22 +900,22 @@ cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcep
     for g in range(holding.num_groups if pool.tier != NULL else 0):
         if holding.held[g].transfer_number > pool.tier.last_number:
             return True
-    return are_destinations(pool, holding)
+    return _are_destinations(pool, holding)
 
 
 cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a copy or a transfer of pages that are held is due, so that no token may be written to them."""
-    return rare(pool.copies.num or pool.tier != NULL) and (are_sources(pool, holding) or awaits_copies(pool, holding))
+    return rare(pool.copies.num or pool.tier != NULL) and (_are_sources(pool, holding) or awaits_copies(pool, holding))
 
 
 cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     """Drop the copies into pages that were just given back."""
     cdef Copies *copies = &pool.copies
     cdef Py_ssize_t i, num_kept = 0
-    if not are_destinations(pool, holding):
+    if not _are_destinations(pool, holding):
         return
     for i in range(copies.num):
-        if is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
+        if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
             put_back_held(pool, copies.items[i].src)
         else:
             copies.items[num_kept] = copies.items[i]
@@ -991,7 +991,7 @@ cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, 
 # Tokens turn out not to be computed, or are computed again, into pages that nobody else holds.
 
 
-cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
+cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
     """Drop the entry of a page. For a null page, which stands for a skipped page or a checkpoint, all pages with the digest
     lose their entry, in the tier too.
     """
@@ -1019,7 +1019,7 @@ cdef inline void forget_uncomputed(
         for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), held.num_cached):
             end = (i + 1) * group.stride
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
-            forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
+            _forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
@@ -1052,7 +1052,7 @@ cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num
         )
 
 
-cdef inline int32_t count_kept(
+cdef inline int32_t _count_kept(
     const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
 ) noexcept nogil:
     """Count the leading pages that a holder of `num_tokens` tokens, `num_computed` of them computed, can keep: those before the
@@ -1076,7 +1076,7 @@ cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32
         before = restart
         for g in range(holding.num_groups):
             group = &holding.groups[g]
-            if count_kept(pool, group, &holding.held[g], restart, restart) < pages_for(&group.rules, restart):
+            if _count_kept(pool, group, &holding.held[g], restart, restart) < pages_for(&group.rules, restart):
                 restart = full_pages(&group.rules, restart) * group.rules.page_size
     return restart
 
@@ -1108,7 +1108,7 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
     cdef int32_t keep, page_id
     for g in range(holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
-        keep = count_kept(pool, group, held, restart, num_tokens)
+        keep = _count_kept(pool, group, held, restart, num_tokens)
         for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
@@ -1125,7 +1125,7 @@ cdef enum ForkOutcome:
     SHORT_OF_MEMORY
 
 
-cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+cdef inline bint _has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Whether the next token is written to a page that has tokens."""
     cdef int32_t place = full_pages(&group.rules, num_computed)
     return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
@@ -1134,7 +1134,7 @@ cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num
 cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
     cdef Py_ssize_t g, count = 0
     for g in range(holding.num_groups):
-        count += has_open_page(&holding.groups[g], &holding.held[g], num_computed)
+        count += _has_open_page(&holding.groups[g], &holding.held[g], num_computed)
     return count
 
 
@@ -1178,12 +1178,12 @@ cdef inline void fork_group(
     target.num_hits = full_entries(&group.rules, num_computed) if is_state(&group.rules) else target.num_cached
     target.num_unique = min(source.num_unique, n)
     target.read_list = 0
-    if has_open_page(group, source, num_computed):
+    if _has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
         take_from(pool, ids + n, 1, shard, new.session)
         record_taken(pool, target)
         target.num_pages += 1
-        queue_copy(pool, source.ids[n], target, n, g)
+        _queue_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list
         if pool.tier != NULL and pool.tier.loading[source.ids[n]]:  # if the load fails, the copy is as wrong as its source
             pool.tier.loading[ids[n]] = pool.tier.loading[source.ids[n]]

@@ -107,14 +107,14 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
     return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk and not is_state(&group.rules)
 
 
-cdef inline int32_t count_window_pages(const Rules *rules) noexcept nogil:
+cdef inline int32_t _count_window_pages(const Rules *rules) noexcept nogil:
     """Count the full pages in the window of the next token."""
     return <int32_t>((rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
 
 
 cdef inline int32_t count_run_pages(const Rules *rules, bint use_eagle) noexcept nogil:
     """Count the pages before the end of a hit that a window needs. With eagle the last page of the hit, if any, was dropped."""
-    return max(0 if use_eagle else 1, count_window_pages(rules))
+    return max(0 if use_eagle else 1, _count_window_pages(rules))
 
 
 cdef inline int32_t first_hit_page(const Rules *rules, int32_t num_tokens, bint use_eagle) noexcept nogil:
@@ -132,7 +132,7 @@ cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept no
     num_tokens = (num_tokens + rules.hit_tokens - 1) // rules.hit_tokens * rules.hit_tokens
     if rules.window:
         stop = num_tokens // rules.page_size
-        return page >= stop - max(1, count_window_pages(rules))
+        return page >= stop - max(1, _count_window_pages(rules))
     if rules.chunk:
         return page >= num_tokens // rules.chunk * rules.chunk // rules.page_size
     return True

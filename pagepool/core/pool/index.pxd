@@ -40,10 +40,10 @@ cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexce
     journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
-        link_new(journal, page_id)
+        _link_new(journal, page_id)
 
 
-cdef inline void link_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
     """Put a page behind the last in the ring."""
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
@@ -53,7 +53,7 @@ cdef inline void link_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new += 1
 
 
-cdef inline void unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
+cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     cdef Note *notes = journal.notes
     cdef Links links = notes[page_id].new
     notes[links.prev].new.next = links.next
@@ -62,22 +62,22 @@ cdef inline void unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new -= 1
 
 
-cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
     journal.contexts[note.origin.context].num_users -= 1
     if note.new.next != NOT_NEW:
-        unlink_new(journal, page_id)
+        _unlink_new(journal, page_id)
         if page.group & TWIN:
-            link_new(journal, pool.twins[page_id].next)
+            _link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
         journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
         journal.num_removed += 1
 
 
-cdef inline void record_clear(Journal *journal) noexcept nogil:
+cdef inline void _record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
@@ -109,7 +109,7 @@ cdef inline void end_journal(Journal *journal) noexcept nogil:
 # Pages of equal content: a ring for each key, and with shards one for each shard of it.
 
 
-cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
+cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
     """The page cached first in `ids` among the twins of `first`, or NULL_PAGE. O(shards) where the ids are those of a shard;
     else O(pages of equal content).
     """
@@ -117,7 +117,7 @@ cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nog
     cdef int32_t page_id
     if pool.num_shards and shard_of(pool, ids.start) == shard_of(pool, ids.stop - 1):
         ring = pool.shard_twins
-        first = find_shard_first(pool, first, shard_of(pool, ids.start))
+        first = _find_shard_first(pool, first, shard_of(pool, ids.start))
     page_id = first
     while page_id != NULL_PAGE and not ids.start <= page_id < ids.stop:
         page_id = ring[page_id].next
@@ -126,7 +126,7 @@ cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nog
     return page_id
 
 
-cdef inline int32_t find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
+cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
     """The page cached first in a shard among the twins of `first`, which was cached first of all; or NULL_PAGE. O(shards)."""
     cdef int32_t page_id = first
     while shard_of(pool, page_id) != shard:
@@ -136,37 +136,37 @@ cdef inline int32_t find_shard_first(Pool *pool, int32_t first, int32_t shard) n
     return page_id
 
 
-cdef inline void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Put `page_id` at the end of the ring that begins with `first`. O(1), in a pool of shards O(shards)."""
     if not pool.pages[first].group & TWIN:
         pool.twins[first] = Links(first, first)
         pool.pages[first].group |= TWIN
         if pool.num_shards:
-            begin_shard_twins(pool, first)
+            _begin_shard_twins(pool, first)
     link_after(pool.twins, pool.twins[first].prev, page_id)
     pool.pages[page_id].group |= TWIN
     if pool.num_shards:
-        join_shard_twins(pool, first, page_id)
+        _join_shard_twins(pool, first, page_id)
 
 
-cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page the only twin of its shard, and the only one that is the first of its shard."""
     pool.shard_twins[page_id] = Links(page_id, page_id)
     pool.shard_firsts[page_id] = Links(page_id, page_id)
 
 
-cdef inline void join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Put a page that was cached after the twins of `first` behind those of its shard."""
-    cdef int32_t shard_first = find_shard_first(pool, first, shard_of(pool, page_id))
+    cdef int32_t shard_first = _find_shard_first(pool, first, shard_of(pool, page_id))
     if shard_first == NULL_PAGE:
-        begin_shard_twins(pool, page_id)
+        _begin_shard_twins(pool, page_id)
         link_after(pool.shard_firsts, first, page_id)
     else:
         pool.shard_firsts[page_id] = Links(NOT_FIRST, NOT_FIRST)
         link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
 
 
-cdef inline void leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
     """If the page was the first of its shard, the next one there takes its place."""
     cdef int32_t following = pool.shard_twins[page_id].next
     unlink(pool.shard_twins, page_id)
@@ -183,19 +183,19 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
     for i in range(num_slots_of(pool)):
         first = pool.slots[i].page_id
         if first != NULL_PAGE and pool.pages[first].group & TWIN:
-            begin_shard_twins(pool, first)
+            _begin_shard_twins(pool, first)
             page_id = pool.twins[first].next
             while page_id != first:
-                join_shard_twins(pool, first, page_id)
+                _join_shard_twins(pool, first, page_id)
                 page_id = pool.twins[page_id].next
 
 
-cdef inline void leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
+cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
     """The key's `slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     unlink(pool.twins, page_id)
     if pool.num_shards:
-        leave_shard_twins(pool, page_id)
+        _leave_shard_twins(pool, page_id)
     if pool.twins[following].next == following:
         pool.pages[following].group &= ~TWIN
     if slot.page_id == page_id:
@@ -206,27 +206,27 @@ cdef enum:
     MAX_UNSEEN = 4            # sampled keys
 
 
-cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
+cdef inline uint32_t _tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
     return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
 
 
-cdef inline uint32_t home_at(const Pool *pool, uint32_t tag) noexcept nogil:
+cdef inline uint32_t _home_at(const Pool *pool, uint32_t tag) noexcept nogil:
     """The upper bits of a tag: the lower ones of a product depend on the lower ones of a key alone, and could be aimed at."""
     return tag >> pool.home_shift
 
 
 cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The slot where a look-up begins."""
-    return &pool.slots[home_at(pool, tag_of(pool, key.lo, group))]
+    return &pool.slots[_home_at(pool, _tag_of(pool, key.lo, group))]
 
 
 cdef inline bint has_key(const Page *page, Digest key, int32_t group) noexcept nogil:
     return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group
 
 
-cdef inline Slot *slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag) noexcept nogil:
+cdef inline Slot *_slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag) noexcept nogil:
     """The slot of the key, or the empty slot that ends the search."""
-    cdef uint32_t i = home_at(pool, tag)
+    cdef uint32_t i = _home_at(pool, tag)
     while pool.slots[i].page_id != NULL_PAGE:
         if pool.slots[i].tag == tag and has_key(&pool.pages[pool.slots[i].page_id], key, group):
             break
@@ -236,7 +236,7 @@ cdef inline Slot *slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag) 
 
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The page cached first under the key, or NULL_PAGE."""
-    return slot_for(pool, key, group, tag_of(pool, key.lo, group)).page_id
+    return _slot_for(pool, key, group, _tag_of(pool, key.lo, group)).page_id
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
@@ -244,7 +244,7 @@ cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids
     cdef int32_t first = find(pool, key, group)
     if first == NULL_PAGE or ids.start <= first < ids.stop:
         return first
-    return find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
+    return _find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
 
 
 cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
@@ -252,8 +252,8 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pages and more.
     """
     cdef Page *page = &pool.pages[page_id]
-    cdef uint32_t tag = tag_of(pool, key.lo, group)
-    cdef Slot *slot = slot_for(pool, key, group, tag)
+    cdef uint32_t tag = _tag_of(pool, key.lo, group)
+    cdef Slot *slot = _slot_for(pool, key, group, tag)
     assert 0 < page_id < pool.num_pages and page.group == NO_GROUP
     page.key_lo = key.lo
     page.key_hi = key.hi
@@ -263,16 +263,16 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     if rare(pool.tier != NULL):
         pool.tier.record_cached(pool, page_id)
     if rare(pool.num_parts != 0):
-        make_new(pool, page_id)
+        _make_new(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
-        join_twins(pool, slot.page_id, page_id)
+        _join_twins(pool, slot.page_id, page_id)
         return False
     slot[0] = Slot(tag, page_id)
     pool.num_keys += 1
     return True
 
 
-cdef inline void make_new(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page that was blank, in the queue or taken out of it as it is, a new one. It has just been given its entry."""
     cdef bint was_free = is_free(pool, page_id)
     if was_free:
@@ -315,7 +315,7 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
     return not page.group & TWIN or find(pool, digest_of(page), page.group & ~FLAGS) == page_id
 
 
-cdef inline Py_ssize_t find_entered(Pool *pool, const int32_t *ids, Range span) noexcept nogil:
+cdef inline Py_ssize_t _find_entered(Pool *pool, const int32_t *ids, Range span) noexcept nogil:
     """Index of a page in ``ids[span]``, null pages aside, that has an entry or stands there before; -1: there is none."""
     cdef Py_ssize_t i, bad = -1
     for i in range(span.start, span.stop):
@@ -338,7 +338,7 @@ cdef inline Py_ssize_t enter_all(
     -1, or, with nothing changed, the index of a page that has an entry already.
     """
     cdef Ranking ranking = Ranking(span.start, 0)
-    cdef Py_ssize_t bad = find_entered(pool, ids, span)
+    cdef Py_ssize_t bad = _find_entered(pool, ids, span)
     cdef int32_t i
     for i in range(span.start, span.stop if bad < 0 else span.start):
         if ids[i] == NULL_PAGE:
@@ -377,19 +377,19 @@ cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens,
         memcpy(kept + 1, tokens, n * sizeof(int32_t))
 
 
-cdef inline Slot *slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
+cdef inline Slot *_slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
     """The slot that names a page, or, for a twin that no slot names, the empty slot that ends the search."""
-    cdef uint32_t i = home_at(pool, tag)
+    cdef uint32_t i = _home_at(pool, tag)
     while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
         i = (i + 1) & pool.mask
     return &pool.slots[i]
 
 
-cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
+cdef inline void _empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
     """Empty a slot and shift back the entries behind it that would no longer be found."""
     cdef uint32_t i = (hole + 1) & pool.mask
     while pool.slots[i].page_id != NULL_PAGE:
-        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
+        if ((i - _home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
             pool.slots[hole] = pool.slots[i]
             hole = i
         i = (i + 1) & pool.mask
@@ -400,20 +400,20 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
 cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the prefix entry of a page that has one."""
     cdef Page *page = &pool.pages[page_id]
-    cdef Slot *slot = slot_of(pool, page_id, tag_of(pool, page.key_lo, page.group & ~FLAGS))
+    cdef Slot *slot = _slot_of(pool, page_id, _tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
-        record_drop(pool, page_id)
+        _record_drop(pool, page_id)
     pool.num_unwatched += (page.group & WATCHED) != 0
     if rare(page.group & TWIN):
-        leave_twins(pool, page_id, slot)
+        _leave_twins(pool, page_id, slot)
     else:
-        empty_slot(pool, <uint32_t>(slot - pool.slots))
+        _empty_slot(pool, <uint32_t>(slot - pool.slots))
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1
     if rare(pool.num_parts != 0):
-        leave_part(pool, page_id)
+        _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):
         leave_session(pool, page_id)
 
@@ -425,10 +425,10 @@ cdef inline void drop_all(Pool *pool) noexcept nogil:
         if pool.pages[page_id].group != NO_GROUP:
             drop(pool, page_id)
     if is_journaled(pool):
-        record_clear(&pool.journal)
+        _record_clear(&pool.journal)
 
 
-cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the term of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
     cdef bint is_moved = is_free(pool, page_id)
     if pool.policy != NULL:

@@ -48,7 +48,7 @@ cdef inline void end_charge(Pool *pool, int32_t page_id) noexcept nogil:
     pool.tenants.of_pages[page_id] = NO_TENANT
 
 
-cdef inline int32_t session_of(const Pool *pool, int32_t number) noexcept nogil:
+cdef inline int32_t _session_of(const Pool *pool, int32_t number) noexcept nogil:
     """The session that has the pages of rows and requests with a number, or NO_SESSION."""
     return pool.sessions.items[number].main if number != NO_SESSION else <int32_t>NO_SESSION
 
@@ -59,7 +59,7 @@ cdef inline bint is_live(const Session *session) noexcept nogil:
 
 cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexcept nogil:
     """Count a holder of a session more, or, with -1, less. NO_SESSION is not counted."""
-    cdef int32_t main = session_of(pool, number)
+    cdef int32_t main = _session_of(pool, number)
     cdef Session *session = &pool.sessions.items[main]
     if number != main:
         pool.sessions.items[number].num_holders += change
@@ -77,7 +77,7 @@ cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcep
         place[0] = number
 
 
-cdef inline void own_page(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
+cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
     """Give a cached page without an owner to a session."""
     cdef Session *session = &pool.sessions.items[number]
     pool.sessions.owners[page_id] = number
@@ -116,8 +116,8 @@ cdef inline void close_page(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void enter_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
     """Give a page that has just been cached to the session of its row or request."""
-    if rare(number != NO_SESSION) and session_of(pool, number) != NO_SESSION:
-        own_page(pool, page_id, session_of(pool, number))
+    if rare(number != NO_SESSION) and _session_of(pool, number) != NO_SESSION:
+        _own_page(pool, page_id, _session_of(pool, number))
 
 
 cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t number) noexcept nogil:
@@ -131,13 +131,13 @@ cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32
         for i in range(n):
             if ids[i] != NULL_PAGE and pool.tenants.of_pages[ids[i]] != tenant:
                 charge(pool, ids[i], COMMON)
-    number = session_of(pool, number)
+    number = _session_of(pool, number)
     for i in range(n if rare(pool.sessions.owners != NULL) else 0):
         owner = pool.sessions.owners[ids[i]]
         if owner == SHARED or owner == number or pool.pages[ids[i]].group == NO_GROUP:
             continue
         leave_session(pool, ids[i])
         if owner == SHARED - number:
-            own_page(pool, ids[i], number)
+            _own_page(pool, ids[i], number)
         else:
             pool.sessions.owners[ids[i]] = SHARED

@@ -19,12 +19,12 @@ from pagepool.core.pool.records cimport (
 )
 
 
-cdef inline Stay *stay_of(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline Stay *_stay_of(Pool *pool, int32_t page_id) noexcept nogil:
     """When a sampled page was handed out and last used."""
     return &pool.residency.stays[page_id >> pool.residency.shift]
 
 
-cdef inline void count_time(Histogram *histogram, int64_t duration) noexcept nogil:
+cdef inline void _count_time(Histogram *histogram, int64_t duration) noexcept nogil:
     cdef int64_t milliseconds = duration // 1_000_000
     cdef Py_ssize_t bucket = 0
     while milliseconds >> bucket and bucket < NUM_BUCKETS - 1:
@@ -33,50 +33,50 @@ cdef inline void count_time(Histogram *histogram, int64_t duration) noexcept nog
     histogram.sum += duration
 
 
-cdef inline void begin_stay(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _begin_stay(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a sampled page without an entry is handed out."""
     cdef int64_t now = monotonic_ns()
-    stay_of(pool, page_id)[0] = Stay(now, now)
+    _stay_of(pool, page_id)[0] = Stay(now, now)
 
 
-cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a sampled page is evicted and handed out."""
-    cdef Stay *stay = stay_of(pool, page_id)
+    cdef Stay *stay = _stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
-    count_time(&pool.residency.lifetimes, now - stay.start)
-    count_time(&pool.residency.idle_times, now - stay.last_use)
+    _count_time(&pool.residency.lifetimes, now - stay.start)
+    _count_time(&pool.residency.idle_times, now - stay.last_use)
     stay[0] = Stay(now, now)
 
 
-cdef inline void record_use(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _record_use(Pool *pool, int32_t page_id) noexcept nogil:
     """Record a hit on a sampled page."""
-    cdef Stay *stay = stay_of(pool, page_id)
+    cdef Stay *stay = _stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
-    count_time(&pool.residency.reuse_gaps, now - stay.last_use)
+    _count_time(&pool.residency.reuse_gaps, now - stay.last_use)
     stay.last_use = now
 
 
-cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page that was just taken out of the queue its holder's own. One with an entry is evicted."""
     if pool.pages[page_id].group != NO_GROUP:
-        evict(pool, page_id)
+        _evict(pool, page_id)
     elif rare(not page_id & pool.sample_mask):
-        begin_stay(pool, page_id)
+        _begin_stay(pool, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.num_allocated += 1
 
 
-cdef inline void evict(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the entry of a page, and have its content saved in the tier, if there is one."""
     if rare(not page_id & pool.sample_mask):
-        renew_stay(pool, page_id)
+        _renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
     drop(pool, page_id)
     pool.num_evicted += 1
 
 
-cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the slot fetched that a page with an entry will leave, and the one in which it is looked up in the tier."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
@@ -85,13 +85,13 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
             fetch(home_of(pool.tier.pool, digest_of(page), page.group & ~FLAGS))
 
 
-cdef inline Py_ssize_t pull_behind(Pool *pool, int32_t record, int32_t *out, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py_ssize_t n) noexcept nogil:
     """Pull up to `n` pages behind a record of the queue of a pool without shards, all at once. Returns how many there are."""
     cdef Page *pages = pool.pages
     cdef int32_t following, page_id = pages[record].next_free
     cdef Py_ssize_t count = 0
     while count < n and is_page(pool, page_id):
-        fetch_entry(pool, page_id)
+        _fetch_entry(pool, page_id)
         out[count] = page_id
         count += 1
         following = pages[page_id].next_free
@@ -112,25 +112,25 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     if rare(pool.is_divided):
-        take_picked(pool, out, n, shard, session)
+        _take_picked(pool, out, n, shard, session)
         return
-    pull_behind(pool, NULL_PAGE, out, n)
+    _pull_behind(pool, NULL_PAGE, out, n)
     for i in range(n):
-        claim(pool, out[i])
+        _claim(pool, out[i])
 
 
-cdef inline Py_ssize_t pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
     """Pull up to `n` pages of a pool with parts and no shards that need no choice: blank ones, and behind them cached ones,
     unless there is a policy, or terms. Returns how many.
     """
     cdef Py_ssize_t count
     if pool.num_shards or pool.num_parts == 0:
         return 0
-    count = pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
+    count = _pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
     if pool.policy != NULL:
         pool.policy.num_in_part[BLANK] -= count
     elif pool.expected.terms == NULL:
-        count += pull_behind(pool, start_of_part(pool, NEW, -1), out + count, n - count)
+        count += _pull_behind(pool, start_of_part(pool, NEW, -1), out + count, n - count)
     return count
 
 
@@ -140,7 +140,7 @@ cdef inline void count_request(Pool *pool) noexcept nogil:
         pool.policy.num_requests += 1
 
 
-cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     """Let the ghost remember a page with an entry that is evicted, if its key is sampled and no other page has it."""
     cdef const Page *page = &pool.pages[page_id]
     cdef uint64_t word = hash_key(digest_of(page), page.group & ~FLAGS)
@@ -148,19 +148,19 @@ cdef inline void remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
         remember(&pool.policy.ghost, word, pool.policy.marks[page_id])
 
 
-cdef inline void claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
-    """`claim`, and tell the policy, if there is one."""
+cdef inline void _claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
+    """`_claim`, and tell the policy, if there is one."""
     if pool.pages[page_id].group != NO_GROUP and pool.policy != NULL:
-        remember_evicted(pool, page_id)
-    claim(pool, page_id)
+        _remember_evicted(pool, page_id)
+    _claim(pool, page_id)
     if pool.policy != NULL:
         pool.policy.marks[page_id] = NEW
 
 
-cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
+cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
     cdef Supply supply = begin_supply(pool, tenant_of(pool, session))
-    cdef Py_ssize_t i, num_unpicked = pull_unpicked(pool, out, n)
+    cdef Py_ssize_t i, num_unpicked = _pull_unpicked(pool, out, n)
     for i in range(num_unpicked if pool.tenants.of_pages != NULL else 0):
         begin_charge(pool, out[i])
         charge(pool, out[i], supply.taker)
@@ -170,9 +170,9 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pull(pool, out[i])
         if rare(pool.tenants.of_pages != NULL):
             charge(pool, out[i], supply.taker)
-        fetch_entry(pool, out[i])
+        _fetch_entry(pool, out[i])
     for i in range(n):
-        claim_picked(pool, out[i])
+        _claim_picked(pool, out[i])
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
@@ -181,7 +181,7 @@ cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcep
     pull(pool, page_id)
     if rare(pool.tenants.of_pages != NULL):
         charge(pool, page_id, tenant_of(pool, session))
-    claim_picked(pool, page_id)
+    _claim_picked(pool, page_id)
 
 
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -223,7 +223,7 @@ cdef inline Py_ssize_t give_back(
         if at >= 0:
             return at
     if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
-        return give_back_to_parts(pool, ids, n, tail_first, terms)
+        return _give_back_to_parts(pool, ids, n, tail_first, terms)
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
@@ -237,12 +237,12 @@ cdef inline Py_ssize_t give_back(
         elif left > 0 or not GUARDS:
             page.ref_cnt = left
         else:
-            undo_give_back(pool, ids, n, i, tail_first)
+            _undo_give_back(pool, ids, n, i, tail_first)
             return at
     return -1
 
 
-cdef inline Py_ssize_t give_back_to_parts(
+cdef inline Py_ssize_t _give_back_to_parts(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms
 ) noexcept nogil:
     """`give_back` with a policy, or terms. A policy gets to know how many pages come before the first does."""
@@ -255,7 +255,7 @@ cdef inline Py_ssize_t give_back_to_parts(
             continue
         page = &pool.pages[ids[at]]
         if GUARDS and page.ref_cnt <= 0:
-            undo_give_back(pool, ids, n, i, tail_first)
+            _undo_give_back(pool, ids, n, i, tail_first)
             return at
         page.ref_cnt -= 1
         if page.ref_cnt == 0:
@@ -300,10 +300,10 @@ cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexce
 cdef inline void end_leases(Pool *pool) noexcept nogil:
     """Give back the pages of leases that are over: before pages are taken."""
     if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
-        end_due_leases(pool)
+        _end_due_leases(pool)
 
 
-cdef inline void end_due_leases(Pool *pool) noexcept nogil:
+cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
     """Give back the pages of leases that are over, except one of which somebody else gave back a page: its `release` tells
     that. O(leases of spans, and pages of those that end).
     """
@@ -369,7 +369,7 @@ cdef inline Py_ssize_t give_back_held(
     return bad
 
 
-cdef inline void undo_give_back(
+cdef inline void _undo_give_back(
     Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
 ) noexcept nogil:
     """Undo the first `num_done` steps of `give_back`, last first, so that the queue is as it was."""
@@ -382,7 +382,7 @@ cdef inline void undo_give_back(
         if is_free(pool, page_id):
             pull(pool, page_id)
             pool.num_freed -= 1
-        pool.pages[page_id].next_free = NOT_FREE  # what `give_back_to_parts` put there
+        pool.pages[page_id].next_free = NOT_FREE  # what `_give_back_to_parts` put there
         pool.pages[page_id].ref_cnt += 1
 
 
@@ -398,7 +398,7 @@ cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize
     return -1
 
 
-cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _unwatch(Pool *pool, int32_t page_id) noexcept nogil:
     """Clear the WATCHED flag of a cached page."""
     pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
     pool.pages[page_id].group &= ~WATCHED
@@ -407,17 +407,17 @@ cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference more for a page that is not in the queue. It is no use of its content."""
     if pool.pages[page_id].group >= WATCHED:
-        unwatch(pool, page_id)
+        _unwatch(pool, page_id)
     pool.pages[page_id].ref_cnt += 1
 
 
-cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference more for a page that was hit, and is not in the queue any more."""
     share(pool, page_id)
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
-        record_use(pool, page_id)
+        _record_use(pool, page_id)
 
 
 cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
@@ -433,16 +433,16 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     if rare(pool.num_parts != 0):
-        touch_in_parts(pool, ids, n, is_use)
+        _touch_in_parts(pool, ids, n, is_use)
         return
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
                 reuse(pool, ids[i])
-            add_reference(pool, ids[i])
+            _add_reference(pool, ids[i])
 
 
-cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use) noexcept nogil:
+cdef inline void _touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use) noexcept nogil:
     """`touch_all` with parts."""
     cdef Py_ssize_t i
     cdef bint was_free
@@ -457,7 +457,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bi
                 record_hit(pool.policy, ids[i], was_free)
             if is_use:
                 use_page(pool, ids[i])
-            add_reference(pool, ids[i])
+            _add_reference(pool, ids[i])
 
 
 # Transfers of pages between a pool and the tier behind it: queued here, done by whoever takes the list. The lock of the pool
@@ -480,7 +480,7 @@ cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t pa
     """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
     cdef int32_t tier_id = NULL_PAGE
     take_from(tier.pool, &tier_id, 1, -1, NO_SESSION)
-    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
+    _fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
     tier.fills[tier_id] = FILLING
     queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
     return tier_id

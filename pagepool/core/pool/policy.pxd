@@ -112,7 +112,7 @@ cdef inline bint is_sampled(uint64_t word) noexcept nogil:
     return word & (SAMPLE_INTERVAL - 1) == 0
 
 
-cdef inline uint32_t tag_in_ghost(uint64_t word) noexcept nogil:
+cdef inline uint32_t _tag_in_ghost(uint64_t word) noexcept nogil:
     return <uint32_t>(word >> 32) or 1
 
 
@@ -120,9 +120,9 @@ cdef inline GhostEntry *set_of(const Ghost *ghost, uint32_t tag) noexcept nogil:
     return ghost.entries + SET_SIZE * (<uint64_t>tag * ghost.num_sets >> 32)
 
 
-cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
+cdef inline GhostEntry *_find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
     """The entry of a key, or NULL."""
-    cdef uint32_t tag = tag_in_ghost(word)
+    cdef uint32_t tag = _tag_in_ghost(word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i
     for i in range(SET_SIZE):
@@ -135,8 +135,8 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
     """Add a key as the last of its set. It takes the place of its own entry, if nobody asked for the key since it was evicted
     before, else of the first that left a gap, else of the oldest.
     """
-    cdef uint32_t tag = tag_in_ghost(word)
-    cdef GhostEntry *own = find_ghost(ghost, word)
+    cdef uint32_t tag = _tag_in_ghost(word)
+    cdef GhostEntry *own = _find_ghost(ghost, word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i = 0 if own == NULL else own - entries
     while own == NULL and i < SET_SIZE - 1 and entries[i].tag:
@@ -145,7 +145,7 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
     entries[0] = GhostEntry(tag, mark)
 
 
-cdef inline bint make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
+cdef inline bint _make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
     """Make room for a sample of the pages that were evicted last; False where memory is short."""
     cdef double size_in_sets = <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL / SET_SIZE
     ghost.num_sets = 1 + <uint32_t>min(<double>(UINT32_MAX - 1), size_in_sets)
@@ -154,31 +154,31 @@ cdef inline bint make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
     return ghost.memory != NULL
 
 
-cdef inline uint32_t stamp_of(const Policy *policy) noexcept nogil:
+cdef inline uint32_t _stamp_of(const Policy *policy) noexcept nogil:
     """The stamp of pages that are released now."""
     return <uint32_t>(policy.learned.epoch & LAST_EPOCH) << EPOCH_SHIFT | <uint32_t>policy.learned.call << STAMP_SHIFT
 
 
-cdef inline int64_t epochs_since(const Policy *policy, uint32_t mark) noexcept nogil:
+cdef inline int64_t _epochs_since(const Policy *policy, uint32_t mark) noexcept nogil:
     return (policy.learned.epoch - (mark >> EPOCH_SHIFT)) & LAST_EPOCH
 
 
-cdef inline int32_t bucket_of(const Policy *policy, int64_t age) noexcept nogil:
+cdef inline int32_t _bucket_of(const Policy *policy, int64_t age) noexcept nogil:
     return policy.buckets[age] if age < HORIZON else NUM_AGES - 1
 
 
 cdef inline uint32_t age_of(const Policy *policy, uint32_t mark) noexcept nogil:
     """How long ago a page was released, in calls and epochs: only the order matters."""
-    return stamp_of(policy) - (mark & ~<uint32_t>PART)
+    return _stamp_of(policy) - (mark & ~<uint32_t>PART)
 
 
 cdef inline double value_of(const Policy *policy, uint32_t mark) noexcept nogil:
-    return policy.learned.values[(mark & PART) - 1][bucket_of(policy, epochs_since(policy, mark))]
+    return policy.learned.values[(mark & PART) - 1][_bucket_of(policy, _epochs_since(policy, mark))]
 
 
 # Learning.
 
-cdef inline void rate_ages(Policy *policy) noexcept nogil:
+cdef inline void _rate_ages(Policy *policy) noexcept nogil:
     """Compute the value of each age from what was counted, with the mean of all parts, and the age before, as prior."""
     cdef double[NUM_AGES] prior
     cdef double num_reused, num_exposed, weight = 1
@@ -193,10 +193,10 @@ cdef inline void rate_ages(Policy *policy) noexcept nogil:
         prior[j] = (num_reused + weight * (prior[j - 1] if j else <double>FIRST_HAZARD / 100)) / (num_exposed + weight)
         prior[j] = min(1.0, prior[j])
     for c in range(NUM_CLASSES):
-        rate_class(policy, c, prior, weight)
+        _rate_class(policy, c, prior, weight)
 
 
-cdef inline void rate_class(Policy *policy, Py_ssize_t c, const double *prior, double weight) noexcept nogil:
+cdef inline void _rate_class(Policy *policy, Py_ssize_t c, const double *prior, double weight) noexcept nogil:
     cdef double[NUM_AGES] hazard
     cdef double hits, time, surviving, best
     cdef Py_ssize_t j, start
@@ -227,7 +227,7 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
     if policy == NULL:
         return NULL
     policy.marks = <uint32_t *>raw_calloc(num_pages, sizeof(uint32_t))
-    if policy.marks == NULL or not make_ghost(&policy.ghost, num_pages):
+    if policy.marks == NULL or not _make_ghost(&policy.ghost, num_pages):
         free_policy(policy)
         return NULL
     policy.num_pages = num_pages
@@ -238,11 +238,11 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
     for age in range(HORIZON):
         bucket += age == policy.edges[bucket + 1]
         policy.buckets[age] = <uint8_t>bucket
-    rate_ages(policy)
+    _rate_ages(policy)
     return policy
 
 
-cdef inline void begin_epoch(Policy *policy) noexcept nogil:
+cdef inline void _begin_epoch(Policy *policy) noexcept nogil:
     """Count the pages that come to the next ages."""
     cdef Py_ssize_t c, j
     cdef int64_t num_alive
@@ -254,7 +254,7 @@ cdef inline void begin_epoch(Policy *policy) noexcept nogil:
             policy.learned.exposed[c][j] += <double>max(<int64_t>0, num_alive)
 
 
-cdef inline void decay(Policy *policy, double epochs) noexcept nogil:
+cdef inline void _decay(Policy *policy, double epochs) noexcept nogil:
     """Let what was counted before weigh less."""
     cdef double requests = <double>(policy.num_requests - policy.learned.num_requests_then)
     cdef double share = pow(2.0, -min(epochs / HALF_LIFE, requests / HALF_LIFE_REQUESTS))
@@ -266,7 +266,7 @@ cdef inline void decay(Policy *policy, double epochs) noexcept nogil:
     policy.learned.num_requests_then = policy.num_requests
 
 
-cdef inline int64_t find_lru_age(const Policy *policy, int64_t num_free) noexcept nogil:
+cdef inline int64_t _find_lru_age(const Policy *policy, int64_t num_free) noexcept nogil:
     """The age at which LRU would lose pages: as many were released since, and not used, as it has room for."""
     cdef int64_t age = 0, count = 0
     cdef Py_ssize_t c
@@ -289,10 +289,10 @@ cdef inline void count_release(Policy *policy, int64_t num_pages, int64_t num_fr
     policy.learned.call = 0
     policy.learned.decision.part = BLANK
     while policy.learned.num_released // policy.epoch_pages > policy.learned.epoch:
-        begin_epoch(policy)
-    decay(policy, <double>(policy.learned.epoch - epoch))
-    rate_ages(policy)
-    policy.learned.lru_age = find_lru_age(policy, num_free + num_pages)
+        _begin_epoch(policy)
+    _decay(policy, <double>(policy.learned.epoch - epoch))
+    _rate_ages(policy)
+    policy.learned.lru_age = _find_lru_age(policy, num_free + num_pages)
     if REGRET_A_POOL * policy.learned.regret > policy.num_pages:
         policy.learned.pause = min(max(<int64_t>2, 2 * policy.learned.pause), <int64_t>MAX_PAUSE)
         policy.learned.paused_until = policy.learned.num_released + policy.learned.pause * policy.num_pages
@@ -301,29 +301,29 @@ cdef inline void count_release(Policy *policy, int64_t num_pages, int64_t num_fr
 
 cdef inline void stamp_page(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
     """Mark a page with an entry that is put into a part now."""
-    policy.marks[page_id] = stamp_of(policy) | part
+    policy.marks[page_id] = _stamp_of(policy) | part
     policy.learned.exposed[part - 1][0] += 1
     policy.learned.alive[part - 1][policy.learned.epoch & LAST_COUNTED] += 1
 
 
-cdef inline uint32_t count_reuse(Policy *policy, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
+cdef inline uint32_t _count_reuse(Policy *policy, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
     """Count that a page with this mark was used again, and return the part that it belongs to now."""
-    cdef int64_t age = epochs_since(policy, mark)
+    cdef int64_t age = _epochs_since(policy, mark)
     cdef Py_ssize_t c = (mark & PART) - 1
     cdef bint is_in_time = age < policy.learned.lru_age
     policy.num_lru_hits += weight * is_in_time
     policy.learned.regret = max(<int64_t>0, policy.learned.regret + weight * (is_in_time - is_hit))
     if age < HORIZON:
-        policy.learned.reused[c][bucket_of(policy, age)] += <double>weight
+        policy.learned.reused[c][_bucket_of(policy, age)] += <double>weight
         policy.learned.alive[c][(policy.learned.epoch - age) & LAST_COUNTED] -= weight
     return AGAIN if is_in_time else LATE
 
 
 cdef inline void count_demand(Policy *policy, uint32_t mark) noexcept nogil:
     """Count that a page in the queue, with this mark, was asked for, though it stays there."""
-    cdef int64_t age = epochs_since(policy, mark)
+    cdef int64_t age = _epochs_since(policy, mark)
     if mark != BLANK and age < HORIZON:
-        policy.learned.reused[(mark & PART) - 1][bucket_of(policy, age)] += 1
+        policy.learned.reused[(mark & PART) - 1][_bucket_of(policy, age)] += 1
 
 
 cdef inline void pass_part(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
@@ -337,24 +337,24 @@ cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noex
     cdef uint32_t *mark = &policy.marks[page_id]
     if was_free:
         policy.learned.decision.part = BLANK
-        mark[0] = count_reuse(policy, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
+        mark[0] = _count_reuse(policy, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
     else:
         mark[0] = AGAIN
 
 
 cdef inline uint32_t recall(Policy *policy, uint64_t word) noexcept nogil:
     """The part for the page of a sampled key, known by its hash, that enters the index; BLANK where the key is forgotten."""
-    cdef GhostEntry *entry = find_ghost(&policy.ghost, word)
+    cdef GhostEntry *entry = _find_ghost(&policy.ghost, word)
     if entry == NULL:
         return BLANK
     entry.tag = 0
-    return count_reuse(policy, entry.mark, SAMPLE_INTERVAL, False)
+    return _count_reuse(policy, entry.mark, SAMPLE_INTERVAL, False)
 
 
 cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
     """Count a page in the queue no more that loses its entry other than by eviction, or is put into the queue again."""
     cdef uint32_t mark = policy.marks[page_id]
-    cdef int64_t age = epochs_since(policy, mark)
+    cdef int64_t age = _epochs_since(policy, mark)
     if mark != BLANK and age < HORIZON:
         policy.learned.alive[(mark & PART) - 1][(policy.learned.epoch - age) & LAST_COUNTED] -= 1
 

@@ -51,36 +51,36 @@ cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard)
     return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
 
 
-cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+cdef inline int32_t _end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The record behind the pages of a part; without parts behind all pages."""
     if part + 1 < pool.num_parts:
         return start_of_part(pool, part + 1, shard)
     return end_of_queue(pool, shard)
 
 
-cdef inline int32_t part_of_term(const Pool *pool, int32_t first, int32_t term) noexcept nogil:
+cdef inline int32_t _part_of_term(const Pool *pool, int32_t first, int32_t term) noexcept nogil:
     """The part for pages with a term, which is not UNKNOWN, of the tenant with that `first` part."""
     return first + count_plain_parts(pool) + NEVER - term
 
 
-cdef inline int32_t first_part_of(const Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline int32_t _first_part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """The first part of the tenant of a cached page."""
     return pool.tenants.of_pages[page_id] * pool.num_parts_each if rare(pool.tenants.of_pages != NULL) else 0
 
 
-cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline int32_t _part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """The part of the queue in which a page belongs; NO_PART without any."""
     cdef int32_t part = NEW
     if pool.num_parts == 0:
         return NO_PART
     if rare(term_of(pool, page_id) != UNKNOWN):
-        return part_of_term(pool, first_part_of(pool, page_id), term_of(pool, page_id))
+        return _part_of_term(pool, _first_part_of(pool, page_id), term_of(pool, page_id))
     if pool.policy != NULL:
         part = <int32_t>(pool.policy.marks[page_id] & PART)
     elif pool.pages[page_id].group == NO_GROUP:
         part = BLANK
     if rare(pool.expected.terms != NULL) and part != BLANK:
-        return first_part_of(pool, page_id) + part
+        return _first_part_of(pool, page_id) + part
     return part
 
 
@@ -89,7 +89,7 @@ cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t sha
     return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
 
 
-cdef inline int32_t record_before(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
+cdef inline int32_t _record_before(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
     return pool.pages[page_id].prev_free if shard < 0 else pool.shard_links[page_id].prev
 
 
@@ -98,22 +98,22 @@ cdef inline bint is_page(const Pool *pool, int32_t record) noexcept nogil:
     return NULL_PAGE < record < pool.num_pages
 
 
-cdef inline int32_t oldest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+cdef inline int32_t _oldest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The page that has been in a part for longest, or NULL_PAGE."""
     cdef int32_t page_id = record_behind(pool, start_of_part(pool, part, shard), shard)
     return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
 
 
-cdef inline int32_t newest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    cdef int32_t page_id = record_before(pool, end_of_part(pool, part, shard), shard)
+cdef inline int32_t _newest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    cdef int32_t page_id = _record_before(pool, _end_of_part(pool, part, shard), shard)
     return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
 
 
-cdef inline int32_t oldest_in_parts(const Pool *pool, int32_t first, int32_t stop, int32_t shard) noexcept nogil:
+cdef inline int32_t _oldest_in_parts(const Pool *pool, int32_t first, int32_t stop, int32_t shard) noexcept nogil:
     """The oldest page of the first of the parts ``[first, stop)`` that has any, or NULL_PAGE. O(parts)."""
     cdef int32_t part, page_id = NULL_PAGE
     for part in range(first, stop):
-        page_id = oldest_in(pool, part, shard)
+        page_id = _oldest_in(pool, part, shard)
         if page_id != NULL_PAGE:
             break
     return page_id
@@ -134,60 +134,60 @@ cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept no
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page outside the queue to its back, which is evicted last; with a policy to that of its part."""
     if rare(pool.is_divided):
-        push_to_divisions(pool, page_id)
+        _push_to_divisions(pool, page_id)
     else:
         link_page(pool, page_id, NULL_PAGE)
 
 
-cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """`push` to the back of the part in which the page belongs, and of that of its shard."""
     if pool.num_parts > NEW + 1 or pool.num_shards:
         push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     else:
-        link_page(pool, page_id, end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1))
+        link_page(pool, page_id, _end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1))
 
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """`push_to_divisions` at a time, which matters only with terms."""
-    mark_queued(pool, page_id, now)
-    place(pool, page_id)
+    """`_push_to_divisions` at a time, which matters only with terms."""
+    _mark_queued(pool, page_id, now)
+    _place(pool, page_id)
 
 
-cdef inline void place(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
     """Link a page into its part, and into that of its shard, at the back."""
-    cdef int32_t shard, part = part_of(pool, page_id)
+    cdef int32_t shard, part = _part_of(pool, page_id)
     count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, end_of_part(pool, part, -1))
+    link_page(pool, page_id, _end_of_part(pool, part, -1))
     if pool.num_shards:
         shard = shard_of(pool, page_id)
-        push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
+        _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry, outside the queue, to its front; with a policy to that of the blank part."""
     if rare(pool.is_divided):
-        push_first_to_divisions(pool, page_id)
+        _push_first_to_divisions(pool, page_id)
     else:
         link_page(pool, page_id, record_behind(pool, NULL_PAGE, -1))
 
 
-cdef inline void push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry to the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
-    mark_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+    _mark_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, record_behind(pool, front_of_blank(pool, -1), -1))
+    link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, -1), -1))
     if pool.num_shards:
         shard = shard_of(pool, page_id)
-        push_to_shard(pool, page_id, shard, record_behind(pool, front_of_blank(pool, shard), shard))
+        _push_to_shard(pool, page_id, shard, record_behind(pool, _front_of_blank(pool, shard), shard))
 
 
-cdef inline int32_t front_of_blank(const Pool *pool, int32_t shard) noexcept nogil:
+cdef inline int32_t _front_of_blank(const Pool *pool, int32_t shard) noexcept nogil:
     """The record before the pages without an entry; without parts before all pages."""
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
-cdef inline void mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+cdef inline void _mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Mark a page that is put into the queue as one of the policy's part that its mark names, or, without an entry, of the
     blank one, and stamp it.
     """
@@ -200,7 +200,7 @@ cdef inline void mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept 
             stamp_page(pool.policy, page_id, part)
     if rare(pool.expected.terms != NULL):
         pool.expected.stamps[page_id] = <uint32_t>now
-        if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
+        if pool.tenants.of_pages != NULL and _part_of(pool, page_id) == BLANK:
             end_charge(pool, page_id)
 
 
@@ -209,30 +209,30 @@ cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
     return pool.expected.fixed_time or coarse_time(SECOND)
 
 
-cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+cdef inline uint32_t _idle_time(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     return <uint32_t>now - pool.expected.stamps[page_id]
 
 
-cdef inline bint is_older(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+cdef inline bint _is_older(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
     """Whether a free page was released before another one. Stamps wrap around; no page is idle for half of their range."""
     return <int32_t>(pool.expected.stamps[other] - pool.expected.stamps[page_id]) > 0
 
 
-cdef inline uint32_t limit_of(int32_t term) noexcept nogil:
+cdef inline uint32_t _limit_of(int32_t term) noexcept nogil:
     """The idle time at which a term is over."""
     return <uint32_t>SECOND << term
 
 
-cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
+cdef inline int32_t _term_from_idle(uint32_t idle) noexcept nogil:
     """Return the term of a page without an expectation: it is expected in twice its idle time."""
     return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
 
 
-cdef inline int32_t current_term(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+cdef inline int32_t _current_term(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """The term of a free page that has one: of a late page, which has been idle for all of it, the first that is not over."""
     cdef int32_t term = term_of(pool, page_id)
-    cdef uint32_t idle = idle_time(pool, page_id, now)
-    if term == NEVER or idle < limit_of(term):
+    cdef uint32_t idle = _idle_time(pool, page_id, now)
+    if term == NEVER or idle < _limit_of(term):
         return term
     return min(highest_bit(idle // SECOND) + 1, <int32_t>LAST_TERM)
 
@@ -240,12 +240,12 @@ cdef inline int32_t current_term(const Pool *pool, int32_t page_id, int64_t now)
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """Count a page that comes into its part, or leaves it."""
     if rare(pool.expected.terms != NULL):
-        count_with_term(pool, page_id, change)
+        _count_with_term(pool, page_id, change)
     if pool.policy != NULL and term_of(pool, page_id) == UNKNOWN:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
 
 
-cdef inline void count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
+cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """`count_in_part` for its term, if it has one, and its tenant."""
     cdef int32_t term = term_of(pool, page_id)
     if term != UNKNOWN:
@@ -261,11 +261,11 @@ cdef inline void count_with_term(Pool *pool, int32_t page_id, int32_t change) no
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page of a pool without shards into the part that its mark names, as it was there before it was saved."""
     cdef int32_t part = <int32_t>(pool.policy.marks[page_id] & PART)
-    link_page(pool, page_id, end_of_part(pool, part, -1))
+    link_page(pool, page_id, _end_of_part(pool, part, -1))
     pool.policy.num_in_part[part] += 1
 
 
-cdef inline void push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
+cdef inline void _push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
     link_after(pool.shard_links, pool.shard_links[end].prev, page_id)
     pool.shard_num_free[shard] += 1
 
@@ -280,10 +280,10 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     page.next_free = NOT_FREE
     pool.num_free -= 1
     if rare(pool.is_divided):
-        leave_divisions(pool, page_id)
+        _leave_divisions(pool, page_id)
 
 
-cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of its shard's queue, and of the count of its part."""
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
@@ -304,10 +304,10 @@ cdef inline void begin_parts(Pool *pool) noexcept nogil:
     """Link the marks of the parts of an empty queue."""
     cdef int32_t part
     for part in range(pool.num_parts):
-        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
-cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
+cdef inline void _link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
     """Put the start of a part before another record of the pool's queue."""
     cdef int32_t last = pages[end].prev_free
     pages[mark] = Page(0, 0, 0, last, end, NO_GROUP)
@@ -321,7 +321,7 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
     cdef int32_t part, page_id, following
     pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
     for part in range(NEW, BLANK - 1, -1):
-        link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
+        _link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
     page_id = pages[start_of_part(pool, NEW, -1)].next_free
     while is_page(pool, page_id):
         following = pages[page_id].next_free
@@ -342,20 +342,20 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
     for page_id in range(pool.num_pages):
         stamps[page_id] = now
     for part in range(num_plain_parts, pool.num_parts):
-        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
     """Divide the pool's queue, which is divided by terms, by tenants too. All pages are common. O(num_pages)."""
     cdef int32_t part, page_id
     for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
-        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
     pool.num_parts = MAX_TENANTS * pool.num_parts_each
     pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1
     pool.tenants.num_charged[COMMON] = pool.num_pages - 1
     for page_id in range(1, pool.num_pages):
-        if is_free(pool, page_id) and part_of(pool, page_id) == BLANK:
+        if is_free(pool, page_id) and _part_of(pool, page_id) == BLANK:
             end_charge(pool, page_id)
         elif is_free(pool, page_id):
             pool.tenants.num_free[COMMON] += 1
@@ -367,17 +367,17 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
     """
     cdef int32_t part, page_id, target
     for part in range(NEW, pool.num_parts_each):
-        target = oldest_in(pool, part, -1)
-        page_id = oldest_in(pool, tenant * pool.num_parts_each + part, -1)
+        target = _oldest_in(pool, part, -1)
+        page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, -1)
         while page_id != NULL_PAGE:
             pull(pool, page_id)
             charge(pool, page_id, COMMON)
-            while target != NULL_PAGE and not is_older(pool, page_id, target):
+            while target != NULL_PAGE and not _is_older(pool, page_id, target):
                 target = record_behind(pool, target, -1)
                 target = target if is_page(pool, target) else <int32_t>NULL_PAGE
             count_in_part(pool, page_id, 1)
-            link_page(pool, page_id, target if target != NULL_PAGE else end_of_part(pool, part, -1))
-            page_id = oldest_in(pool, tenant * pool.num_parts_each + part, -1)
+            link_page(pool, page_id, target if target != NULL_PAGE else _end_of_part(pool, part, -1))
+            page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, -1)
     for page_id in range(1, pool.num_pages):
         if pool.tenants.of_pages[page_id] == tenant:
             charge(pool, page_id, COMMON)
@@ -399,7 +399,7 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
             part = page_id - pool.num_pages
         else:
             shard = shard_of(pool, page_id)
-            push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
+            _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
         page_id = pool.pages[page_id].next_free
 
 
@@ -426,43 +426,43 @@ cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogi
 # The page that is evicted next.
 
 
-cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+cdef inline int32_t *_known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     return &pool.policy.newest[part] if shard < 0 else &pool.shard_newest[shard * NUM_PARTS + part]
 
 
-cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard, int32_t first) noexcept nogil:
+cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, int32_t first) noexcept nogil:
     """The page that the newest call which released any into a part of a tenant released first, or NULL_PAGE. Amortised O(1)."""
     cdef Policy *policy = pool.policy
     cdef const uint32_t *marks = policy.marks
-    cdef int32_t *known = known_newest(pool, part, shard)
-    cdef int32_t before, page_id = newest_in(pool, first + part, shard)
+    cdef int32_t *known = _known_newest(pool, part, shard)
+    cdef int32_t before, page_id = _newest_in(pool, first + part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
-    if known[0] != NULL_PAGE and is_free(pool, known[0]) and part_of(pool, known[0]) == first + part:
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and _part_of(pool, known[0]) == first + part:
         if marks[known[0]] == marks[page_id]:
             page_id = known[0]
-    before = record_before(pool, page_id, shard)
+    before = _record_before(pool, page_id, shard)
     while is_page(pool, before) and marks[before] == marks[page_id]:
         page_id = before
-        before = record_before(pool, page_id, shard)
+        before = _record_before(pool, page_id, shard)
     known[0] = page_id
     return page_id
 
 
-cdef inline int32_t candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
+cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
     if decision.is_newest:
-        return first_of_newest(pool, decision.part, decision.shard, first)
-    return oldest_in(pool, first + decision.part, decision.shard)
+        return _first_of_newest(pool, decision.part, decision.shard, first)
+    return _oldest_in(pool, first + decision.part, decision.shard)
 
 
-cdef inline Decision decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """Choose the oldest page of all parts of the tenant with that first one."""
     cdef Policy *policy = pool.policy
     cdef Decision oldest = Decision(BLANK, shard, False, 0)
     cdef uint32_t mark
     cdef int32_t part, page_id
     for part in range(NEW, NUM_PARTS):
-        page_id = oldest_in(pool, first + part, shard)
+        page_id = _oldest_in(pool, first + part, shard)
         if page_id != NULL_PAGE:
             mark = policy.marks[page_id]
             if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
@@ -470,17 +470,17 @@ cdef inline Decision decide_as_lru(Pool *pool, int32_t shard, int32_t first) noe
     return oldest
 
 
-cdef inline Decision decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """Choose the page of least value among the oldest and the newest of each part, if it is worth less than LRU's choice."""
     cdef Policy *policy = pool.policy
-    cdef Decision best = decide_as_lru(pool, shard, first)
+    cdef Decision best = _decide_as_lru(pool, shard, first)
     cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
     cdef int32_t part, page_id, is_newest
     if policy.learned.num_released < policy.learned.paused_until:
         return best
     for part in range(NEW, NUM_PARTS):
         for is_newest in range(2):
-            page_id = newest_in(pool, first + part, shard) if is_newest else oldest_in(pool, first + part, shard)
+            page_id = _newest_in(pool, first + part, shard) if is_newest else _oldest_in(pool, first + part, shard)
             if page_id != NULL_PAGE:
                 value = value_of(policy, policy.marks[page_id])
                 if value < least:
@@ -489,29 +489,29 @@ cdef inline Decision decide(Pool *pool, int32_t shard, int32_t first) noexcept n
     return best
 
 
-cdef inline int32_t pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """The page to be evicted next by what the policy has learned. It leaves the queue before the next call."""
     cdef Policy *policy = pool.policy
     cdef Decision *decision = &policy.learned.decision
     cdef int32_t behind, page_id = NULL_PAGE
     if decision.part != BLANK and decision.shard == shard and policy.first_part == first:
-        page_id = candidate_of(pool, decision, first)
+        page_id = _candidate_of(pool, decision, first)
     if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
-        decision[0], policy.first_part = decide(pool, shard, first), first
-        page_id = candidate_of(pool, decision, first)
+        decision[0], policy.first_part = _decide(pool, shard, first), first
+        page_id = _candidate_of(pool, decision, first)
     if decision.is_newest:
         behind = record_behind(pool, page_id, shard)
-        known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
+        _known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
     return page_id
 
 
-cdef inline int32_t pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """The page without a term that the policy picks, or that was released first; NULL_PAGE: there is none, but blank ones."""
     if pool.policy == NULL:
-        return oldest_in(pool, first + NEW, shard)
-    if pool.expected.free_terms and oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
+        return _oldest_in(pool, first + NEW, shard)
+    if pool.expected.free_terms and _oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
         return NULL_PAGE
-    return pick_least_value(pool, shard, first)
+    return _pick_least_value(pool, shard, first)
 
 
 cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
@@ -519,7 +519,7 @@ cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
     return Supply(taker, 0, COMMON, 0, now_of(pool) if pool.expected.terms != NULL else 0, NO_PART, 0)
 
 
-cdef inline int32_t find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
+cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
     """The page that nobody expects back, or whose return is furthest off, of those with a term; NULL_PAGE: there is none. The
     oldest page of each term is late before the others are. O(terms).
     """
@@ -528,92 +528,92 @@ cdef inline int32_t find_furthest(const Pool *pool, int32_t shard, int32_t first
     while terms:
         term = highest_bit(terms)
         terms ^= <uint32_t>1 << term
-        page_id = oldest_in(pool, part_of_term(pool, first, term), shard)
+        page_id = _oldest_in(pool, _part_of_term(pool, first, term), shard)
         if page_id == NULL_PAGE:
             continue
         if term == NEVER:
             return page_id
-        term = current_term(pool, page_id, now)
-        if term > longest or (term == longest and is_older(pool, page_id, furthest)):
+        term = _current_term(pool, page_id, now)
+        if term > longest or (term == longest and _is_older(pool, page_id, furthest)):
             longest, furthest = term, page_id
     return furthest
 
 
-cdef inline int32_t pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """`find_furthest`, which is not compared again while pages follow that were released with the one before."""
+cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
+    """`_find_furthest`, which is not compared again while pages follow that were released with the one before."""
     cdef int32_t page_id = NULL_PAGE
     if first <= supply.part < first + pool.num_parts_each:
-        page_id = oldest_in(pool, supply.part, shard)
+        page_id = _oldest_in(pool, supply.part, shard)
     if page_id == NULL_PAGE or pool.expected.stamps[page_id] != supply.stamp:
-        page_id = find_furthest(pool, shard, first, supply.now)
-        supply.part = part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
+        page_id = _find_furthest(pool, shard, first, supply.now)
+        supply.part = _part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
         supply.stamp = pool.expected.stamps[page_id]
     return page_id
 
 
-cdef inline bint is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
+cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
     """Whether the return of a page without a term is further off than that of one with a term."""
-    cdef int32_t term = term_from_idle(idle_time(pool, page_id, now)), other_term = current_term(pool, other, now)
-    return term > other_term or (term == other_term and not is_older(pool, other, page_id))
+    cdef int32_t term = _term_from_idle(_idle_time(pool, page_id, now)), other_term = _current_term(pool, other, now)
+    return term > other_term or (term == other_term and not _is_older(pool, other, page_id))
 
 
-cdef inline bint has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
+cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
     """Whether a tenant has pages in a queue, blank ones aside."""
     cdef int32_t first = tenant * pool.num_parts_each
     if pool.tenants.num_free[tenant] == 0 or shard < 0:
         return pool.tenants.num_free[tenant] > 0
-    return oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
+    return _oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
 
 
-cdef inline int32_t pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
+cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
     """The page to be evicted next among those of the tenant with that first part."""
     cdef int32_t plain
-    cdef int32_t page_id = pick_expected(pool, shard, first, supply)
+    cdef int32_t page_id = _pick_expected(pool, shard, first, supply)
     if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
         return page_id
-    plain = pick_plain(pool, shard, first)
-    if page_id == NULL_PAGE or (plain != NULL_PAGE and is_further(pool, plain, page_id, supply.now)):
+    plain = _pick_plain(pool, shard, first)
+    if page_id == NULL_PAGE or (plain != NULL_PAGE and _is_further(pool, plain, page_id, supply.now)):
         return plain
     return page_id
 
 
-cdef inline double excess_of(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
+cdef inline double _excess_of(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
     """The pages above a tenant's share, with those that it is about to take."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
     return pool.tenants.num_charged[tenant] + num_taken - pool.tenants.shares[tenant] * (pool.num_pages - 1)
 
 
-cdef inline bint goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
     """Whether a page goes before one of another tenant: nobody expects it back, or it was released earlier."""
     cdef bint is_wanted = term_of(pool, page_id) != NEVER
     if is_wanted != (term_of(pool, other) != NEVER):
         return not is_wanted
-    return is_older(pool, page_id, other)
+    return _is_older(pool, page_id, other)
 
 
-cdef inline bint choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
+cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
     """Choose the tenant whose page goes first, of those with more than so much above their share; False: there is none."""
     cdef double excess
     cdef int32_t tenant, page_id, first = NULL_PAGE
     for tenant in range(MAX_TENANTS):
-        excess = excess_of(pool, tenant, supply)
-        if has_cached_in(pool, tenant, shard) and excess > least:
-            page_id = pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
-            if first == NULL_PAGE or goes_before(pool, page_id, first):
+        excess = _excess_of(pool, tenant, supply)
+        if _has_cached_in(pool, tenant, shard) and excess > least:
+            page_id = _pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
+            if first == NULL_PAGE or _goes_before(pool, page_id, first):
                 first, supply.tenant = page_id, tenant
                 supply.num_due = <int32_t>min(<double>MAX_DUE, max(0.0, excess - 1))
     return first != NULL_PAGE
 
 
-cdef inline void choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
+cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
     """Choose the tenant above its share whose page goes first, for a number of pages; if all are below it, any. O(tenants)
     when it is chosen.
     """
     supply.num_due -= 1
-    if supply.num_due >= 0 and has_cached_in(pool, supply.tenant, shard):
+    if supply.num_due >= 0 and _has_cached_in(pool, supply.tenant, shard):
         return
-    if not choose_among(pool, shard, supply, 0):
-        choose_among(pool, shard, supply, -INFINITY)
+    if not _choose_among(pool, shard, supply, 0):
+        _choose_among(pool, shard, supply, -INFINITY)
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
@@ -621,14 +621,14 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
     cdef int32_t page_id
     if pool.num_parts == 0:
         return record_behind(pool, end_of_queue(pool, shard), shard)
-    page_id = oldest_in(pool, BLANK, shard)
+    page_id = _oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id
     if pool.expected.terms == NULL:
-        return pick_plain(pool, shard, 0)
+        return _pick_plain(pool, shard, 0)
     if rare(pool.tenants.of_pages != NULL):
-        choose_tenant(pool, shard, supply)
-    return pick_cached(pool, shard, supply.tenant * pool.num_parts_each, supply)
+        _choose_tenant(pool, shard, supply)
+    return _pick_cached(pool, shard, supply.tenant * pool.num_parts_each, supply)
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
@@ -726,7 +726,7 @@ cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) 
     """
     if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(pool, page_id) == UNKNOWN):
         return False
-    return not rare(is_shared(pool, page_id)) or UNKNOWN < term < own_term(pool, page_id)
+    return not rare(is_shared(pool, page_id)) or UNKNOWN < term < _own_term(pool, page_id)
 
 
 cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t now) noexcept nogil:
@@ -742,13 +742,13 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
         push_at(pool, page_id, now)
 
 
-cdef inline int32_t own_term(const Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
     """The term of a page, or that from its idle time."""
     if not is_free(pool, page_id):
         return term_of(pool, page_id) or 1
     if term_of(pool, page_id) == UNKNOWN:
-        return term_from_idle(idle_time(pool, page_id, now_of(pool)))
-    return current_term(pool, page_id, now_of(pool))
+        return _term_from_idle(_idle_time(pool, page_id, now_of(pool)))
+    return _current_term(pool, page_id, now_of(pool))
 
 
 cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
@@ -758,7 +758,7 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
     if term == UNKNOWN:
         return
     if term != NEVER:
-        is_late = idle_time(pool, page_id, now_of(pool)) >= limit_of(term)
+        is_late = _idle_time(pool, page_id, now_of(pool)) >= _limit_of(term)
         pool.expected.num_late += is_late
         pool.expected.num_in_time += not is_late
     pool.expected.terms[page_id] = UNKNOWN

@@ -80,17 +80,17 @@ cdef extern from *:
     const char *NO_MEMORY "pagepool_no_memory"
 
 
-cdef inline void fail(Reader *reader, const char *error) noexcept nogil:
+cdef inline void _fail(Reader *reader, const char *error) noexcept nogil:
     if reader.error == NULL:
         reader.error = error
 
 
-cdef inline uint64_t take_number(Reader *reader, int size) noexcept nogil:
+cdef inline uint64_t _take_number(Reader *reader, int size) noexcept nogil:
     """Read a big-endian number; 0 where the payload ends before."""
     cdef uint64_t number = 0
     cdef int i
     if rare(reader.end - reader.at < size):
-        fail(reader, "the payload ends within a value")
+        _fail(reader, "the payload ends within a value")
         return 0
     for i in range(size):
         number = number << 8 | reader.at[i]
@@ -98,52 +98,52 @@ cdef inline uint64_t take_number(Reader *reader, int size) noexcept nogil:
     return number
 
 
-cdef inline uint8_t take_byte(Reader *reader) noexcept nogil:
-    return <uint8_t>take_number(reader, 1)
+cdef inline uint8_t _take_byte(Reader *reader) noexcept nogil:
+    return <uint8_t>_take_number(reader, 1)
 
 
-cdef inline void skip_bytes(Reader *reader, uint64_t size) noexcept nogil:
+cdef inline void _skip_bytes(Reader *reader, uint64_t size) noexcept nogil:
     if rare(size > <uint64_t>(reader.end - reader.at)):
-        fail(reader, "the payload ends within a value")
+        _fail(reader, "the payload ends within a value")
         return
     reader.at += size
 
 
-cdef inline bint is_none(Reader *reader) noexcept nogil:
+cdef inline bint _is_none(Reader *reader) noexcept nogil:
     """Whether the next value is None, which is read."""
     cdef bint found = reader.at < reader.end and reader.at[0] == 0xc0
     reader.at += found
     return found
 
 
-cdef inline Py_ssize_t take_count(Reader *reader, uint8_t few, uint8_t few_mask, uint8_t code) noexcept nogil:
+cdef inline Py_ssize_t _take_count(Reader *reader, uint8_t few, uint8_t few_mask, uint8_t code) noexcept nogil:
     """Read the header of an array or map, whose short form is `few`; the long ones are `code` and the next."""
-    cdef uint8_t first = take_byte(reader)
+    cdef uint8_t first = _take_byte(reader)
     cdef uint64_t num = 0
     if (first & <uint8_t>~few_mask) == few:
         num = first & few_mask
     elif first == code or first == code + 1:
-        num = take_number(reader, 2 if first == code else 4)
+        num = _take_number(reader, 2 if first == code else 4)
     else:
-        fail(reader, "got another type, allowed: an array or a map")
+        _fail(reader, "got another type, allowed: an array or a map")
     if num > <uint64_t>(reader.end - reader.at):  # each item takes a byte
-        fail(reader, "an array or a map is longer than the payload")
+        _fail(reader, "an array or a map is longer than the payload")
     return 0 if reader.error != NULL else <Py_ssize_t>num
 
 
-cdef inline Py_ssize_t take_array(Reader *reader) noexcept nogil:
-    return take_count(reader, 0x90, 0x0f, 0xdc)
+cdef inline Py_ssize_t _take_array(Reader *reader) noexcept nogil:
+    return _take_count(reader, 0x90, 0x0f, 0xdc)
 
 
-cdef inline Py_ssize_t take_map(Reader *reader) noexcept nogil:
-    return take_count(reader, 0x80, 0x0f, 0xde)
+cdef inline Py_ssize_t _take_map(Reader *reader) noexcept nogil:
+    return _take_count(reader, 0x80, 0x0f, 0xde)
 
 
-cdef inline bint is_map(const Reader *reader) noexcept nogil:
+cdef inline bint _is_map(const Reader *reader) noexcept nogil:
     return reader.at < reader.end and ((reader.at[0] & 0xf0) == 0x80 or reader.at[0] in (0xde, 0xdf))
 
 
-cdef inline const uint8_t *pass_ints(const uint8_t *at, const uint8_t *end, Py_ssize_t *num) noexcept nogil:
+cdef inline const uint8_t *_pass_ints(const uint8_t *at, const uint8_t *end, Py_ssize_t *num) noexcept nogil:
     """Pass over token ids: unsigned ints up to 32 bits, at most `num` of them. Stops at anything else, and near the end."""
     cdef Py_ssize_t left = num[0]
     while left and end - at > 5:
@@ -162,15 +162,15 @@ cdef inline const uint8_t *pass_ints(const uint8_t *at, const uint8_t *end, Py_s
     return at
 
 
-cdef inline void skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
+cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
     """Skip values of any type, and all that is within them."""
     cdef uint8_t first
     cdef int64_t left
-    reader.at = pass_ints(reader.at, reader.end, &num)
+    reader.at = _pass_ints(reader.at, reader.end, &num)
     left = num
     while left > 0 and reader.error == NULL:
         left -= 1
-        first = take_byte(reader)
+        first = _take_byte(reader)
         if first < 0x80 or first >= 0xe0 or first in (0xc0, 0xc2, 0xc3):
             continue
         if first < 0x90:
@@ -178,78 +178,78 @@ cdef inline void skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
         elif first < 0xa0:
             left += first & 0x0f
         elif first < 0xc0:
-            skip_bytes(reader, first & 0x1f)
+            _skip_bytes(reader, first & 0x1f)
         elif first in (0xc4, 0xc5, 0xc6):
-            skip_bytes(reader, take_number(reader, 1 << (first - 0xc4)))
+            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xc4)))
         elif first in (0xc7, 0xc8, 0xc9):
-            skip_bytes(reader, take_number(reader, 1 << (first - 0xc7)) + 1)
+            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xc7)) + 1)
         elif first in (0xca, 0xcb):
-            skip_bytes(reader, 4 << (first - 0xca))
+            _skip_bytes(reader, 4 << (first - 0xca))
         elif 0xcc <= first <= 0xcf:
-            skip_bytes(reader, 1 << (first - 0xcc))
+            _skip_bytes(reader, 1 << (first - 0xcc))
         elif 0xd0 <= first <= 0xd3:
-            skip_bytes(reader, 1 << (first - 0xd0))
+            _skip_bytes(reader, 1 << (first - 0xd0))
         elif 0xd4 <= first <= 0xd8:
-            skip_bytes(reader, 1 + (1 << (first - 0xd4)))
+            _skip_bytes(reader, 1 + (1 << (first - 0xd4)))
         elif 0xd9 <= first <= 0xdb:
-            skip_bytes(reader, take_number(reader, 1 << (first - 0xd9)))
+            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xd9)))
         elif first in (0xdc, 0xdd):
-            left += <int64_t>take_number(reader, 2 << (first - 0xdc))
+            left += <int64_t>_take_number(reader, 2 << (first - 0xdc))
         elif first in (0xde, 0xdf):
-            left += 2 * <int64_t>take_number(reader, 2 << (first - 0xde))
+            left += 2 * <int64_t>_take_number(reader, 2 << (first - 0xde))
         else:
-            fail(reader, "got a byte that msgpack does not use")
+            _fail(reader, "got a byte that msgpack does not use")
 
 
-cdef inline uint64_t take_int(Reader *reader) noexcept nogil:
+cdef inline uint64_t _take_int(Reader *reader) noexcept nogil:
     """Read an int of at most 64 bits, negative ones as their two's complement."""
     cdef uint8_t first
     cdef int unused
     if reader.end - reader.at >= 9 and reader.at[0] == 0xcf:  # nearly all hashes
         reader.at += 1
-        return take_number(reader, 8)
-    first = take_byte(reader)
+        return _take_number(reader, 8)
+    first = _take_byte(reader)
     if first < 0x80:
         return first
     if first >= 0xe0:
         return <uint64_t>(<int64_t>first - 256)
     if 0xcc <= first <= 0xcf:
-        return take_number(reader, 1 << (first - 0xcc))
+        return _take_number(reader, 1 << (first - 0xcc))
     if 0xd0 <= first <= 0xd3:
         unused = 64 - (8 << (first - 0xd0))
-        return <uint64_t>(<int64_t>(take_number(reader, 1 << (first - 0xd0)) << unused) >> unused)
-    fail(reader, "got another type, allowed: an int")
+        return <uint64_t>(<int64_t>(_take_number(reader, 1 << (first - 0xd0)) << unused) >> unused)
+    _fail(reader, "got another type, allowed: an int")
     return 0
 
 
-cdef inline int32_t take_size(Reader *reader, int32_t highest) noexcept nogil:
+cdef inline int32_t _take_size(Reader *reader, int32_t highest) noexcept nogil:
     """Read an int from 0 to `highest`."""
-    cdef uint64_t number = take_int(reader)
+    cdef uint64_t number = _take_int(reader)
     if number > <uint64_t>highest:
-        fail(reader, "an int is out of range")
+        _fail(reader, "an int is out of range")
         return 0
     return <int32_t>number
 
 
-cdef inline Text take_text(Reader *reader) noexcept nogil:
+cdef inline Text _take_text(Reader *reader) noexcept nogil:
     """Read a string or bytes; None with an error."""
-    cdef uint8_t first = take_byte(reader)
+    cdef uint8_t first = _take_byte(reader)
     cdef uint64_t size = 0
     cdef Text text
     if 0xa0 <= first < 0xc0:
         size = first & 0x1f
     elif 0xd9 <= first <= 0xdb:
-        size = take_number(reader, 1 << (first - 0xd9))
+        size = _take_number(reader, 1 << (first - 0xd9))
     elif 0xc4 <= first <= 0xc6:
-        size = take_number(reader, 1 << (first - 0xc4))
+        size = _take_number(reader, 1 << (first - 0xc4))
     else:
-        fail(reader, "got another type, allowed: text")
+        _fail(reader, "got another type, allowed: text")
     text = Text(reader.at, <Py_ssize_t>size)
-    skip_bytes(reader, size)
+    _skip_bytes(reader, size)
     return text if reader.error == NULL else Text(NULL, 0)
 
 
-cdef inline bint is_int(const Reader *reader) noexcept nogil:
+cdef inline bint _is_int(const Reader *reader) noexcept nogil:
     cdef uint8_t first
     if reader.at == reader.end:
         return True
@@ -257,53 +257,53 @@ cdef inline bint is_int(const Reader *reader) noexcept nogil:
     return first < 0x80 or first >= 0xe0 or 0xcc <= first <= 0xd3
 
 
-cdef inline uint64_t take_hash(Reader *reader) noexcept nogil:
+cdef inline uint64_t _take_hash(Reader *reader) noexcept nogil:
     """Read a hash, an int or bytes of which the last 64 bits count."""
     cdef Text text
     cdef Reader last
-    if is_int(reader):
-        return take_int(reader)
-    text = take_text(reader)
+    if _is_int(reader):
+        return _take_int(reader)
+    text = _take_text(reader)
     if reader.error == NULL and text.size < 8:
-        fail(reader, "got a hash of less than 8 bytes")
+        _fail(reader, "got a hash of less than 8 bytes")
     if reader.error != NULL:
         return 0
     last = Reader(text.at + text.size - 8, text.at + text.size, NULL)
-    return take_number(&last, 8)
+    return _take_number(&last, 8)
 
 
-cdef inline bint is_text(Text text, const char *name, Py_ssize_t size) noexcept nogil:
+cdef inline bint _is_text(Text text, const char *name, Py_ssize_t size) noexcept nogil:
     return text.size == size and memcmp(text.at, name, size) == 0
 
 
-cdef inline Field field_of(Text name) noexcept nogil:
+cdef inline Field _field_of(Text name) noexcept nogil:
     """The field with a name, of a batch or an event."""
-    if is_text(name, "type", 4):
+    if _is_text(name, "type", 4):
         return TYPE
-    if is_text(name, "block_hashes", 12):
+    if _is_text(name, "block_hashes", 12):
         return HASHES
-    if is_text(name, "parent_block_hash", 17):
+    if _is_text(name, "parent_block_hash", 17):
         return PARENT
-    if is_text(name, "token_ids", 9):
+    if _is_text(name, "token_ids", 9):
         return TOKENS
-    if is_text(name, "block_size", 10):
+    if _is_text(name, "block_size", 10):
         return BLOCK_SIZE
-    if is_text(name, "medium", 6):
+    if _is_text(name, "medium", 6):
         return MEDIUM
-    if is_text(name, "group_idx", 9):
+    if _is_text(name, "group_idx", 9):
         return GROUP
-    if is_text(name, "kv_cache_spec_kind", 18):
+    if _is_text(name, "kv_cache_spec_kind", 18):
         return SPEC_KIND
-    if is_text(name, "kv_cache_spec_sliding_window", 28):
+    if _is_text(name, "kv_cache_spec_sliding_window", 28):
         return WINDOW
-    if is_text(name, "num_groups", 10):
+    if _is_text(name, "num_groups", 10):
         return NUM_GROUPS
-    if is_text(name, "events", 6):
+    if _is_text(name, "events", 6):
         return EVENTS
     return OTHER
 
 
-cdef inline Field field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
+cdef inline Field _field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
     """The field at a place behind the type of an event that is an array."""
     cdef Field[11] stored = [HASHES, PARENT, TOKENS, BLOCK_SIZE, OTHER, MEDIUM, OTHER, OTHER, GROUP, SPEC_KIND, WINDOW]
     cdef Field[3] removed = [HASHES, MEDIUM, GROUP]
@@ -314,147 +314,147 @@ cdef inline Field field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
     return OTHER
 
 
-cdef inline EventKind take_kind(Reader *reader) noexcept nogil:
-    cdef Text name = take_text(reader)
+cdef inline EventKind _take_kind(Reader *reader) noexcept nogil:
+    cdef Text name = _take_text(reader)
     if reader.error == NULL:
-        if is_text(name, "BlockStored", 11):
+        if _is_text(name, "BlockStored", 11):
             return STORED
-        if is_text(name, "BlockRemoved", 12):
+        if _is_text(name, "BlockRemoved", 12):
             return REMOVED
-        if is_text(name, "AllBlocksCleared", 16):
+        if _is_text(name, "AllBlocksCleared", 16):
             return CLEARED
-        fail(reader, "got another event, allowed: BlockStored, BlockRemoved or AllBlocksCleared")
+        _fail(reader, "got another event, allowed: BlockStored, BlockRemoved or AllBlocksCleared")
     return NO_EVENT
 
 
-cdef inline void take_hashes(Reader *reader, Batch *batch, Event *event) noexcept nogil:
-    cdef Py_ssize_t i, num = take_array(reader)
+cdef inline void _take_hashes(Reader *reader, Batch *batch, Event *event) noexcept nogil:
+    cdef Py_ssize_t i, num = _take_array(reader)
     if not reserve_items(<void **>&batch.hashes, &batch.hash_capacity, batch.num_hashes + num, sizeof(uint64_t)):
-        fail(reader, NO_MEMORY)
+        _fail(reader, NO_MEMORY)
         return
     event.first, event.num, event.has_hashes = batch.num_hashes, num, True
     for i in range(num):
-        batch.hashes[batch.num_hashes + i] = take_hash(reader)
+        batch.hashes[batch.num_hashes + i] = _take_hash(reader)
         if rare(reader.error != NULL):
             return
     batch.num_hashes += num
 
 
-cdef inline void take_field(Reader *reader, Batch *batch, Event *event, Field field) noexcept nogil:
+cdef inline void _take_field(Reader *reader, Batch *batch, Event *event, Field field) noexcept nogil:
     """Read one field of an event. None leaves a field as it is."""
     if field == TYPE:
-        event.kind = take_kind(reader)
+        event.kind = _take_kind(reader)
     elif field in (OTHER, EVENTS):
-        skip_values(reader, 1)
-    elif is_none(reader):
+        _skip_values(reader, 1)
+    elif _is_none(reader):
         return
     elif field == TOKENS:
-        skip_values(reader, take_array(reader))
+        _skip_values(reader, _take_array(reader))
     elif field == HASHES:
-        take_hashes(reader, batch, event)
+        _take_hashes(reader, batch, event)
     elif field == PARENT:
-        event.parent, event.has_parent = take_hash(reader), True
+        event.parent, event.has_parent = _take_hash(reader), True
     elif field == BLOCK_SIZE:
-        event.spec.block_size = take_size(reader, MAX_BLOCK_SIZE)
+        event.spec.block_size = _take_size(reader, MAX_BLOCK_SIZE)
     elif field == MEDIUM:
-        event.medium = take_text(reader)
+        event.medium = _take_text(reader)
     elif field == GROUP:
-        event.group = take_size(reader, MAX_EVENT_GROUPS - 1)
+        event.group = _take_size(reader, MAX_EVENT_GROUPS - 1)
     elif field == NUM_GROUPS:
-        event.num_groups = take_size(reader, MAX_EVENT_GROUPS)
+        event.num_groups = _take_size(reader, MAX_EVENT_GROUPS)
     elif field == SPEC_KIND:
-        event.spec.is_state = is_text(take_text(reader), "mamba", 5)
+        event.spec.is_state = _is_text(_take_text(reader), "mamba", 5)
     else:
-        event.spec.window = take_size(reader, MAX_BLOCK_SIZE)
+        event.spec.window = _take_size(reader, MAX_BLOCK_SIZE)
 
 
-cdef inline void add_event(Reader *reader, Batch *batch, const Event *event) noexcept nogil:
+cdef inline void _add_event(Reader *reader, Batch *batch, const Event *event) noexcept nogil:
     """Add an event that was read. One that clears everything makes those before it void."""
     if event.kind == CLEARED:
         batch.num_hashes = batch.num_stored = 0
         batch.num_void, batch.is_cleared = batch.num_events, True
         return
     if event.kind == NO_EVENT or not event.has_hashes:
-        fail(reader, "an event has no type, or no block_hashes")
+        _fail(reader, "an event has no type, or no block_hashes")
     elif event.kind == STORED and event.spec.block_size == 0:
-        fail(reader, "an event has no block_size")
+        _fail(reader, "an event has no block_size")
     elif not reserve_items(<void **>&batch.events, &batch.capacity, batch.num_events + 1, sizeof(Event)):
-        fail(reader, NO_MEMORY)
+        _fail(reader, NO_MEMORY)
     else:
         batch.events[batch.num_events] = event[0]
         batch.num_events += 1
         batch.num_stored += event.num if event.kind == STORED else 0
 
 
-cdef inline void take_event(Reader *reader, Batch *batch) noexcept nogil:
+cdef inline void _take_event(Reader *reader, Batch *batch) noexcept nogil:
     cdef Event event
     cdef Py_ssize_t i, num, _
     cdef Text name
     memset(&event, 0, sizeof(Event))
-    if is_map(reader):
-        num = take_map(reader)
+    if _is_map(reader):
+        num = _take_map(reader)
         for _ in range(num):
-            name = take_text(reader)
+            name = _take_text(reader)
             if rare(reader.error != NULL):
                 return
-            take_field(reader, batch, &event, field_of(name))
+            _take_field(reader, batch, &event, _field_of(name))
     else:
-        num = take_array(reader)
+        num = _take_array(reader)
         if num:
-            event.kind = take_kind(reader)
+            event.kind = _take_kind(reader)
         for i in range(num - 1):
             if rare(reader.error != NULL):
                 return
-            take_field(reader, batch, &event, field_at(event.kind, i))
+            _take_field(reader, batch, &event, _field_at(event.kind, i))
     if reader.error == NULL:
-        add_event(reader, batch, &event)
+        _add_event(reader, batch, &event)
 
 
-cdef inline void take_events(Reader *reader, Batch *batch) noexcept nogil:
-    cdef Py_ssize_t _, num = take_array(reader)
+cdef inline void _take_events(Reader *reader, Batch *batch) noexcept nogil:
+    cdef Py_ssize_t _, num = _take_array(reader)
     for _ in range(num):
         if rare(reader.error != NULL):
             return
-        take_event(reader, batch)
+        _take_event(reader, batch)
 
 
 cdef inline void read_batch(Reader *reader, Batch *batch) noexcept nogil:
     """Read a payload, which is one batch and nothing else. `free_batch` has to follow, with an error too."""
     cdef Py_ssize_t i, num
-    cdef bint has_names = is_map(reader), has_events = False
+    cdef bint has_names = _is_map(reader), has_events = False
     cdef bint is_events
     cdef Text name
     memset(batch, 0, sizeof(Batch))
-    num = take_map(reader) if has_names else take_array(reader)
+    num = _take_map(reader) if has_names else _take_array(reader)
     for i in range(num):
         is_events = i == 1
         if has_names:
-            name = take_text(reader)
-            is_events = reader.error == NULL and field_of(name) == EVENTS
+            name = _take_text(reader)
+            is_events = reader.error == NULL and _field_of(name) == EVENTS
         if rare(reader.error != NULL):
             return
         if is_events:
             has_events = True
-            take_events(reader, batch)
+            _take_events(reader, batch)
         else:
-            skip_values(reader, 1)
+            _skip_values(reader, 1)
     if not has_events:
-        fail(reader, "a batch has no events")
+        _fail(reader, "a batch has no events")
     if reader.error == NULL and reader.at != reader.end:
-        fail(reader, "bytes follow the batch")
+        _fail(reader, "bytes follow the batch")
 
 
 cdef inline double read_seconds(Reader *reader) noexcept nogil:
     """Read the time of a batch, its first value; 0 where it is no float."""
     cdef uint64_t number
     cdef double seconds = 0
-    if is_map(reader):
-        take_map(reader)
-        take_text(reader)
+    if _is_map(reader):
+        _take_map(reader)
+        _take_text(reader)
     else:
-        take_array(reader)
-    if reader.error == NULL and take_byte(reader) == 0xcb:
-        number = take_number(reader, 8)
+        _take_array(reader)
+    if reader.error == NULL and _take_byte(reader) == 0xcb:
+        number = _take_number(reader, 8)
         memcpy(&seconds, &number, sizeof(seconds))
     return seconds if reader.error == NULL and seconds - seconds == 0 else 0
 

@@ -104,26 +104,26 @@ cdef inline bint is_free(const uint64_t *entry, Py_ssize_t stride) noexcept nogi
     return bits == 0
 
 
-cdef inline uint32_t tag_of(const Table *table, uint64_t block_hash) noexcept nogil:
+cdef inline uint32_t _tag_of(const Table *table, uint64_t block_hash) noexcept nogil:
     return <uint32_t>((block_hash * table.multiplier) >> 32)
 
 
-cdef inline uint32_t home_at(const Space *space, uint32_t tag) noexcept nogil:
+cdef inline uint32_t _home_at(const Space *space, uint32_t tag) noexcept nogil:
     return <uint32_t>((<uint64_t>tag * space.num_places) >> 32)
 
 
-cdef inline uint32_t place_behind(const Space *space, uint32_t place) noexcept nogil:
+cdef inline uint32_t _place_behind(const Space *space, uint32_t place) noexcept nogil:
     place += 1
     return 0 if place == space.num_places else place
 
 
-cdef inline uint32_t place_of(const Table *table, const Space *space, uint64_t block_hash, uint32_t tag) noexcept nogil:
+cdef inline uint32_t _place_of(const Table *table, const Space *space, uint64_t block_hash, uint32_t tag) noexcept nogil:
     """The place of a block, or the empty one that ends the search. The table has places."""
-    cdef uint32_t place = home_at(space, tag)
+    cdef uint32_t place = _home_at(space, tag)
     while space.places[place].entry:
         if space.places[place].tag == tag and entry_at(table, space, space.places[place].entry)[0] == block_hash:
             break
-        place = place_behind(space, place)
+        place = _place_behind(space, place)
     return place
 
 
@@ -139,10 +139,10 @@ cdef inline uint32_t find_block(const Table *table, const Space *space, uint64_t
         return guess
     if space.num_blocks == 0:
         return 0
-    return space.places[place_of(table, space, block_hash, tag_of(table, block_hash))].entry
+    return space.places[_place_of(table, space, block_hash, _tag_of(table, block_hash))].entry
 
 
-cdef inline void link_last(const Table *table, Space *space, uint32_t entry) noexcept nogil:
+cdef inline void _link_last(const Table *table, Space *space, uint32_t entry) noexcept nogil:
     """Put a free entry at the end of the ring."""
     cdef Link *ring = link_at(table, space, 0)
     link_at(table, space, entry)[0] = Link(ring.prev, 0)
@@ -150,7 +150,7 @@ cdef inline void link_last(const Table *table, Space *space, uint32_t entry) noe
     ring.prev = entry
 
 
-cdef inline void take_free(const Table *table, Space *space, uint32_t entry) noexcept nogil:
+cdef inline void _take_free(const Table *table, Space *space, uint32_t entry) noexcept nogil:
     cdef Link link = link_at(table, space, entry)[0]
     link_at(table, space, link.prev).next = link.next
     link_at(table, space, link.next).prev = link.prev
@@ -161,43 +161,43 @@ cdef inline uint32_t put_block(const Table *table, Space *space, uint64_t block_
     cdef uint32_t tag, place, entry
     if guess and holds(table, space, guess, block_hash):
         return guess
-    tag = tag_of(table, block_hash)
-    place = place_of(table, space, block_hash, tag)
+    tag = _tag_of(table, block_hash)
+    place = _place_of(table, space, block_hash, tag)
     if space.places[place].entry:
         return space.places[place].entry
     entry = guess
     if not guess or guess >= space.num_entries or not is_free(entry_at(table, space, guess), stride_of(table)):
         entry = link_at(table, space, 0).next
-    take_free(table, space, entry)
+    _take_free(table, space, entry)
     entry_at(table, space, entry)[0] = block_hash
     space.places[place] = Place(tag, entry)
     space.num_blocks += 1
     return entry
 
 
-cdef inline void empty_place(Space *space, uint32_t place) noexcept nogil:
+cdef inline void _empty_place(Space *space, uint32_t place) noexcept nogil:
     """Empty a place, and shift back those behind it whose search passes it."""
     cdef uint32_t home, other = place
     while True:
-        other = place_behind(space, other)
+        other = _place_behind(space, other)
         if space.places[other].entry == 0:
             break
-        home = home_at(space, space.places[other].tag)
+        home = _home_at(space, space.places[other].tag)
         if (home <= place or home > other) if place < other else (other < home <= place):
             space.places[place] = space.places[other]
             place = other
     space.places[place].entry = 0
 
 
-cdef inline void drop_block(const Table *table, Space *space, uint32_t entry) noexcept nogil:
+cdef inline void _drop_block(const Table *table, Space *space, uint32_t entry) noexcept nogil:
     """Free an entry whose last bit is gone."""
     cdef uint64_t block_hash = entry_at(table, space, entry)[0]
-    cdef uint32_t tag = tag_of(table, block_hash)
-    cdef uint32_t place = home_at(space, tag)
+    cdef uint32_t tag = _tag_of(table, block_hash)
+    cdef uint32_t place = _home_at(space, tag)
     while space.places[place].entry != entry:
-        place = place_behind(space, place)
-    empty_place(space, place)
-    link_last(table, space, entry)
+        place = _place_behind(space, place)
+    _empty_place(space, place)
+    _link_last(table, space, entry)
     space.num_blocks -= 1
 
 
@@ -208,7 +208,7 @@ cdef inline uint64_t *bits_at(
     return entry_at(table, space, entry) + 1 + plane * table.num_words + worker // WORD
 
 
-cdef inline void mark_block(Table *table, const Space *space, uint32_t entry, int32_t worker) noexcept nogil:
+cdef inline void _mark_block(Table *table, const Space *space, uint32_t entry, int32_t worker) noexcept nogil:
     """Note that a worker got a block."""
     cdef Holding *held = &table.held[worker]
     if held.num_bits == 0:
@@ -231,19 +231,19 @@ cdef inline uint64_t key_of(
     return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
 
 
-cdef inline Py_ssize_t copies_home(const Table *table, uint64_t key) noexcept nogil:
+cdef inline Py_ssize_t _copies_home(const Table *table, uint64_t key) noexcept nogil:
     return <Py_ssize_t>(((key * table.multiplier) >> 32) * <uint64_t>table.num_copy_places >> 32)
 
 
-cdef inline Py_ssize_t copies_behind(const Table *table, Py_ssize_t place) noexcept nogil:
+cdef inline Py_ssize_t _copies_behind(const Table *table, Py_ssize_t place) noexcept nogil:
     return 0 if place + 1 == table.num_copy_places else place + 1
 
 
 cdef inline Py_ssize_t find_copies(const Table *table, uint64_t key) noexcept nogil:
     """The place of a key among the copies, or the empty one that ends the search. There are places."""
-    cdef Py_ssize_t place = copies_home(table, key)
+    cdef Py_ssize_t place = _copies_home(table, key)
     while table.copies[place].key not in (0, key):
-        place = copies_behind(table, place)
+        place = _copies_behind(table, place)
     return place
 
 
@@ -264,10 +264,10 @@ cdef inline void set_copies(Table *table, uint64_t key, int32_t worker, uint64_t
     table.num_copied -= 1
     other = place
     while True:  # shift back those whose search passes the place
-        other = copies_behind(table, other)
+        other = _copies_behind(table, other)
         if table.copies[other].key == 0:
             break
-        home = copies_home(table, table.copies[other].key)
+        home = _copies_home(table, table.copies[other].key)
         if (home <= place or home > other) if place < other else (other < home <= place):
             table.copies[place] = table.copies[other]
             place = other
@@ -283,7 +283,7 @@ cdef inline uint64_t count_further(const Table *table, uint64_t key, int32_t wor
     return table.copies[place].num if table.copies[place].key else 0
 
 
-cdef inline bint resize_copies(Table *table, Py_ssize_t num) noexcept nogil:
+cdef inline bint _resize_copies(Table *table, Py_ssize_t num) noexcept nogil:
     """Give the table of copies another number of places, enough for all; False, and nothing changed, where memory is short."""
     cdef Copies *before = table.copies
     cdef Copies *places = <Copies *>raw_calloc(num, sizeof(Copies))
@@ -299,33 +299,33 @@ cdef inline bint resize_copies(Table *table, Py_ssize_t num) noexcept nogil:
     return True
 
 
-cdef inline Py_ssize_t places_for(Py_ssize_t num_copied) noexcept nogil:
+cdef inline Py_ssize_t _places_for(Py_ssize_t num_copied) noexcept nogil:
     return max(num_copied + num_copied // 3 + 2, <Py_ssize_t>MIN_COPIES)
 
 
 cdef inline bint reserve_copies(Table *table, Py_ssize_t num_more) noexcept nogil:
     """Make room for more copies; False where memory is short."""
-    cdef Py_ssize_t num = places_for(table.num_copied + num_more)
-    return num <= table.num_copy_places or resize_copies(table, max(num, 2 * places_for(table.num_copied)))
+    cdef Py_ssize_t num = _places_for(table.num_copied + num_more)
+    return num <= table.num_copy_places or _resize_copies(table, max(num, 2 * _places_for(table.num_copied)))
 
 
 cdef inline void trim_copies(Table *table) noexcept nogil:
     """Give back room for copies that did not come."""
-    cdef Py_ssize_t g, num = 2 * places_for(table.num_copied)
+    cdef Py_ssize_t g, num = 2 * _places_for(table.num_copied)
     for g in range(table.num_spaces):
         num += table.spaces[g].num_blocks // BLOCKS_OF_A_COPY
     if table.num_copy_places > 2 * num:
-        resize_copies(table, num)
+        _resize_copies(table, num)
 
 
-cdef inline void add_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+cdef inline void _add_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     """Note that a worker has a further copy of a block."""
     cdef uint64_t key = key_of(table, space, entry, plane, worker)
     if not table.held[worker].is_lossy:
         set_copies(table, key, worker, count_further(table, key, worker) + 1)
 
 
-cdef inline bint take_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+cdef inline bint _take_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     """Note that a worker has a further copy of a block less; False if it has none."""
     cdef uint64_t key = key_of(table, space, entry, plane, worker)
     cdef uint64_t num = 0 if table.held[worker].is_lossy else count_further(table, key, worker)
@@ -334,7 +334,7 @@ cdef inline bint take_further(Table *table, const Space *space, uint32_t entry, 
     return num > 0
 
 
-cdef inline void drop_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+cdef inline void _drop_further(Table *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     """Forget the further copies of a block."""
     set_copies(table, key_of(table, space, entry, plane, worker), worker, 0)
 
@@ -343,7 +343,7 @@ cdef inline void set_bit(Table *table, const Space *space, uint32_t entry, int32
     cdef uint64_t *bits = bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     if bits[0] & bit == 0:
-        mark_block(table, space, entry, worker)
+        _mark_block(table, space, entry, worker)
         table.held[worker].num_bits += 1
         bits[0] |= bit
 
@@ -358,11 +358,11 @@ cdef inline void clear_bit(Table *table, Space *space, uint32_t entry, int32_t p
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     if bits[0] & bit:
         if rare(table.held[worker].num_copied != 0):
-            drop_further(table, space, entry, plane, worker)
+            _drop_further(table, space, entry, plane, worker)
         table.held[worker].num_bits -= 1
         bits[0] &= ~bit
         if is_free(entry_at(table, space, entry), stride_of(table)):
-            drop_block(table, space, entry)
+            _drop_block(table, space, entry)
 
 
 cdef inline void store_blocks(
@@ -374,10 +374,10 @@ cdef inline void store_blocks(
     cdef Py_ssize_t i
     for i in range(num):
         if i + FETCH_AHEAD < num:
-            fetch(&space.places[home_at(space, tag_of(table, hashes[i + FETCH_AHEAD]))])
+            fetch(&space.places[_home_at(space, _tag_of(table, hashes[i + FETCH_AHEAD]))])
         last = put_block(table, space, hashes[i], last + 1 if last else 0)
         if rare(has_bit(table, space, last, plane, worker)):
-            add_further(table, space, last, plane, worker)
+            _add_further(table, space, last, plane, worker)
         else:
             set_bit(table, space, last, plane, worker)
 
@@ -390,15 +390,15 @@ cdef inline void remove_blocks(
     cdef uint32_t entry, last = 0
     for i in range(num):
         if i + FETCH_AHEAD < num:
-            fetch(&space.places[home_at(space, tag_of(table, hashes[i + FETCH_AHEAD]))])
+            fetch(&space.places[_home_at(space, _tag_of(table, hashes[i + FETCH_AHEAD]))])
         entry = find_block(table, space, hashes[i], last - 1 if last else 0)
         if entry:
-            if not rare(table.held[worker].num_copied and take_further(table, space, entry, plane, worker)):
+            if not rare(table.held[worker].num_copied and _take_further(table, space, entry, plane, worker)):
                 clear_bit(table, space, entry, plane, worker)
             last = entry
 
 
-cdef inline void clear_bits(Table *table, Space *space, uint32_t entry, int32_t worker) noexcept nogil:
+cdef inline void _clear_bits(Table *table, Space *space, uint32_t entry, int32_t worker) noexcept nogil:
     """Clear the bits of a worker in all media."""
     cdef int32_t plane
     for plane in range(table.num_planes):
@@ -417,24 +417,24 @@ cdef inline void remove_all(Table *table, int32_t worker) noexcept nogil:
         return
     if not table.held[worker].is_over:
         for mark in table.held[worker].marks[:table.held[worker].num_marks]:
-            clear_bits(table, &table.spaces[mark.group], mark.entry, worker)
+            _clear_bits(table, &table.spaces[mark.group], mark.entry, worker)
         return
     for space in table.spaces[:table.num_spaces]:
         for entry in range(1, space.num_entries):
             if table.held[worker].num_bits == 0:
                 return
-            clear_bits(table, space, entry, worker)
+            _clear_bits(table, space, entry, worker)
 
 
-cdef inline void put_place(Space *space, Place taken) noexcept nogil:
+cdef inline void _put_place(Space *space, Place taken) noexcept nogil:
     """Put a block that has no place into the table."""
-    cdef uint32_t place = home_at(space, taken.tag)
+    cdef uint32_t place = _home_at(space, taken.tag)
     while space.places[place].entry:
-        place = place_behind(space, place)
+        place = _place_behind(space, place)
     space.places[place] = taken
 
 
-cdef inline bint grow_places(Space *space, uint64_t num_blocks) noexcept nogil:
+cdef inline bint _grow_places(Space *space, uint64_t num_blocks) noexcept nogil:
     """Make room in the table of a space; False, and nothing changed, where memory is short. Homes are in the order of tags, so
     both tables are walked from end to end.
     """
@@ -449,13 +449,13 @@ cdef inline bint grow_places(Space *space, uint64_t num_blocks) noexcept nogil:
     grown.num_places = <uint32_t>num
     for taken in space.places[:space.num_places]:
         if taken.entry:
-            put_place(&grown, taken)
+            _put_place(&grown, taken)
     raw_free(space.places)
     space[0] = grown
     return True
 
 
-cdef inline bint grow_entries(Table *table, Space *space, uint64_t num_blocks) noexcept nogil:
+cdef inline bint _grow_entries(Table *table, Space *space, uint64_t num_blocks) noexcept nogil:
     """Make room for entries; False, and nothing changed, where memory is short."""
     cdef uint32_t entry, first = space.num_entries
     cdef uint64_t num = max(num_blocks + 1, space.num_entries + space.num_entries // 8, <uint64_t>MIN_ROOM)
@@ -466,14 +466,14 @@ cdef inline bint grow_entries(Table *table, Space *space, uint64_t num_blocks) n
     space.num_entries = <uint32_t>num
     memset(entry_at(table, space, first), 0, (num - first) * stride_of(table) * sizeof(uint64_t))
     for entry in range(max(first, <uint32_t>1), space.num_entries):
-        link_last(table, space, entry)
+        _link_last(table, space, entry)
     return True
 
 
 cdef inline bint reserve_blocks(Table *table, Space *space, uint64_t num_more) noexcept nogil:
     """Make room for more blocks; False where memory is short."""
     cdef uint64_t num = space.num_blocks + num_more
-    return grow_places(space, num) and grow_entries(table, space, num)
+    return _grow_places(space, num) and _grow_entries(table, space, num)
 
 
 cdef inline bint reshape(Table *table, int32_t num_planes, int32_t num_words) noexcept nogil:
@@ -491,7 +491,7 @@ cdef inline bint reshape(Table *table, int32_t num_planes, int32_t num_words) no
             has_room = has_room and shaped.spaces[g].entries != NULL
     for g in range(table.num_spaces):
         if has_room:
-            copy_entries(table, &table.spaces[g], &shaped, &shaped.spaces[g])
+            _copy_entries(table, &table.spaces[g], &shaped, &shaped.spaces[g])
         raw_free(table.spaces[g].entries if has_room else shaped.spaces[g].entries)
     if not has_room:
         raw_free(held)
@@ -503,7 +503,7 @@ cdef inline bint reshape(Table *table, int32_t num_planes, int32_t num_words) no
     return True
 
 
-cdef inline void copy_entries(const Table *table, const Space *space, const Table *shaped, const Space *into) noexcept nogil:
+cdef inline void _copy_entries(const Table *table, const Space *space, const Table *shaped, const Space *into) noexcept nogil:
     """Copy the entries of a space into larger ones."""
     cdef const uint64_t *entry
     cdef uint64_t *copied

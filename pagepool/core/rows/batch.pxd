@@ -75,7 +75,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     RowRecord *records
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
-    Py_ssize_t num_ascending  # of these `copy_ascending` has checked, and nothing changed them since
+    Py_ssize_t num_ascending  # of these `_copy_ascending` has checked, and nothing changed them since
     DueRow *due_rows          # of this call
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
@@ -123,13 +123,13 @@ cdef struct Growth:           # one call that grows rows
     int32_t *new_groups
 
 
-cdef inline Boundaries *boundaries_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+cdef inline Boundaries *_boundaries_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
     return batch.boundaries + row if batch.boundaries != NULL else NULL
 
 
 cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
     return Holding(
-        batch.groups, batch.held + row * batch.num_groups, batch.num_groups, boundaries_of(batch, row), batch.sessions[row]
+        batch.groups, batch.held + row * batch.num_groups, batch.num_groups, _boundaries_of(batch, row), batch.sessions[row]
     )
 
 
@@ -145,19 +145,19 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
     return batch.digests + row * batch.digests_stride
 
 
-cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
+cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
     return Contents(
         digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context, batch.sessions[row]
     )
 
 
-cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
+cdef inline int64_t _last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Return how many tokens are computed once a row, which computes each token that it gets, is as long as it can be."""
     return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
-cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
+cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
     """Return the least number of computed tokens that fill a page which was not compared with equal ones."""
     cdef Py_ssize_t g
     cdef int64_t num_tokens = INT32_MAX
@@ -173,13 +173,13 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """
     cdef Holding holding = holding_of(batch, row)
     cdef Limits limits = limits_of(&holding)
-    cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
+    cdef int64_t event = min(<int64_t>INT32_MAX, _last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
     event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
-        event = min(event, next_comparison(&holding) + 1)
+        event = min(event, _next_comparison(&holding) + 1)
     if has_copies_due(batch.pool, &holding):
         event = 1
     batch.records[row].next_event = <int32_t>event
@@ -278,7 +278,7 @@ cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noex
     batch.contexts[row] = context
 
 
-cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
+cdef inline void _swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
         first[i], second[i] = second[i], first[i]
@@ -289,21 +289,21 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     cdef Py_ssize_t g, n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
     batch.records[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
     batch.records[second].num_hashed *= batch.records[second].is_admitted
-    swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
+    _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
     n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
     if n:
-        swap_values(
+        _swap_values(
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
-    swap_values(&batch.num_external[first], &batch.num_external[second], 1)
+    _swap_values(&batch.num_external[first], &batch.num_external[second], 1)
     if batch.boundaries != NULL:
         batch.boundaries[first], batch.boundaries[second] = batch.boundaries[second], batch.boundaries[first]
     begin_admission(batch, first)
     begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
     batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
-    swap_values(&batch.sessions[first], &batch.sessions[second], 1)
+    _swap_values(&batch.sessions[first], &batch.sessions[second], 1)
     batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
     for g in range(batch.num_groups):
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
@@ -363,7 +363,7 @@ cdef inline Py_ssize_t count_hashed_before(
     return num_pages
 
 
-cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Do what `hash_row` does, but let a single page, as decoding fills it, wait for another row's: two are hashed at once."""
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
@@ -387,11 +387,11 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
     if not batch.hash_page_size:
         return
     if (batch.records[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
-        hash_later(batch, row, num_tokens)
+        _hash_later(batch, row, num_tokens)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if has_full_page(&batch.groups[g], held, num_tokens):
-            contents = contents_of(batch, row, num_tokens)
+            contents = _contents_of(batch, row, num_tokens)
             enter_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
 
 
@@ -401,7 +401,7 @@ cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 # the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page: when it
 # grows next, or is forked. A page that somebody else holds by then stays, with its entry, since its holders have no other one.
 
-cdef inline int32_t find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
+cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
     """Find the page cached first with the content of a page, among those that the row may hold; NULL_PAGE: it is not cached."""
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
@@ -419,7 +419,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
         group, held = &batch.groups[g], held_by(batch, row, g)
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
-            first = find_first_twin(batch, row, page_id)
+            first = _find_first_twin(batch, row, page_id)
             if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1:
                 continue
             if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
@@ -438,7 +438,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
 
 # What is due for a row that grows.
 
-cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Give back the pages that no token from `num_computed` on attends to, in the table too."""
     cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
@@ -450,14 +450,14 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
             blank(batch.tables[g], row, start, holding.held[g].num_skipped)
 
 
-cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
     hash_row(batch, row, num_computed)
-    contents = contents_of(batch, row, num_computed)
+    contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.records[row].shard, 0):
@@ -471,7 +471,7 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
     cdef Contents contents
     cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
-    contents = contents_of(batch, row, num_computed)
+    contents = _contents_of(batch, row, num_computed)
     enter_states(batch.pool, &holding, &contents, num_computed, term)
 
 
@@ -493,7 +493,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
             growth.num_new += 1
 
 
-cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
+cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
     """Do what is due for a counted row; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
@@ -504,7 +504,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
         if rare(batch.unifies_pages):
             unify_pages(batch, row, num_before)
         if rare(batch.skips_pages):
-            skip_row(batch, row, num_before)
+            _skip_row(batch, row, num_before)
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.records[row].shard):
             return False
@@ -512,7 +512,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
             drop_swapped(batch, row)
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(&holding, num_before):
-        keep_row_states(batch, row, num_before)
+        _keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
@@ -527,7 +527,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     return find_passed_checkpoint(&holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
 
 
-cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+cdef inline bint _check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -557,7 +557,7 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
     return True
 
 
-cdef inline bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
     """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
     cdef const int32_t *copied = batch.checked_rows
     cdef int32_t signs = 0
@@ -581,7 +581,7 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     table, free, or there already.
     """
     cdef Py_ssize_t i
-    if copy_ascending(batch, rows, n):
+    if _copy_ascending(batch, rows, n):
         return n
     start_call(batch)
     for i in range(n):
@@ -601,13 +601,13 @@ cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, P
 
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
-cdef inline void count_token(RowRecord *record, Grown *grown) noexcept nogil:
+cdef inline void _count_token(RowRecord *record, Grown *grown) noexcept nogil:
     """Count one token more as known and computed."""
     grown[0] = Grown(record.num_tokens + 1, record.num_computed + 1)
     record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
 
-cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
     """Append a token to each copied row from `start` on, up to the first for which more is due; return where that stands."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
@@ -623,7 +623,7 @@ cdef inline Py_ssize_t step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t 
             break
         signs |= new_ids[i]
         token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
-        count_token(record, &grown[i])
+        _count_token(record, &grown[i])
         i += 1
     growth.signs |= signs
     return i
@@ -634,15 +634,15 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
     if a token is negative.
     """
     cdef RowRecord *record
-    cdef Py_ssize_t i = step_plain_rows(batch, growth, 0, n)
+    cdef Py_ssize_t i = _step_plain_rows(batch, growth, 0, n)
     while i < n:
         record = &batch.records[batch.checked_rows[i]]
-        if not check_due(batch, growth, i, record.num_computed + 1):
+        if not _check_due(batch, growth, i, record.num_computed + 1):
             break
         growth.signs |= growth.token_ids[i]
         tokens_of(batch, batch.checked_rows[i])[record.num_tokens] = growth.token_ids[i]
-        count_token(record, &growth.grown[i])
-        i = step_plain_rows(batch, growth, i + 1, n)
+        _count_token(record, &growth.grown[i])
+        i = _step_plain_rows(batch, growth, i + 1, n)
     if growth.signs < 0:
         uncount(batch, growth, 0, i)
         return 0
@@ -662,7 +662,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) 
         num_computed = record.num_computed + num_new
         num_room_tokens = room_for(batch, num_computed, num_ahead)
         if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
-            if not check_due(batch, growth, i, num_room_tokens):
+            if not _check_due(batch, growth, i, num_room_tokens):
                 return i
         record.num_computed = num_computed
         growth.grown[i] = Grown(record.num_tokens, num_computed)
@@ -676,7 +676,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     cdef Py_ssize_t k, num_grown = growth.num_rows
     memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
     for k in range(growth.num_due):
-        if not grow_row(batch, growth, &batch.due_rows[k]):
+        if not _grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at
             break
     enter_waiting(&batch.waiting)
@@ -694,7 +694,7 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
             break
         tokens_of(batch, row)[batch.records[row].num_tokens] = token_ids[num_done]
         batch.records[row].num_tokens += 1
-        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, last_token_event(batch, row) + 1)
+        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, _last_token_event(batch, row) + 1)
         num_done += 1
     if num_done < n:
         for i in range(num_done):
@@ -718,7 +718,7 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
     return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
 
 
-cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
     if num_tokens >= batch.records[row].num_computed:
         return not batch.num_external[row]
@@ -738,12 +738,12 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
             return i
         if not 0 <= amount(num_tokens, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
-        if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
+        if not _can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
             return i
     return n
 
 
-cdef inline void cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Let a row forget tokens that are not computed, and let go of its pages in the tier, which may hold more tokens."""
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
@@ -760,20 +760,20 @@ cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32
     end_row(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
-    cut_tokens(batch, row, num_tokens)
+    _cut_tokens(batch, row, num_tokens)
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Cut a row that `can_trim`."""
+    """Cut a row that `_can_trim`."""
     if num_tokens < batch.records[row].num_computed:
         go_back(batch, row, num_tokens, num_tokens)
     else:
-        cut_tokens(batch, row, num_tokens)
+        _cut_tokens(batch, row, num_tokens)
 
 
 cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
-    cdef Contents contents = contents_of(batch, row, batch.records[row].num_tokens)
+    cdef Contents contents = _contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding holding = holding_of(batch, row)
     forget_uncomputed(batch.pool, &holding, num_computed, &contents)
 
@@ -788,19 +788,19 @@ cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_
     return record.num_computed == grown.num_computed and (growth.token_ids == NULL or record.num_tokens == grown.num_tokens)
 
 
-cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
+cdef inline int32_t _computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Return how many tokens a row had computed before the call."""
     return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
 
 
-cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
+cdef inline Py_ssize_t _find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
     """Return where the new pages of a row in a group begin, which end at `stop`."""
     while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
         stop -= 1
     return stop
 
 
-cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
+cdef inline bint _is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
     """Whether a page at place `start` or behind has other holders."""
     cdef int32_t i
     for i in range(start, held.num_pages):
@@ -821,16 +821,16 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
         return False
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
-        start = find_taken(growth, stop[0], row, g)
+        start = _find_taken(growth, stop[0], row, g)
         num_new = stop[0] - start
         num_kept = held.num_pages - num_new
         if num_kept < 0 or (num_new and memcmp(held.ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
             return False
-        if lacks_page(&batch.groups[g], held, computed_before(growth, i), num_kept):
+        if lacks_page(&batch.groups[g], held, _computed_before(growth, i), num_kept):
             return False
         if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
             return False
-        if is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, computed_before(growth, i))):
+        if _is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, _computed_before(growth, i))):
             return False
         stop[0] = start
     return True
@@ -841,12 +841,12 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]
-    cdef int32_t num_computed = computed_before(growth, i)
+    cdef int32_t num_computed = _computed_before(growth, i)
     cdef RowRecord *record = &batch.records[row]
     forget_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
-        start = find_taken(growth, stop[0], row, g)
+        start = _find_taken(growth, stop[0], row, g)
         put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
         stop[0] = start
     end_row(batch, row)

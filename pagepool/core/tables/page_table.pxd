@@ -55,7 +55,7 @@ cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const
     mark(table, row, start, start + n)
 
 
-cdef inline bint fits(const Put *put) noexcept nogil:
+cdef inline bint _fits(const Put *put) noexcept nogil:
     """Return whether there is room, no id is negative, and the row's count was not overwritten with nonsense."""
     cdef const Table *table = put.table
     cdef bint has_room = 0 <= table.num_pages[put.row] <= table.num_columns and put.n <= table.num_columns - put.start
@@ -85,7 +85,7 @@ cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcep
     while num_fitting < num:
         put = &puts[num_fitting]
         put.start = 0 if replaces else put.table.num_pages[put.row]
-        if not fits(put):
+        if not _fits(put):
             break
         put.table.num_pages[put.row] += 0 if replaces else <int32_t>put.n
         num_fitting += 1
