@@ -13,7 +13,7 @@ VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VE
 # The extras under test. Ray, which the extra fleet adds, is large, and only slow tests start it.
 TEST_EXTRAS ?= events,jax,metrics,plan,replay
 
-SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name '*.json' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name '*.json' -o -name '*.md' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 # jax keeps what it has compiled for other processes, and the next time.
 RUN = PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \

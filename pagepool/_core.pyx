@@ -9,47 +9,7 @@ serialised, and long ones let other threads run. A thread that forks the process
 finds no half-done work.
 
 This module re-exports the names of `pagepool.core` for Python, and reports how it was built. Headers (``.pxd``) contain code
-that runs without Python; modules (``.pyx``) contain the classes. Each file imports only files above it.
-
-===========================  ============================================================================================
-`base/platform.pxd`          memory hints, the clock, whether guards are compiled in
-`base/memory.pxd`            arrays that grow
-`base/vectors.pxd`           arrays of ids, several values at once
-`base/limits.pxd`            the largest values that a caller may give, and terms
-`base/siphash.pxd`           digests of pages
-`base/locks.pyx`             locks across a fork
-`values/arguments.pyx`       values from Python, checked
-`values/ids.pyx`             `PageIds`: page ids and token ids
-`values/chain.pyx`           `HashChain`
-`pool/policy.pxd`            the policy that learns when pages are used again, and remembers keys of evicted pages
-`pool/records.pxd`           the records of a pool: pages, index slots, journal, residency
-`pool/owners.pxd`            which session a page belongs to, and to which tenant it is charged
-`pool/queue.pxd`             the free queue and its parts, which page is evicted next, terms; references given back
-`pool/index.pxd`             the prefix index: `find`, `enter`, `drop`; pages of equal content; the journal's notes
-`pool/pages.pxd`             pages are taken (`claim` evicts), touched, given back; residency; queued transfers
-`pool/store.pyx`             `PageStore`: the records, queue and index of a pool; `CachePage`, `QueryCounter`
-`pool/sessions.pyx`          `PageSessions`: numbers of sessions by id, and when their pages are wanted; shares of tenants
-`pool/journal.pyx`           `EntryJournal`: changes of the prefix index
-`pool/saving.pyx`            `copy_records`: a pool copied, to be checked or saved; `load_store`
-`holding/rules.pxd`          which pages tokens need, by kind of attention
-`holding/boundaries.pxd`     numbers of tokens at which a request can resume, and the pages of windows that it needs there
-`holding/holding.pxd`        what requests and rows hold: taken (`price`, `fit`, `attach`), entered, kept, copied, forked
-`holding/groups.pyx`         `CacheGroups` of a model, and the `PageRules` of each
-`holding/lookups.pyx`        `find_prefix`: the longest hit in all groups; `Refusal`: whether a request is refused again
-`holding/request_pages.pyx`  `RequestPages`: what a request holds (`allocate`, `enter`, `give_back`)
-`holding/slots.pyx`          `SlotAllocator`: a request is read, its full pages hashed, its slots allocated; `CachePages`
-`tier/tier.pyx`              `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_prefix` from it
-`tier/copies.pyx`            `PageCopies` that are due
-`tables/page_table.pxd`      rows of a page table
-`tables/table.pyx`           `TableRows`, `GroupedRows`
-`rows/batch.pxd`             records of running rows; rows are hashed, grow (`grow_row`), are cut, and change places
-`rows/running.pyx`           `RunningRows`, arrays and locks of a batch: `grow`, `step`, `undo`, `release`, `fork`
-`rows/row_request.pyx`       `RowRequest`: a row is admitted, or refused
-`rows/spans.pyx`             `TokenSpan` of a request or row: cached pages leased, or expected back; `lease_pages`
-`checks/holders.pyx`         `check_holders`
-`router/event_batch.pxd`     batches of events, read from msgpack
-`router/prefixes.pyx`        `PrefixTable`: a router's index of blocks and their workers, read by many threads at once
-===========================  ============================================================================================
+that runs without Python; modules (``.pyx``) contain the classes. `core/README.md` has a map of them.
 """
 
 from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
 
-# Where the order is written: a row of files or a folder, and what they do; and a file of the core.
+# Where the order is written: a row of files or a folder, and what they do; and a room or a file of the core.
 DESIGN_ROW = re.compile(r"^\| (`.*?) \| (.*) \|$", re.MULTILINE)
-CORE_ROW = re.compile(r"^`([\w/]+)\.p(?:xd|yx)` +\S", re.MULTILINE)
+CORE_ROW = re.compile(r"^\| `(\w+/\w*)(?:\.p(?:xd|yx))?` \|", re.MULTILINE)
+CORE_ROWS = CORE_ROW.findall((ROOT / "pagepool/core/README.md").read_text())
+ROOMS = [row.rstrip("/") for row in CORE_ROWS if row.endswith("/")]
 FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
 FOLDERS = {"compat"}  # its files may import one another
 PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
@@ -30,8 +32,7 @@ def listed_files() -> Iterator[str]:
     for listed, text in DESIGN_ROW.findall((ROOT / "docs/design.md").read_text()):
         folder = listed.strip("`").rstrip("/").replace("/", ".")
         if listed == "`core/`":
-            rows = CORE_ROW.findall((ROOT / "pagepool/_core.pyx").read_text())
-            yield from (f"core.{name}".replace("/", ".") for name in rows)
+            yield from (f"core.{row}".replace("/", ".") for row in CORE_ROWS if not row.endswith("/"))
         elif folder in FOLDERS:
             yield folder
         elif folder.split(".")[0] not in FOLDERS:
@@ -118,6 +119,18 @@ def test_imports_are_absolute_and_only_of_files_above() -> None:
         not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
         offenders[name_of(path)] = relative | not_above - ({ORDER[place]} & FOLDERS)
     assert {path: names for path, names in offenders.items() if names} == {}
+
+
+def room_of(name: str) -> int:
+    """Return the place of the room of a file of the core."""
+    return ROOMS.index(name.split(".")[1])
+
+
+def test_rooms_import_rooms_above() -> None:
+    assert sorted(ROOMS) == sorted(path.parent.name for path in (ROOT / "pagepool/core").glob("*/__init__.py"))
+    files = [path for path in FILES if module_of(path).startswith("core.") and path.stem != "__init__"]
+    below = {path: {name for name in core_imports(path) if room_of(name) > room_of(module_of(path))} for path in files}
+    assert {name_of(path): names for path, names in below.items() if names} == {}
 
 
 def core_imports(path: Path) -> set[str]:
