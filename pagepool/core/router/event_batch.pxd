@@ -61,7 +61,7 @@ cdef struct Event:
     bint has_parent
     bint has_hashes
 
-cdef struct Batch:
+cdef struct EventBatch:
     Event *events
     Py_ssize_t num_events
     Py_ssize_t capacity
@@ -85,7 +85,7 @@ cdef inline void _fail(Reader *reader, const char *error) noexcept nogil:
         reader.error = error
 
 
-cdef inline uint64_t _take_number(Reader *reader, int size) noexcept nogil:
+cdef inline uint64_t _read_number(Reader *reader, int size) noexcept nogil:
     """Read a big-endian number; 0 where the payload ends before."""
     cdef uint64_t number = 0
     cdef int i
@@ -98,8 +98,8 @@ cdef inline uint64_t _take_number(Reader *reader, int size) noexcept nogil:
     return number
 
 
-cdef inline uint8_t _take_byte(Reader *reader) noexcept nogil:
-    return <uint8_t>_take_number(reader, 1)
+cdef inline uint8_t _read_byte(Reader *reader) noexcept nogil:
+    return <uint8_t>_read_number(reader, 1)
 
 
 cdef inline void _skip_bytes(Reader *reader, uint64_t size) noexcept nogil:
@@ -116,14 +116,14 @@ cdef inline bint _is_none(Reader *reader) noexcept nogil:
     return found
 
 
-cdef inline Py_ssize_t _take_count(Reader *reader, uint8_t few, uint8_t few_mask, uint8_t code) noexcept nogil:
+cdef inline Py_ssize_t _read_count(Reader *reader, uint8_t few, uint8_t few_mask, uint8_t code) noexcept nogil:
     """Read the header of an array or map, whose short form is `few`; the long ones are `code` and the next."""
-    cdef uint8_t first = _take_byte(reader)
+    cdef uint8_t first = _read_byte(reader)
     cdef uint64_t num = 0
     if (first & <uint8_t>~few_mask) == few:
         num = first & few_mask
     elif first == code or first == code + 1:
-        num = _take_number(reader, 2 if first == code else 4)
+        num = _read_number(reader, 2 if first == code else 4)
     else:
         _fail(reader, "got another type, allowed: an array or a map")
     if num > <uint64_t>(reader.end - reader.at):  # each item takes a byte
@@ -131,12 +131,12 @@ cdef inline Py_ssize_t _take_count(Reader *reader, uint8_t few, uint8_t few_mask
     return 0 if reader.error != NULL else <Py_ssize_t>num
 
 
-cdef inline Py_ssize_t _take_array(Reader *reader) noexcept nogil:
-    return _take_count(reader, 0x90, 0x0f, 0xdc)
+cdef inline Py_ssize_t _read_array(Reader *reader) noexcept nogil:
+    return _read_count(reader, 0x90, 0x0f, 0xdc)
 
 
-cdef inline Py_ssize_t _take_map(Reader *reader) noexcept nogil:
-    return _take_count(reader, 0x80, 0x0f, 0xde)
+cdef inline Py_ssize_t _read_map(Reader *reader) noexcept nogil:
+    return _read_count(reader, 0x80, 0x0f, 0xde)
 
 
 cdef inline bint _is_map(const Reader *reader) noexcept nogil:
@@ -170,7 +170,7 @@ cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
     left = num
     while left > 0 and reader.error == NULL:
         left -= 1
-        first = _take_byte(reader)
+        first = _read_byte(reader)
         if first < 0x80 or first >= 0xe0 or first in (0xc0, 0xc2, 0xc3):
             continue
         if first < 0x90:
@@ -180,9 +180,9 @@ cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
         elif first < 0xc0:
             _skip_bytes(reader, first & 0x1f)
         elif first in (0xc4, 0xc5, 0xc6):
-            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xc4)))
+            _skip_bytes(reader, _read_number(reader, 1 << (first - 0xc4)))
         elif first in (0xc7, 0xc8, 0xc9):
-            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xc7)) + 1)
+            _skip_bytes(reader, _read_number(reader, 1 << (first - 0xc7)) + 1)
         elif first in (0xca, 0xcb):
             _skip_bytes(reader, 4 << (first - 0xca))
         elif 0xcc <= first <= 0xcf:
@@ -192,56 +192,56 @@ cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
         elif 0xd4 <= first <= 0xd8:
             _skip_bytes(reader, 1 + (1 << (first - 0xd4)))
         elif 0xd9 <= first <= 0xdb:
-            _skip_bytes(reader, _take_number(reader, 1 << (first - 0xd9)))
+            _skip_bytes(reader, _read_number(reader, 1 << (first - 0xd9)))
         elif first in (0xdc, 0xdd):
-            left += <int64_t>_take_number(reader, 2 << (first - 0xdc))
+            left += <int64_t>_read_number(reader, 2 << (first - 0xdc))
         elif first in (0xde, 0xdf):
-            left += 2 * <int64_t>_take_number(reader, 2 << (first - 0xde))
+            left += 2 * <int64_t>_read_number(reader, 2 << (first - 0xde))
         else:
             _fail(reader, "got a byte that msgpack does not use")
 
 
-cdef inline uint64_t _take_int(Reader *reader) noexcept nogil:
+cdef inline uint64_t _read_int(Reader *reader) noexcept nogil:
     """Read an int of at most 64 bits, negative ones as their two's complement."""
     cdef uint8_t first
     cdef int unused
     if reader.end - reader.at >= 9 and reader.at[0] == 0xcf:  # nearly all hashes
         reader.at += 1
-        return _take_number(reader, 8)
-    first = _take_byte(reader)
+        return _read_number(reader, 8)
+    first = _read_byte(reader)
     if first < 0x80:
         return first
     if first >= 0xe0:
         return <uint64_t>(<int64_t>first - 256)
     if 0xcc <= first <= 0xcf:
-        return _take_number(reader, 1 << (first - 0xcc))
+        return _read_number(reader, 1 << (first - 0xcc))
     if 0xd0 <= first <= 0xd3:
         unused = 64 - (8 << (first - 0xd0))
-        return <uint64_t>(<int64_t>(_take_number(reader, 1 << (first - 0xd0)) << unused) >> unused)
+        return <uint64_t>(<int64_t>(_read_number(reader, 1 << (first - 0xd0)) << unused) >> unused)
     _fail(reader, "got another type, allowed: an int")
     return 0
 
 
-cdef inline int32_t _take_size(Reader *reader, int32_t highest) noexcept nogil:
+cdef inline int32_t _read_size(Reader *reader, int32_t highest) noexcept nogil:
     """Read an int from 0 to `highest`."""
-    cdef uint64_t number = _take_int(reader)
+    cdef uint64_t number = _read_int(reader)
     if number > <uint64_t>highest:
         _fail(reader, "an int is out of range")
         return 0
     return <int32_t>number
 
 
-cdef inline Text _take_text(Reader *reader) noexcept nogil:
+cdef inline Text _read_text(Reader *reader) noexcept nogil:
     """Read a string or bytes; None with an error."""
-    cdef uint8_t first = _take_byte(reader)
+    cdef uint8_t first = _read_byte(reader)
     cdef uint64_t size = 0
     cdef Text text
     if 0xa0 <= first < 0xc0:
         size = first & 0x1f
     elif 0xd9 <= first <= 0xdb:
-        size = _take_number(reader, 1 << (first - 0xd9))
+        size = _read_number(reader, 1 << (first - 0xd9))
     elif 0xc4 <= first <= 0xc6:
-        size = _take_number(reader, 1 << (first - 0xc4))
+        size = _read_number(reader, 1 << (first - 0xc4))
     else:
         _fail(reader, "got another type, allowed: text")
     text = Text(reader.at, <Py_ssize_t>size)
@@ -257,19 +257,19 @@ cdef inline bint _is_int(const Reader *reader) noexcept nogil:
     return first < 0x80 or first >= 0xe0 or 0xcc <= first <= 0xd3
 
 
-cdef inline uint64_t _take_hash(Reader *reader) noexcept nogil:
+cdef inline uint64_t _read_hash(Reader *reader) noexcept nogil:
     """Read a hash, an int or bytes of which the last 64 bits count."""
     cdef Text text
     cdef Reader last
     if _is_int(reader):
-        return _take_int(reader)
-    text = _take_text(reader)
+        return _read_int(reader)
+    text = _read_text(reader)
     if reader.error == NULL and text.size < 8:
         _fail(reader, "got a hash of less than 8 bytes")
     if reader.error != NULL:
         return 0
     last = Reader(text.at + text.size - 8, text.at + text.size, NULL)
-    return _take_number(&last, 8)
+    return _read_number(&last, 8)
 
 
 cdef inline bint _is_text(Text text, const char *name, Py_ssize_t size) noexcept nogil:
@@ -314,8 +314,8 @@ cdef inline Field _field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
     return OTHER
 
 
-cdef inline EventKind _take_kind(Reader *reader) noexcept nogil:
-    cdef Text name = _take_text(reader)
+cdef inline EventKind _read_kind(Reader *reader) noexcept nogil:
+    cdef Text name = _read_text(reader)
     if reader.error == NULL:
         if _is_text(name, "BlockStored", 11):
             return STORED
@@ -327,48 +327,48 @@ cdef inline EventKind _take_kind(Reader *reader) noexcept nogil:
     return NO_EVENT
 
 
-cdef inline void _take_hashes(Reader *reader, Batch *batch, Event *event) noexcept nogil:
-    cdef Py_ssize_t i, num = _take_array(reader)
+cdef inline void _read_hashes(Reader *reader, EventBatch *batch, Event *event) noexcept nogil:
+    cdef Py_ssize_t i, num = _read_array(reader)
     if not reserve_items(<void **>&batch.hashes, &batch.hash_capacity, batch.num_hashes + num, sizeof(uint64_t)):
         _fail(reader, NO_MEMORY)
         return
     event.first, event.num, event.has_hashes = batch.num_hashes, num, True
     for i in range(num):
-        batch.hashes[batch.num_hashes + i] = _take_hash(reader)
+        batch.hashes[batch.num_hashes + i] = _read_hash(reader)
         if rare(reader.error != NULL):
             return
     batch.num_hashes += num
 
 
-cdef inline void _take_field(Reader *reader, Batch *batch, Event *event, Field field) noexcept nogil:
+cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Field field) noexcept nogil:
     """Read one field of an event. None leaves a field as it is."""
     if field == TYPE:
-        event.kind = _take_kind(reader)
+        event.kind = _read_kind(reader)
     elif field in (OTHER, EVENTS):
         _skip_values(reader, 1)
     elif _is_none(reader):
         return
     elif field == TOKENS:
-        _skip_values(reader, _take_array(reader))
+        _skip_values(reader, _read_array(reader))
     elif field == HASHES:
-        _take_hashes(reader, batch, event)
+        _read_hashes(reader, batch, event)
     elif field == PARENT:
-        event.parent, event.has_parent = _take_hash(reader), True
+        event.parent, event.has_parent = _read_hash(reader), True
     elif field == BLOCK_SIZE:
-        event.spec.block_size = _take_size(reader, MAX_BLOCK_SIZE)
+        event.spec.block_size = _read_size(reader, MAX_BLOCK_SIZE)
     elif field == MEDIUM:
-        event.medium = _take_text(reader)
+        event.medium = _read_text(reader)
     elif field == GROUP:
-        event.group = _take_size(reader, MAX_EVENT_GROUPS - 1)
+        event.group = _read_size(reader, MAX_EVENT_GROUPS - 1)
     elif field == NUM_GROUPS:
-        event.num_groups = _take_size(reader, MAX_EVENT_GROUPS)
+        event.num_groups = _read_size(reader, MAX_EVENT_GROUPS)
     elif field == SPEC_KIND:
-        event.spec.is_state = _is_text(_take_text(reader), "mamba", 5)
+        event.spec.is_state = _is_text(_read_text(reader), "mamba", 5)
     else:
-        event.spec.window = _take_size(reader, MAX_BLOCK_SIZE)
+        event.spec.window = _read_size(reader, MAX_BLOCK_SIZE)
 
 
-cdef inline void _add_event(Reader *reader, Batch *batch, const Event *event) noexcept nogil:
+cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *event) noexcept nogil:
     """Add an event that was read. One that clears everything makes those before it void."""
     if event.kind == CLEARED:
         batch.num_hashes = batch.num_stored = 0
@@ -386,56 +386,56 @@ cdef inline void _add_event(Reader *reader, Batch *batch, const Event *event) no
         batch.num_stored += event.num if event.kind == STORED else 0
 
 
-cdef inline void _take_event(Reader *reader, Batch *batch) noexcept nogil:
+cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:
     cdef Event event
     cdef Py_ssize_t i, num, _
     cdef Text name
     memset(&event, 0, sizeof(Event))
     if _is_map(reader):
-        num = _take_map(reader)
+        num = _read_map(reader)
         for _ in range(num):
-            name = _take_text(reader)
+            name = _read_text(reader)
             if rare(reader.error != NULL):
                 return
-            _take_field(reader, batch, &event, _field_of(name))
+            _read_field(reader, batch, &event, _field_of(name))
     else:
-        num = _take_array(reader)
+        num = _read_array(reader)
         if num:
-            event.kind = _take_kind(reader)
+            event.kind = _read_kind(reader)
         for i in range(num - 1):
             if rare(reader.error != NULL):
                 return
-            _take_field(reader, batch, &event, _field_at(event.kind, i))
+            _read_field(reader, batch, &event, _field_at(event.kind, i))
     if reader.error == NULL:
         _add_event(reader, batch, &event)
 
 
-cdef inline void _take_events(Reader *reader, Batch *batch) noexcept nogil:
-    cdef Py_ssize_t _, num = _take_array(reader)
+cdef inline void _read_events(Reader *reader, EventBatch *batch) noexcept nogil:
+    cdef Py_ssize_t _, num = _read_array(reader)
     for _ in range(num):
         if rare(reader.error != NULL):
             return
-        _take_event(reader, batch)
+        _read_event(reader, batch)
 
 
-cdef inline void read_batch(Reader *reader, Batch *batch) noexcept nogil:
+cdef inline void read_batch(Reader *reader, EventBatch *batch) noexcept nogil:
     """Read a payload, which is one batch and nothing else. `free_batch` has to follow, with an error too."""
     cdef Py_ssize_t i, num
     cdef bint has_names = _is_map(reader), has_events = False
     cdef bint is_events
     cdef Text name
-    memset(batch, 0, sizeof(Batch))
-    num = _take_map(reader) if has_names else _take_array(reader)
+    memset(batch, 0, sizeof(EventBatch))
+    num = _read_map(reader) if has_names else _read_array(reader)
     for i in range(num):
         is_events = i == 1
         if has_names:
-            name = _take_text(reader)
+            name = _read_text(reader)
             is_events = reader.error == NULL and _field_of(name) == EVENTS
         if rare(reader.error != NULL):
             return
         if is_events:
             has_events = True
-            _take_events(reader, batch)
+            _read_events(reader, batch)
         else:
             _skip_values(reader, 1)
     if not has_events:
@@ -449,16 +449,16 @@ cdef inline double read_seconds(Reader *reader) noexcept nogil:
     cdef uint64_t number
     cdef double seconds = 0
     if _is_map(reader):
-        _take_map(reader)
-        _take_text(reader)
+        _read_map(reader)
+        _read_text(reader)
     else:
-        _take_array(reader)
-    if reader.error == NULL and _take_byte(reader) == 0xcb:
-        number = _take_number(reader, 8)
+        _read_array(reader)
+    if reader.error == NULL and _read_byte(reader) == 0xcb:
+        number = _read_number(reader, 8)
         memcpy(&seconds, &number, sizeof(seconds))
     return seconds if reader.error == NULL and seconds - seconds == 0 else 0
 
 
-cdef inline void free_batch(Batch *batch) noexcept nogil:
+cdef inline void free_batch(EventBatch *batch) noexcept nogil:
     raw_free(batch.events)
     raw_free(batch.hashes)

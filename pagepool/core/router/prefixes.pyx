@@ -10,7 +10,7 @@ from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_
 from pagepool.core.base.platform cimport go_on, let_others_run, rare, raw_calloc, raw_free
 from pagepool.core.holding.rules cimport Rules, count_run_pages
 from pagepool.core.router.event_batch cimport (
-    MAX_EVENT_GROUPS, NO_MEMORY, STORED, Batch, Event, Reader, Spec, Text, free_batch, read_batch, read_seconds,
+    MAX_EVENT_GROUPS, NO_MEMORY, STORED, Event, EventBatch, Reader, Spec, Text, free_batch, read_batch, read_seconds,
 )
 from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.values.chain cimport HashChain
@@ -56,7 +56,7 @@ cdef class ReaderLock:
         delist_lock(&self.lock_node)
 
 
-cdef struct Group:            # of a look-up, which all of its workers share
+cdef struct SearchedGroup:    # of a look-up, which all of its workers share
     Rules rules
     bint is_state
     Py_ssize_t stride         # hashes of a page
@@ -65,14 +65,14 @@ cdef struct Group:            # of a look-up, which all of its workers share
     uint64_t *bits            # [num_pages * words] workers that have a page; NULL without
 
 
-cdef struct Lookup:
+cdef struct Search:
     const uint64_t *hashes
     Py_ssize_t num_hashes
     uint32_t planes           # a bit for each medium that counts
 
 
-cdef inline uint32_t find_holders(
-    const Table *table, const Space *space, uint64_t block_hash, uint32_t guess, uint32_t planes, uint64_t *holders,
+cdef inline uint32_t find_workers(
+    const BlockTable *table, const Space *space, uint64_t block_hash, uint32_t guess, uint32_t planes, uint64_t *holders,
     int32_t num_planes, int32_t num_words,
 ) noexcept nogil:
     """Find the workers that have a block in one of the media, a bit for each. Returns its entry, which may be `guess`, or 0.
@@ -83,25 +83,26 @@ cdef inline uint32_t find_holders(
     cdef int32_t plane, word
     cdef uint32_t entry = guess if guess and guess < space.num_entries and bits[0] == block_hash else 0
     if not entry:
-        entry = find_block(table, space, block_hash, 0)
+        entry = find_entry(table, space, block_hash, 0)
         bits = space.entries + entry * <size_t>(1 + num_planes * num_words)
     for word in range(num_words):
         holders[word] = 0
         for plane in range(num_planes if entry else 0):
             holders[word] |= bits[1 + plane * num_words + word] if planes >> plane & 1 else 0
         any_held |= holders[word]
-    if rare(not any_held and entry and entry == guess and is_free(bits, 1 + num_planes * num_words)):  # a link like the hash
-        return find_holders_again(table, space, block_hash, planes, holders)
+    if rare(not any_held and entry and entry == guess and is_free_entry(bits, 1 + num_planes * num_words)):
+        # the links of a free entry look like the hash
+        return find_workers_again(table, space, block_hash, planes, holders)
     return entry
 
 
-cdef uint32_t find_holders_again(
-    const Table *table, const Space *space, uint64_t block_hash, uint32_t planes, uint64_t *holders
+cdef uint32_t find_workers_again(
+    const BlockTable *table, const Space *space, uint64_t block_hash, uint32_t planes, uint64_t *holders
 ) noexcept nogil:
-    return find_holders(table, space, block_hash, 0, planes, holders, table.num_planes, table.num_words)
+    return find_workers(table, space, block_hash, 0, planes, holders, table.num_planes, table.num_words)
 
 
-cdef inline void count_at(int32_t *counts, uint64_t workers, int32_t first, int32_t count) noexcept nogil:
+cdef inline void set_counts(int32_t *counts, uint64_t workers, int32_t first, int32_t count) noexcept nogil:
     """Set the count of workers, a bit for each from `first` on."""
     while workers:
         counts[first + ctz(workers)] = count
@@ -109,47 +110,47 @@ cdef inline void count_at(int32_t *counts, uint64_t workers, int32_t first, int3
 
 
 cdef inline void count_leading_of(
-    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t stride, int32_t *counts, uint64_t *words,
+    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words,
     int32_t num_planes, int32_t num_words,
 ) noexcept nogil:
     """`count_leading` for numbers that the compiler may know."""
     cdef uint64_t *holders = words
     cdef uint64_t *still = words + num_words
     cdef uint64_t left
-    cdef Py_ssize_t page, num_pages = lookup.num_hashes // stride
+    cdef Py_ssize_t page, num_pages = search.num_hashes // stride
     cdef int32_t word
     cdef uint32_t entry = 0
     memset(counts, 0, num_words * WORD * sizeof(int32_t))
     memset(holders, 0xff, num_words * sizeof(uint64_t))
     for page in range(num_pages):
-        entry = find_holders(
-            table, space, lookup.hashes[(page + 1) * stride - 1], entry + 1 if entry else 0, lookup.planes, still,
+        entry = find_workers(
+            table, space, search.hashes[(page + 1) * stride - 1], entry + 1 if entry else 0, search.planes, still,
             num_planes, num_words,
         )
         left = 0
         for word in range(num_words):
             still[word] &= holders[word]
             if still[word] != holders[word]:
-                count_at(counts, holders[word] & ~still[word], word * WORD, <int32_t>page)
+                set_counts(counts, holders[word] & ~still[word], word * WORD, <int32_t>page)
                 holders[word] = still[word]
             left |= still[word]
         if left == 0:
             return
     for word in range(num_words):
-        count_at(counts, holders[word], word * WORD, <int32_t>num_pages)
+        set_counts(counts, holders[word], word * WORD, <int32_t>num_pages)
 
 
 cdef void count_leading(
-    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t stride, int32_t *counts, uint64_t *words
+    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words
 ) noexcept nogil:
     """Count for each worker the pages that it has from the first one on. `words` are twice those of a page."""
     if table.num_planes == 1 and table.num_words == 1:
-        count_leading_of(table, space, lookup, stride, counts, words, 1, 1)
+        count_leading_of(table, space, search, stride, counts, words, 1, 1)
     else:
-        count_leading_of(table, space, lookup, stride, counts, words, table.num_planes, table.num_words)
+        count_leading_of(table, space, search, stride, counts, words, table.num_planes, table.num_words)
 
 
-cdef bint list_holders(const Table *table, const Space *space, const Lookup *lookup, Group *group) noexcept nogil:
+cdef bint search_pages(const BlockTable *table, const Space *space, const Search *search, SearchedGroup *group) noexcept nogil:
     """List the workers that have each page; False where memory is short."""
     cdef Py_ssize_t page
     cdef uint32_t entry = 0
@@ -157,19 +158,19 @@ cdef bint list_holders(const Table *table, const Space *space, const Lookup *loo
     if group.bits == NULL:
         return False
     for page in range(group.num_pages):
-        entry = find_holders(
-            table, space, lookup.hashes[(page + 1) * group.stride - 1], entry + 1 if entry else 0, lookup.planes,
+        entry = find_workers(
+            table, space, search.hashes[(page + 1) * group.stride - 1], entry + 1 if entry else 0, search.planes,
             group.bits + page * table.num_words, table.num_planes, table.num_words,
         )
     return True
 
 
-cdef inline bint has_page(const Group *group, int32_t num_words, Py_ssize_t page, int32_t worker) noexcept nogil:
+cdef inline bint has_page(const SearchedGroup *group, int32_t num_words, Py_ssize_t page, int32_t worker) noexcept nogil:
     return group.bits[page * num_words + worker // WORD] >> (worker % WORD) & 1
 
 
-cdef Py_ssize_t find_run_end(
-    const Group *group, int32_t num_words, int32_t worker, Py_ssize_t stop, Py_ssize_t need
+cdef Py_ssize_t find_last_run(
+    const SearchedGroup *group, int32_t num_words, int32_t worker, Py_ssize_t stop, Py_ssize_t need
 ) noexcept nogil:
     """The end of the last `need` consecutive pages before `stop` that a worker has; if there are none, of its leading pages."""
     cdef Py_ssize_t page, num = 0
@@ -180,24 +181,26 @@ cdef Py_ssize_t find_run_end(
     return num
 
 
-cdef Py_ssize_t shorten(const Group *group, int32_t num_words, int32_t worker, Py_ssize_t num_hashes) noexcept nogil:
+cdef Py_ssize_t shorten_prefix(
+    const SearchedGroup *group, int32_t num_words, int32_t worker, Py_ssize_t num_hashes
+) noexcept nogil:
     """The hashes of the longest prefix, at most `num_hashes`, that a group can resume at."""
     cdef Py_ssize_t need, num_pages = num_hashes // group.stride
     if group.num_leading != NULL:
         return min(num_pages, <Py_ssize_t>group.num_leading[worker]) * group.stride
     need = 1 if group.is_state else count_run_pages(&group.rules, False)
-    return find_run_end(group, num_words, worker, num_pages, need) * group.stride
+    return find_last_run(group, num_words, worker, num_pages, need) * group.stride
 
 
-cdef Py_ssize_t find_longest(
-    const Group *groups, Py_ssize_t num, int32_t num_words, int32_t worker, Py_ssize_t num_hashes, Py_ssize_t multiple
+cdef Py_ssize_t find_longest_prefix(
+    const SearchedGroup *groups, Py_ssize_t num, int32_t num_words, int32_t worker, Py_ssize_t num_hashes, Py_ssize_t multiple
 ) noexcept nogil:
     """The hashes of the longest prefix that all groups can resume at: each shortens it in turn, until none does any more."""
     cdef Py_ssize_t g, previous = -1
     while num_hashes != previous:
         previous = num_hashes
         for g in range(num):
-            num_hashes = shorten(&groups[g], num_words, worker, num_hashes)
+            num_hashes = shorten_prefix(&groups[g], num_words, worker, num_hashes)
             num_hashes -= num_hashes % multiple
     return num_hashes
 
@@ -207,23 +210,24 @@ cdef bint is_leading(const Space *space) noexcept nogil:
     return space.spec.window == 0 and not space.spec.is_state
 
 
-cdef bint start_group(
-    const Table *table, const Space *space, const Lookup *lookup, Py_ssize_t page_size, uint64_t *words, Group *group
+cdef bint search_group(
+    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t page_size, uint64_t *words,
+    SearchedGroup *group,
 ) noexcept nogil:
     """Look all pages of a group up; False where memory is short."""
     group.stride = space.spec.block_size // page_size
-    group.num_pages = lookup.num_hashes // group.stride
+    group.num_pages = search.num_hashes // group.stride
     group.is_state = space.spec.is_state
     group.rules.page_size, group.rules.window = space.spec.block_size, space.spec.window
     if not is_leading(space):
-        return list_holders(table, space, lookup, group)
+        return search_pages(table, space, search, group)
     group.num_leading = <int32_t *>raw_calloc(table.num_words * WORD, sizeof(int32_t))
     if group.num_leading != NULL:
-        count_leading(table, space, lookup, group.stride, group.num_leading, words)
+        count_leading(table, space, search, group.stride, group.num_leading, words)
     return group.num_leading != NULL
 
 
-cdef Py_ssize_t common_multiple(const Group *groups, Py_ssize_t num, Py_ssize_t highest) noexcept nogil:
+cdef Py_ssize_t common_stride(const SearchedGroup *groups, Py_ssize_t num, Py_ssize_t highest) noexcept nogil:
     """The least number of hashes that is a multiple of the pages of all groups, or one above `highest`."""
     cdef Py_ssize_t g, rest, divisor, multiple = 1
     for g in range(num):
@@ -234,17 +238,17 @@ cdef Py_ssize_t common_multiple(const Group *groups, Py_ssize_t num, Py_ssize_t 
     return multiple
 
 
-cdef bint find_all(
-    const Table *table, const Lookup *lookup, Py_ssize_t page_size, uint64_t *words, int32_t *counts
+cdef bint search_prefix(
+    const BlockTable *table, const Search *search, Py_ssize_t page_size, uint64_t *words, int32_t *counts
 ) noexcept nogil:
     """Find the hashes of the prefix that each worker has in all groups; False where memory is short."""
-    cdef Group[MAX_EVENT_GROUPS] groups
+    cdef SearchedGroup[MAX_EVENT_GROUPS] groups
     cdef Py_ssize_t g, multiple, num = 0
     cdef int32_t worker
     cdef bint has_room = True
     cdef Py_ssize_t num_groups = table.num_groups if table.num_groups else table.num_spaces
     if num_groups == 1 and is_leading(&table.spaces[0]) and table.spaces[0].spec.block_size == page_size:
-        count_leading(table, &table.spaces[0], lookup, 1, counts, words)
+        count_leading(table, &table.spaces[0], search, 1, counts, words)
         return True
     for g in range(num_groups):
         if not table.spaces[g].is_known:  # what a worker has in it is unknown
@@ -252,11 +256,11 @@ cdef bint find_all(
     memset(&groups, 0, sizeof(groups))
     for g in range(num_groups):
         if has_room:
-            has_room = start_group(table, &table.spaces[g], lookup, page_size, words, &groups[num])
+            has_room = search_group(table, &table.spaces[g], search, page_size, words, &groups[num])
             num += 1
-    multiple = common_multiple(groups, num, lookup.num_hashes)
+    multiple = common_stride(groups, num, search.num_hashes)
     for worker in range(table.num_workers if has_room and num else 0):
-        counts[worker] = <int32_t>find_longest(groups, num, table.num_words, worker, lookup.num_hashes, multiple)
+        counts[worker] = <int32_t>find_longest_prefix(groups, num, table.num_words, worker, search.num_hashes, multiple)
     for g in range(num):
         raw_free(groups[g].num_leading)
         raw_free(groups[g].bits)
@@ -274,7 +278,9 @@ cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noe
     return num
 
 
-cdef const char *agree(const Table *table, Batch *batch, Py_ssize_t page_size, int32_t num_groups) noexcept nogil:
+cdef const char *settle_groups(
+    const BlockTable *table, EventBatch *batch, Py_ssize_t page_size, int32_t num_groups
+) noexcept nogil:
     """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not. `num_groups`
     was given, or is 0; the batch gets the number that holds behind it. Both may change while nobody has blocks.
     """
@@ -316,22 +322,24 @@ cdef struct Change:           # what a batch does to a block
     uint64_t num_before       # copies that the worker has
     uint64_t num
 
-cdef struct Net:              # what a batch changes, or NULL: it was not worked out
+cdef struct NetChanges:       # what a batch changes, or NULL: it was not worked out
     Change *items             # [num] in the order of the batch
     Py_ssize_t num
-    uint32_t *places          # [num_places] one more than the place of a block in `items`; 0: empty
-    Py_ssize_t num_places
+    uint32_t *slots           # [num_slots] one more than the place of a block in `items`; 0: empty
+    Py_ssize_t num_slots
     uint64_t multiplier
 
 
-cdef Py_ssize_t count_unknown(const Table *table, const Batch *batch, Py_ssize_t group, const Net *net) noexcept nogil:
+cdef Py_ssize_t count_unknown(
+    const BlockTable *table, const EventBatch *batch, Py_ssize_t group, const NetChanges *net
+) noexcept nogil:
     """Count the stored hashes of a group that have no entry yet, repeated ones again unless net changes are known."""
     cdef const Event *event
     cdef Py_ssize_t i, j, num = 0
     cdef uint32_t entry
     for i in range(net.num):
         if net.items[i].group == group and net.items[i].num:
-            num += find_block(table, &table.spaces[group], net.items[i].block_hash, 0) == 0
+            num += find_entry(table, &table.spaces[group], net.items[i].block_hash, 0) == 0
     if net.items != NULL:
         return num
     for i in range(batch.num_void, batch.num_events):
@@ -339,7 +347,7 @@ cdef Py_ssize_t count_unknown(const Table *table, const Batch *batch, Py_ssize_t
         if event.kind == STORED and event.group == group:
             entry = 0
             for j in range(event.first, event.first + event.num):
-                entry = find_block(table, &table.spaces[group], batch.hashes[j], entry + 1 if entry else 0)
+                entry = find_entry(table, &table.spaces[group], batch.hashes[j], entry + 1 if entry else 0)
                 num += entry == 0
     return num
 
@@ -349,7 +357,7 @@ cdef struct Media:
     int32_t num
 
 
-cdef bint place_media(const Table *table, Batch *batch, Media *media) noexcept nogil:
+cdef bint settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
     """Find the media of events, which are those of the index and those that the batch adds; False if they are too many, or a
     name is too long. The payload is not read later, in case another thread changes it.
     """
@@ -373,8 +381,8 @@ cdef bint place_media(const Table *table, Batch *batch, Media *media) noexcept n
     return True
 
 
-cdef const char *make_room(
-    Table *table, const Batch *batch, const Media *media, int32_t worker, const Net *net
+cdef const char *reserve_changes(
+    BlockTable *table, const EventBatch *batch, const Media *media, int32_t worker, const NetChanges *net
 ) noexcept nogil:
     """Reserve the memory of a batch, or of its net changes; the reason why there is none, or NULL."""
     cdef Py_ssize_t i, g, num_copies = 0
@@ -403,58 +411,58 @@ cdef const char *make_room(
     for g in range(MAX_EVENT_GROUPS):
         if num_stored[g] and not reserve_blocks(table, &table.spaces[g], num_stored[g]):
             return NO_MEMORY
-    return NULL if reserve_copies(table, num_copies) else NO_MEMORY
+    return NULL if reserve_duplicates(table, num_copies) else NO_MEMORY
 
 
-cdef inline Py_ssize_t find_change(const Net *net, const Event *event, uint64_t block_hash) noexcept nogil:
-    """The place of a block among the net changes, or the empty one that ends the search."""
+cdef inline Py_ssize_t find_change(const NetChanges *net, const Event *event, uint64_t block_hash) noexcept nogil:
+    """The slot of a block among the net changes, or the empty one that ends the search."""
     cdef uint64_t tag = (block_hash ^ <uint64_t>event.group << 8 ^ <uint64_t>event.plane) * net.multiplier >> 32
-    cdef Py_ssize_t place = <Py_ssize_t>(tag * <uint64_t>net.num_places >> 32)
+    cdef Py_ssize_t slot = <Py_ssize_t>(tag * <uint64_t>net.num_slots >> 32)
     cdef const Change *found
-    while net.places[place]:
-        found = &net.items[net.places[place] - 1]
+    while net.slots[slot]:
+        found = &net.items[net.slots[slot] - 1]
         if found.block_hash == block_hash and found.group == event.group and found.plane == event.plane:
             break
-        place = 0 if place + 1 == net.num_places else place + 1
-    return place
+        slot = 0 if slot + 1 == net.num_slots else slot + 1
+    return slot
 
 
-cdef uint64_t count_held(const Table *table, const Event *event, uint64_t block_hash, int32_t worker) noexcept nogil:
+cdef uint64_t count_copies(const BlockTable *table, const Event *event, uint64_t block_hash, int32_t worker) noexcept nogil:
     """The copies of a block that a worker has."""
     cdef const Space *space = &table.spaces[event.group]
     cdef uint32_t entry
     if worker >= table.num_workers or event.plane >= table.num_planes:
         return 0
-    entry = find_block(table, space, block_hash, 0)
+    entry = find_entry(table, space, block_hash, 0)
     if not entry or not has_bit(table, space, entry, event.plane, worker):
         return 0
-    return 1 + count_further(table, key_of(table, space, entry, event.plane, worker), worker)
+    return 1 + count_duplicates(table, duplicate_key(table, space, entry, event.plane, worker), worker)
 
 
-cdef bint list_changes(const Table *table, const Batch *batch, int32_t worker, Net *net) noexcept nogil:
+cdef bint compute_changes(const BlockTable *table, const EventBatch *batch, int32_t worker, NetChanges *net) noexcept nogil:
     """List the blocks that a batch changes, with the copies of each before and after; False where memory is short."""
-    cdef bint is_lossy = worker < table.num_workers and table.held[worker].is_lossy and not batch.is_cleared
+    cdef bint is_lossy = worker < table.num_workers and table.workers[worker].is_lossy and not batch.is_cleared
     cdef const Event *event
     cdef Change *change
-    cdef Py_ssize_t i, j, place
-    net.num_places = 2 * batch.num_hashes + 1
+    cdef Py_ssize_t i, j, slot
+    net.num_slots = 2 * batch.num_hashes + 1
     net.multiplier = table.multiplier
     net.items = <Change *>raw_calloc(batch.num_hashes + 1, sizeof(Change))
-    net.places = <uint32_t *>raw_calloc(net.num_places, sizeof(uint32_t))
-    if net.items == NULL or net.places == NULL:
+    net.slots = <uint32_t *>raw_calloc(net.num_slots, sizeof(uint32_t))
+    if net.items == NULL or net.slots == NULL:
         return False
     for i in range(batch.num_void, batch.num_events):
         event = &batch.events[i]
         for j in range(event.first, event.first + event.num if event.plane >= 0 else event.first):
-            place = find_change(net, event, batch.hashes[j])
-            if net.places[place] == 0:
+            slot = find_change(net, event, batch.hashes[j])
+            if net.slots[slot] == 0:
                 change = &net.items[net.num]
                 change.block_hash, change.group, change.plane = batch.hashes[j], event.group, event.plane
-                change.num = 0 if batch.is_cleared else count_held(table, event, batch.hashes[j], worker)
+                change.num = 0 if batch.is_cleared else count_copies(table, event, batch.hashes[j], worker)
                 change.num_before = change.num
                 net.num += 1
-                net.places[place] = <uint32_t>net.num
-            change = &net.items[net.places[place] - 1]
+                net.slots[slot] = <uint32_t>net.num
+            change = &net.items[net.slots[slot] - 1]
             if event.kind == STORED:
                 change.num = 1 if is_lossy else change.num + 1
             else:
@@ -462,7 +470,7 @@ cdef bint list_changes(const Table *table, const Batch *batch, int32_t worker, N
     return True
 
 
-cdef int64_t count_gained(const Net *net) noexcept nogil:
+cdef int64_t count_gained(const NetChanges *net) noexcept nogil:
     """The blocks that a worker has more behind the changes."""
     cdef int64_t num = 0
     cdef Py_ssize_t i
@@ -471,28 +479,28 @@ cdef int64_t count_gained(const Net *net) noexcept nogil:
     return num
 
 
-cdef void change_held(Table *table, const Change *item, int32_t worker) noexcept nogil:
+cdef void apply_change(BlockTable *table, const Change *item, int32_t worker) noexcept nogil:
     """Apply the net change of a block that a worker has."""
     cdef Space *space = &table.spaces[item.group]
-    cdef uint32_t entry = find_block(table, space, item.block_hash, 0)
+    cdef uint32_t entry = find_entry(table, space, item.block_hash, 0)
     if item.num:
-        set_copies(table, key_of(table, space, entry, item.plane, worker), worker, item.num - 1)
+        set_duplicates(table, duplicate_key(table, space, entry, item.plane, worker), worker, item.num - 1)
     else:
         clear_bit(table, space, entry, item.plane, worker)
 
 
-cdef void change(Table *table, const Batch *batch, int32_t worker, const Net *net) noexcept nogil:
+cdef void apply_changes(BlockTable *table, const EventBatch *batch, int32_t worker, const NetChanges *net) noexcept nogil:
     """Apply a batch for which there is room, or its net changes alone."""
     cdef const Event *event
     cdef Space *space
     cdef Py_ssize_t i
     cdef uint32_t parent
     if batch.is_cleared:
-        remove_all(table, worker)
+        remove_worker_blocks(table, worker)
     table.num_groups = batch.num_groups
     for i in range(net.num):
         if net.items[i].num_before:
-            change_held(table, &net.items[i], worker)
+            apply_change(table, &net.items[i], worker)
     for i in range(batch.num_events):
         event = &batch.events[i]
         space = &table.spaces[event.group]
@@ -502,56 +510,57 @@ cdef void change(Table *table, const Batch *batch, int32_t worker, const Net *ne
         if i < batch.num_void:
             continue
         if event.kind == STORED:
-            parent = find_block(table, space, event.parent, 0) if event.has_parent else 0
+            parent = find_entry(table, space, event.parent, 0) if event.has_parent else 0
             if net.items == NULL:
                 store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
             else:
-                store_net(table, space, batch, event, parent, worker, net)
+                store_changes(table, space, batch, event, parent, worker, net)
         elif net.items == NULL and event.plane >= 0 and space.num_blocks:
             remove_blocks(table, space, batch.hashes + event.first, event.num, event.plane, worker)
 
 
-cdef void store_net(
-    Table *table, Space *space, const Batch *batch, const Event *event, uint32_t last, int32_t worker, const Net *net
+cdef void store_changes(
+    BlockTable *table, Space *space, const EventBatch *batch, const Event *event, uint32_t last, int32_t worker,
+    const NetChanges *net,
 ) noexcept nogil:
     """Note the blocks of an event that a worker has behind the batch, and their copies."""
     cdef const Change *found
     cdef Py_ssize_t j
     for j in range(event.first, event.first + event.num):
-        found = &net.items[net.places[find_change(net, event, batch.hashes[j])] - 1]
+        found = &net.items[net.slots[find_change(net, event, batch.hashes[j])] - 1]
         if found.num:
-            last = put_block(table, space, found.block_hash, last + 1 if last else 0)
+            last = ensure_entry(table, space, found.block_hash, last + 1 if last else 0)
             set_bit(table, space, last, event.plane, worker)
-            set_copies(table, key_of(table, space, last, event.plane, worker), worker, found.num - 1)
+            set_duplicates(table, duplicate_key(table, space, last, event.plane, worker), worker, found.num - 1)
         else:
             last = 0
 
 
-cdef const char *apply_events(Table *table, Batch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
+cdef const char *apply_events(BlockTable *table, EventBatch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
     """Apply a batch, if its groups agree with the index. Return NULL, or the reason why it is refused.
 
     Only a batch after which the worker may have too many blocks has its net changes worked out.
     """
     cdef const char *error = NULL
-    cdef Net net
+    cdef NetChanges net
     cdef Media media
-    cdef int64_t num_held = table.held[worker].num_bits if worker < table.num_workers and not batch.is_cleared else 0
+    cdef int64_t num_held = table.workers[worker].num_bits if worker < table.num_workers and not batch.is_cleared else 0
     memset(&net, 0, sizeof(net))
-    if not place_media(table, batch, &media):
+    if not settle_media(table, batch, &media):
         return "too many media, or a long name of one"
     if num_held + batch.num_stored > max_blocks:
-        if not list_changes(table, batch, worker, &net):
+        if not compute_changes(table, batch, worker, &net):
             error = NO_MEMORY
         elif num_held + count_gained(&net) > max_blocks:
             error = "more blocks than a worker may have"
     if error == NULL:
-        error = make_room(table, batch, &media, worker, &net)
+        error = reserve_changes(table, batch, &media, worker, &net)
     if error == NULL:
-        change(table, batch, worker, &net)
+        apply_changes(table, batch, worker, &net)
         table.num_workers = max(table.num_workers, worker + 1)
-        trim_copies(table)
+        trim_duplicates(table)
     raw_free(net.items)
-    raw_free(net.places)
+    raw_free(net.slots)
     return error
 
 
@@ -577,7 +586,7 @@ def time_of_batch(payload) -> float:
 cdef class PrefixTable:
     """Which workers have which prefixes cached: the compiled part of `pagepool.router.PrefixIndex`, which describes it."""
 
-    cdef Table table
+    cdef BlockTable table
     cdef readonly Py_ssize_t page_size
     cdef readonly Py_ssize_t max_worker_blocks
     cdef int32_t num_groups   # that was given; 0: none
@@ -593,8 +602,8 @@ cdef class PrefixTable:
         self.table.num_planes, self.table.num_words = 1, 1
         memcpy(self.table.media[0].name, b"GPU", 3)
         self.table.media[0].size = 3
-        self.table.held = <Holding *>raw_calloc(WORD, sizeof(Holding))
-        if self.table.held == NULL:
+        self.table.workers = <Worker *>raw_calloc(WORD, sizeof(Worker))
+        if self.table.workers == NULL:
             raise MemoryError("a prefix index")
 
     def __dealloc__(self):
@@ -603,12 +612,12 @@ cdef class PrefixTable:
     def __reduce__(self):
         raise ArgumentTypeError("a prefix index cannot be pickled")
 
-    cdef void lock_all(self) noexcept:
+    cdef void begin_write(self) noexcept:
         cdef Py_ssize_t i
         for i in range(NUM_LOCKS):
             (<ReaderLock>self.locks[i]).lock.acquire()
 
-    cdef void unlock_all(self) noexcept:
+    cdef void end_write(self) noexcept:
         cdef Py_ssize_t i
         for i in range(NUM_LOCKS - 1, -1, -1):
             (<ReaderLock>self.locks[i]).lock.release()
@@ -622,7 +631,7 @@ cdef class PrefixTable:
         """
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         cdef Py_buffer view
-        cdef Batch batch
+        cdef EventBatch batch
         cdef Reader reader
         cdef const char *error
         cdef void *thread
@@ -642,17 +651,17 @@ cdef class PrefixTable:
             raise EventBatchError(f"payload: byte {place}: {error.decode()}")
         return is_cleared
 
-    cdef const char *apply_batch(self, int32_t worker, Batch *batch) noexcept:
+    cdef const char *apply_batch(self, int32_t worker, EventBatch *batch) noexcept:
         """Check a batch against the index, and apply it. Returns the reason if it cannot be, or NULL."""
         cdef const char *error
         cdef void *thread
-        self.lock_all()
-        error = agree(&self.table, batch, self.page_size, self.num_groups)
+        self.begin_write()
+        error = settle_groups(&self.table, batch, self.page_size, self.num_groups)
         if error == NULL:
             thread = let_others_run(batch.num_hashes)
             error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
             go_on(thread)
-        self.unlock_all()
+        self.end_write()
         return error
 
     def find(self, hashes, medium=None):
@@ -663,7 +672,7 @@ cdef class PrefixTable:
         O(pages x groups); with windows or states O(pages x groups x workers).
         """
         cdef Py_buffer view
-        cdef Lookup lookup
+        cdef Search search
         cdef uint64_t *words
         cdef int32_t *counts = NULL
         cdef int32_t worker, num_workers = 0
@@ -672,17 +681,17 @@ cdef class PrefixTable:
         cdef cython.pymutex *lock = &(<ReaderLock>self.locks[lock_of_thread(NUM_LOCKS)]).lock
         text = None if medium is None else medium_of(medium)
         PyObject_GetBuffer(as_hashes(hashes), &view, PyBUF_SIMPLE)
-        lookup.hashes = <const uint64_t *>view.buf
-        lookup.num_hashes = min(view.len // <Py_ssize_t>sizeof(uint64_t), MAX_TOKENS // self.page_size)
+        search.hashes = <const uint64_t *>view.buf
+        search.num_hashes = min(view.len // <Py_ssize_t>sizeof(uint64_t), MAX_TOKENS // self.page_size)
         lock[0].acquire()
-        lookup.planes = <uint32_t>-1 if text is None else self.plane_of(text)
+        search.planes = <uint32_t>-1 if text is None else self.plane_of(text)
         words = <uint64_t *>raw_calloc(self.table.num_words, 2 * sizeof(uint64_t) + WORD * sizeof(int32_t))
         has_room = words != NULL
         if has_room:
             counts = <int32_t *>(words + 2 * self.table.num_words)
             num_workers = self.table.num_workers
-            thread = let_others_run(lookup.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
-            has_room = find_all(&self.table, &lookup, self.page_size, words, counts)
+            thread = let_others_run(search.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
+            has_room = search_prefix(&self.table, &search, self.page_size, words, counts)
             go_on(thread)
         lock[0].release()
         PyBuffer_Release(&view)
@@ -704,39 +713,39 @@ cdef class PrefixTable:
         first copy that it removes, because removals of others may be lost. O(1).
         """
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
-        self.lock_all()
+        self.begin_write()
         if number < self.table.num_workers:
-            self.table.held[number].is_lossy = True
-        self.unlock_all()
+            self.table.workers[number].is_lossy = True
+        self.end_write()
 
     def remove_worker(self, worker) -> None:
         """Forget what a worker has cached. O(blocks that it got since it last had none)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
-        self.lock_all()
+        self.begin_write()
         if number < self.table.num_workers:
-            remove_all(&self.table, number)
-        self.unlock_all()
+            remove_worker_blocks(&self.table, number)
+        self.end_write()
 
     def clear(self) -> None:
         """Forget all blocks and groups, and give their memory back. Workers keep their numbers."""
         cdef Space[MAX_EVENT_GROUPS] spaces
         cdef Space space
-        cdef Copies *copies
+        cdef Duplicate *duplicates
         cdef int32_t worker
-        self.lock_all()
+        self.begin_write()
         memcpy(&spaces, self.table.spaces, sizeof(spaces))
         memset(self.table.spaces, 0, sizeof(spaces))
         for worker in range(self.table.num_words * WORD):
-            raw_free(self.table.held[worker].marks)
-        memset(self.table.held, 0, self.table.num_words * WORD * sizeof(Holding))
+            raw_free(self.table.workers[worker].gained)
+        memset(self.table.workers, 0, self.table.num_words * WORD * sizeof(Worker))
         self.table.num_spaces, self.table.num_groups = 0, self.num_groups
-        copies, self.table.copies = self.table.copies, NULL
-        self.table.num_copied = self.table.num_copy_places = 0
-        self.unlock_all()
-        raw_free(copies)
+        duplicates, self.table.duplicates = self.table.duplicates, NULL
+        self.table.num_duplicates = self.table.num_duplicate_slots = 0
+        self.end_write()
+        raw_free(duplicates)
         for space in spaces[:MAX_EVENT_GROUPS]:
             raw_free(space.entries)
-            raw_free(space.places)
+            raw_free(space.slots)
 
     def list_blocks(self, worker, medium="GPU", group=0):
         """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
@@ -751,8 +760,8 @@ cdef class PrefixTable:
             num = num_held
             hashes = np.empty(max(num, <Py_ssize_t>0), np.uint64)
             found = hashes
-            self.lock_all()
-            num_held = self.table.held[number].num_bits if number < self.table.num_workers else 0
+            self.begin_write()
+            num_held = self.table.workers[number].num_bits if number < self.table.num_workers else 0
             plane = find_medium(self.table.media, self.table.num_planes, text_of(name))
             if num_held == num:
                 num = 0
@@ -761,7 +770,7 @@ cdef class PrefixTable:
                         found[num] = entry_at(&self.table, space, entry)[0]
                         num += 1
                 num_held = num
-            self.unlock_all()
+            self.end_write()
         return hashes[:num]
 
     @property
@@ -774,32 +783,32 @@ cdef class PrefixTable:
         """The media that were told, ``"GPU"`` first."""
         cdef Media media
         cdef int32_t i
-        self.lock_all()
+        self.begin_write()
         memcpy(media.items, self.table.media, sizeof(self.table.media))
         media.num = self.table.num_planes
-        self.unlock_all()
+        self.end_write()
         return tuple([media.items[i].name[:media.items[i].size].decode(errors="surrogateescape") for i in range(media.num)])
 
     def stats(self) -> dict:
         """Return ``blocks`` (entries of all groups), ``held`` (blocks of each worker, a list) and ``bytes`` of memory."""
-        cdef Py_ssize_t i, num_bytes = sizeof(Table), num_blocks = 0
-        self.lock_all()
+        cdef Py_ssize_t i, num_bytes = sizeof(BlockTable), num_blocks = 0
+        self.begin_write()
         for i in range(self.table.num_spaces):
             num_bytes += self.table.spaces[i].num_entries * stride_of(&self.table) * <Py_ssize_t>sizeof(uint64_t)
-            num_bytes += self.table.spaces[i].num_places * <Py_ssize_t>sizeof(Place)
+            num_bytes += self.table.spaces[i].num_slots * <Py_ssize_t>sizeof(BlockSlot)
             num_blocks += self.table.spaces[i].num_blocks
         for i in range(self.table.num_words * WORD):
-            num_bytes += sizeof(Holding) + self.table.held[i].capacity * <Py_ssize_t>sizeof(Mark)
-        num_bytes += self.table.num_copy_places * <Py_ssize_t>sizeof(Copies)
-        self.unlock_all()
+            num_bytes += sizeof(Worker) + self.table.workers[i].capacity * <Py_ssize_t>sizeof(GainedBlock)
+        num_bytes += self.table.num_duplicate_slots * <Py_ssize_t>sizeof(Duplicate)
+        self.end_write()
         return {"blocks": num_blocks, "held": [self.num_held(i) for i in range(self.table.num_workers)], "bytes": num_bytes}
 
     cdef int64_t num_held(self, int32_t worker) noexcept:
         """The blocks of a worker that told anything."""
         cdef int64_t num
-        self.lock_all()
-        num = self.table.held[worker].num_bits
-        self.unlock_all()
+        self.begin_write()
+        num = self.table.workers[worker].num_bits
+        self.end_write()
         return num
 
     def check(self) -> None:
@@ -807,32 +816,32 @@ cdef class PrefixTable:
         cdef const char *fault = NULL
         cdef Py_ssize_t g
         cdef int64_t *num_held
-        self.lock_all()
+        self.begin_write()
         num_held = <int64_t *>raw_calloc(self.table.num_words * WORD, sizeof(int64_t))
         for g in range(MAX_EVENT_GROUPS if num_held != NULL else 0):
             if fault == NULL:
                 fault = find_fault(&self.table, &self.table.spaces[g], num_held)
         for g in range(self.table.num_words * WORD if num_held != NULL else 0):
-            if num_held[g] != self.table.held[g].num_bits:
+            if num_held[g] != self.table.workers[g].num_bits:
                 fault = "the blocks of a worker are miscounted"
         if fault == NULL and num_held != NULL:
-            fault = find_miscounted(&self.table, num_held)
-        self.unlock_all()
+            fault = find_duplicate_fault(&self.table, num_held)
+        self.end_write()
         raw_free(num_held)
         if fault != NULL:
             raise IntegrityError(f"prefix index: {fault.decode()}")
 
 
-cdef const char *find_fault(const Table *table, const Space *space, int64_t *num_held) noexcept:
+cdef const char *find_fault(const BlockTable *table, const Space *space, int64_t *num_held) noexcept:
     """What contradicts what in a group, or NULL. Adds the blocks of each worker."""
     cdef uint32_t entry, num = 0, num_linked = 0
     cdef Py_ssize_t i
     cdef uint64_t word
     for entry in range(1, space.num_entries):
-        if is_free(entry_at(table, space, entry), stride_of(table)):
+        if is_free_entry(entry_at(table, space, entry), stride_of(table)):
             continue
         num += 1
-        if find_block(table, space, entry_at(table, space, entry)[0], 0) != entry:
+        if find_entry(table, space, entry_at(table, space, entry)[0], 0) != entry:
             return "a block is not found"
         for i in range(table.num_planes * table.num_words):
             word = entry_at(table, space, entry)[1 + i]
@@ -841,46 +850,47 @@ cdef const char *find_fault(const Table *table, const Space *space, int64_t *num
                 word &= word - 1
     if num != space.num_blocks:
         return "blocks are miscounted"
-    entry = link_at(table, space, 0).next if space.num_entries else 0
+    entry = free_entry_at(table, space, 0).next if space.num_entries else 0
     while entry and num_linked <= space.num_entries:
-        if not is_free(entry_at(table, space, entry), stride_of(table)):
+        if not is_free_entry(entry_at(table, space, entry), stride_of(table)):
             return "a block is linked as free"
         num_linked += 1
-        entry = link_at(table, space, entry).next
+        entry = free_entry_at(table, space, entry).next
     if space.num_entries and num + num_linked + 1 != space.num_entries:
         return "free entries are miscounted"
     num = 0
-    for i in range(space.num_places):
-        num += space.places[i].entry != 0
+    for i in range(space.num_slots):
+        num += space.slots[i].entry != 0
     if num != space.num_blocks:
         return "places are miscounted"
     return NULL
 
 
-cdef const char *find_miscounted(const Table *table, int64_t *num_copied) noexcept:
-    """What contradicts what in the copies, or NULL. `num_copied` is for each worker."""
-    cdef Copies copies
+cdef const char *find_duplicate_fault(const BlockTable *table, int64_t *num_duplicates) noexcept:
+    """What contradicts what in the duplicates, or NULL. `num_duplicates` is for each worker."""
+    cdef Duplicate duplicate
     cdef const Space *space
     cdef Py_ssize_t i, num = 0
     cdef uint32_t entry
     cdef int32_t plane, worker
-    memset(num_copied, 0, table.num_words * WORD * sizeof(int64_t))
-    for i in range(table.num_copy_places):
-        copies = table.copies[i]
-        if copies.key == 0:
+    memset(num_duplicates, 0, table.num_words * WORD * sizeof(int64_t))
+    for i in range(table.num_duplicate_slots):
+        duplicate = table.duplicates[i]
+        if duplicate.key == 0:
             continue
-        space = &table.spaces[copies.key >> 24 & 63]
-        entry, plane, worker = <uint32_t>(copies.key >> 32), <int32_t>(copies.key >> 16 & 255), <int32_t>(copies.key & 65535)
+        space = &table.spaces[duplicate.key >> 24 & 63]
+        entry, worker = <uint32_t>(duplicate.key >> 32), <int32_t>(duplicate.key & 65535)
+        plane = <int32_t>(duplicate.key >> 16 & 255)
         num += 1
-        num_copied[worker] += 1
-        if copies.num == 0 or find_copies(table, copies.key) != i:
+        num_duplicates[worker] += 1
+        if duplicate.num == 0 or find_duplicate(table, duplicate.key) != i:
             return "copies of a block are not found"
         if entry >= space.num_entries or not has_bit(table, space, entry, plane, worker):
             return "a block that a worker has not has copies"
-    if num != table.num_copied:
+    if num != table.num_duplicates:
         return "copies are miscounted"
     for i in range(table.num_words * WORD):
-        if num_copied[i] != table.held[i].num_copied:
+        if num_duplicates[i] != table.workers[i].num_duplicates:
             return "the copies of a worker are miscounted"
     return NULL
 
