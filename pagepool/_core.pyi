@@ -1,6 +1,6 @@
 """Types of the compiled core. Its docstrings say what each call does and costs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self, TypedDict, final
 
 import numpy as np
@@ -166,15 +166,12 @@ class RequestHashes:
 
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
-    sessions: Final[PageSessions]
-    def _begin(
+    def __init__(
         self,
-        page_pool: Any,
-        rules: Any,
-        max_model_len: int,
-        requests: dict[str, RequestPages],
-        hashes: dict[str, RequestHashes],
+        registry: Any,  # a `RequestRegistry`
+        max_num_tokens: int,
         restores_states: bool,
+        on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = ...,
     ) -> None: ...
     def allocate_slots(
         self,

@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -13,13 +12,11 @@ import numpy.typing as npt
 from pagepool._core import (
     CachePages,
     FailedLoads,
-    HashChain,
     Lease,
     PageCopies,
+    PageIds,
     PageStore,
     PageTier,
-    QueryCounter,
-    RequestHashes,
     RequestPages,
     SlotAllocator,
     TokenSpan,
@@ -52,12 +49,12 @@ from pagepool.arguments import (
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
-from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
-from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import EngineRequestStatus, Request
+from pagepool.request_registry import RequestRegistry
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, QueryCounts, TimeHistogram
 
@@ -169,7 +166,10 @@ class CacheManager(KeyHolder, SlotAllocator):
     >>> manager.free(first); manager.free(second)
     """
 
-    _refuses_too_large = True  # if false, `_warn_if_too_large` is called, and `allocate_slots` returns None
+    _on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = None
+    """Unless None, `allocate_slots` returns None in place of RequestTooLargeError, and calls this for each refused request with
+    the number of pages in the pool, the pages that the request holds or hits, and the number of new ones.
+    """
 
     def __init__(
         self,
@@ -209,37 +209,29 @@ class CacheManager(KeyHolder, SlotAllocator):
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching, eviction)
-        self._rules = make_rules(kv_cache_groups, self.use_eagle, self.enable_caching, windows, window_slack, window_interval)
+        self._rules = rules = make_rules(
+            kv_cache_groups, self.use_eagle, self.enable_caching, windows, window_slack, window_interval
+        )
         self.num_pages = self.page_pool.num_pages
         self.max_num_leased_pages = int(max_leased_share * (self.num_pages - 1))
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
-        self.hasher = make_page_hasher(hash_algo, self._rules.hash_page_size, hash_seed)
-        self.hasher.keep_token_ids = keep_token_ids
+        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
+        hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
-            num_kept, num_needed = self._store.num_kept_token_ids, self._rules.max_cached_page_size
+            num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size
             if 0 < num_kept < num_needed and not keep_token_ids:
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            self.page_pool._bind(self.hasher.describe() | self._rules.configuration)
-            if self._rules.checkpoint_interval is not None:
+            self.page_pool._bind(hasher.describe() | rules.configuration)
+            if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
-        self._hashes: dict[str, RequestHashes] = {}
-        self._lock = make_lock(self, "_lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
-        self._requests: dict[str, RequestPages] = {}
-        self._begin(
-            self.page_pool,
-            self._rules,
-            self.max_model_len,
-            self._requests,
-            self._hashes,
-            require_flag("restores_states", restores_states),
-        )
-        self.event_source: EventSource | None = None
-        self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
+        self._registry = RequestRegistry(self.page_pool, rules, hasher)
+        restores_states = require_flag("restores_states", restores_states)
+        super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large)
         if host_tier is not None:
             host_tier._bind(self._store)
         self.host_tier = host_tier
@@ -248,7 +240,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the sizes, and the use of the pool."""
         return (
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
-            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
+            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._registry.held)}, "
             f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
             f"enable_caching={self.enable_caching}, eviction={self.page_pool.eviction!r})"
         )
@@ -261,7 +253,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     @property
     def req_to_page_hashes(self) -> RequestPageHashes:
         """A live, read-only view of the page hashes of each request, by request id."""
-        return RequestPageHashes(self.hasher, self._hashes)
+        return RequestPageHashes(self._registry.hasher, self._registry.hashes)
 
     # Look-ups and slots.
 
@@ -290,27 +282,28 @@ class CacheManager(KeyHolder, SlotAllocator):
         if dp_shard_hint is not None or data_parallel_size is not None:
             bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         store, (num_queried_tokens, is_preempted) = self._store, query
-        with self._lock:
-            hashes = self._extend_hashes(request, num_queried_tokens)
+        registry = self._registry
+        with registry.lock:
+            hashes = registry.extend_hashes(request, num_queried_tokens)
             refusal, num_full_tokens = hashes.refusal, 0  # a refusal leaves unsure hashes as they are
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
                 hashes.refusal, context, session = None, 0, 0
                 if hashes.are_unsure or len(hashes.chain) * self._rules.hash_page_size > num_queried_tokens:
-                    hashes.cut(self._count_sure_hashes(request))
-                    hashes = self._extend_hashes(request, num_queried_tokens)
+                    hashes.cut(registry.count_sure_hashes(request))
+                    hashes = registry.extend_hashes(request, num_queried_tokens)
                 try:
                     if store.has_tier:  # pages to load have names, and so have their parents
-                        self.hasher.name_pages(store.names, hashes, 0, len(hashes.page_hashes))
-                        context = self._hold_context(hashes.extra_keys, getattr(request, "session_id", None))
-                        session = self._hold_session_of(request)
+                        registry.name_pages(hashes, 0, num_queried_tokens)
+                        context = registry.hold_context(hashes.extra_keys, getattr(request, "session_id", None))
+                        session = registry.hold_session_of(request)
                     pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
                         store, self._rules.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
                 finally:
-                    self._release_context(context)
-                    self._release_session(session)
+                    registry.release_context(context)
+                    registry.release_session(session)
             hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens
         return CachePages(pages, store), num_tokens
 
@@ -321,7 +314,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
-        chain = self._hash_apart(request, num_queried)
+        chain = self._registry.hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
         is_all = num_queried - num_tokens <= self._rules.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
@@ -376,27 +369,10 @@ class CacheManager(KeyHolder, SlotAllocator):
             kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"
         raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
-    def _cache_due(self, request: Request, num_computed_tokens: int) -> None:
-        """Do the work of `cache_pages`, after its check that some may be due."""
-        num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
-        with self._lock:
-            held = self._require_held(request)
-            if num_tokens > held.num_room_tokens:
-                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
-            num_before = read_count(request, "num_computed_tokens")
-            start, hashes = held.count_entered_hashes(num_before), self._hashes.get(request.request_id)
-            if hashes is not None and num_before < held.num_cached_tokens:
-                hashes.cut(start)
-            hashes = self._extend_hashes(request, num_tokens)
-            with self._naming(held, hashes, start, num_tokens) as context:
-                held.enter(hashes.chain, num_tokens, num_before, context)
-
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
-        with self._lock:
+        with self._registry.lock:
             return self.page_pool.reset_prefix_cache()
-
-    # Hashes, last look-up and refusal of each request. Callers hold the lock to change them.
 
     def _read_query(self, request: Request) -> tuple[int, bool] | None:
         """Return the number of a request's tokens, and whether it was preempted; None if it may not hit."""
@@ -411,96 +387,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
         takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
         return (num_tokens, is_preempted) if takes_hits else None
-
-    def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
-        """Return the hashes of a request, extended to its full pages up to `num_tokens`."""
-        try:  # on the path of each look-up: check an id only after it failed
-            hashes = self._hashes.get(request.request_id)
-        except (AttributeError, TypeError):
-            hashes = self._hashes.get(id_of(request))
-        if hashes is None or hashes.request is not request:  # another request with other tokens may have had this id
-            hashes = self._hashes[request.request_id] = self.hasher.start(request)
-        if hashes.are_unsure and hashes.refusal is None:
-            hashes.cut(self._count_sure_hashes(request))
-        self.hasher.extend(hashes, request, num_tokens // self._rules.hash_page_size)
-        return hashes
-
-    def _count_sure_hashes(self, request: Request) -> int:
-        """Return how many of a request's leading pages, computed and entered, have hashes of tokens that no longer change."""
-        held = self._requests.get(request.request_id)
-        return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
-
-    def _share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
-        """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if these differ."""
-        known, size = self._extend_hashes(request, num_tokens), self._rules.hash_page_size
-        hashes = self.hasher.start(new_request)
-        if known.extra_keys is not None and known.extra_keys.has_nonce:
-            hashes.extra_keys = known.extra_keys
-        self.hasher.extend(hashes, new_request, num_tokens // size)
-        num_pages, rest = len(hashes.chain), slice(num_tokens - num_tokens % size, num_tokens)
-        is_same = num_pages == 0 or hashes.chain[num_pages - 1] == known.chain[num_pages - 1]
-        is_same = is_same and hashes.extra_keys == known.extra_keys
-        if not is_same or list(request.all_token_ids[rest]) != list(new_request.all_token_ids[rest]):
-            return False
-        self._hashes[new_request.request_id] = hashes
-        return True
-
-    def _hash_apart(self, request: Request, num_tokens: int) -> HashChain:
-        """Return the hashes of a request's full pages up to `num_tokens`, leaving stored hashes as they are. O(tokens)."""
-        hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
-        self.hasher.extend(hashes, request, num_tokens // self._rules.hash_page_size)
-        return hashes.chain
-
-    def _hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
-        """Return the core's int for extra keys and session, valid until `_release_context`; 0 without both or events."""
-        if self.event_source is None or (extra_keys is None and session_id is None):  # fast path without the lock
-            return 0
-        with self._lock:
-            return self.event_source.contexts.hold((extra_keys, require_name("session_id", session_id)))
-
-    def _release_context(self, context: int) -> None:
-        """Release an int from `_hold_context`. It is reused once no page or row has it."""
-        if context and self.event_source is not None:
-            self.event_source.contexts.release(context)
-
-    def _hold_session_of(self, request: Request) -> int:
-        """Return the core's int for the session of a request: see `_hold_session`."""
-        return self._hold_session(getattr(request, "session_id", None), getattr(request, "tenant", None))
-
-    def _hold_session(self, session_id: str | None, tenant: str | None) -> int:
-        """Return the core's int for a session, valid until `_release_session`; 0 for None, and without caching."""
-        with self._lock:
-            return self.sessions.hold(session_id, tenant)
-
-    def _release_session(self, session: int) -> None:
-        if session:
-            with self._lock:
-                self.sessions.release(session)
-
-    @contextmanager
-    def _naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """Name the keys of the pages entered by the body, from page `start` on, and of their parent, if the hashes have names.
-        Yield the core's int for the request's context.
-        """
-        context = 0 if held is None or hashes is None else self._hold_context(hashes.extra_keys, held.session_id)
-        try:
-            if hashes is not None and hashes.page_hashes:
-                stop = num_tokens // self._rules.hash_page_size
-                self.hasher.name_pages(self._store.names, hashes, max(0, start - 1), stop)
-            yield context
-        finally:
-            self._release_context(context)
-            if hashes is not None and hashes.page_hashes:
-                self.page_pool._forget_evicted_names()
-
-    def _count_admission(self, request: Request, num_taken_tokens: int) -> None:
-        """Count the look-up of a request just admitted, with the number of tokens whose pages it took."""
-        hashes = self._hashes.get(request.request_id)
-        if hashes is None or hashes.query is None:
-            return
-        num_queried_tokens, num_hit_tokens, is_preempted, _ = hashes.query
-        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
-        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
     # Copies and forks.
 
@@ -546,34 +432,34 @@ class CacheManager(KeyHolder, SlotAllocator):
         if pages they need are behind a window. Raise CopiesDueError if copies into the pages of `request` are due. O(tokens),
         to hash them.
         """
-        with self._lock:
+        with self._registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
-            held = self._require_held(request)
-            if id_of(new_request) in self._requests:
+            held = self._registry.require_held(request)
+            if id_of(new_request) in self._registry.held:
                 raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
             if not num_new == num_tokens <= held.num_room_tokens:
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_copies_taken(may_be_read=True)
-            if self.enable_caching and not self._share_hashes(request, new_request, num_tokens):
+            if self.enable_caching and not self._registry.share_hashes(request, new_request, num_tokens):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self._rules.groups, self.max_model_len)
-            self._requests[new_request.request_id] = target  # registered before it holds pages, so no interrupt can lose it
+            self._registry.held[new_request.request_id] = target  # before it holds pages, so no interrupt can lose it
             is_forked = False
             try:
                 session_id = require_name("session_id", getattr(new_request, "session_id", None))
                 target.session_id = held.session_id if session_id is None else session_id
-                session = 0 if session_id is None else self._hold_session_of(new_request)
+                session = 0 if session_id is None else self._registry.hold_session_of(new_request)
                 try:
                     is_forked = held.fork(target, num_tokens, session)
                 finally:
-                    self._release_session(session)
+                    self._registry.release_session(session)
             finally:
                 if not target:
-                    del self._requests[new_request.request_id]
+                    del self._registry.held[new_request.request_id]
                 if not is_forked:
-                    self._hashes.pop(new_request.request_id, None)
+                    self._registry.hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     # The host tier.
@@ -625,13 +511,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         the model has states, or while copies of its pages are due. With states the token is 0 for each request with hits on
         pages of this load or a later one: its state may have seen wrong tokens. O(pages).
         """
-        with self._lock:
-            held = self._requests.get(id_of(request))
+        with self._registry.lock:
+            held = self._registry.held.get(id_of(request))
             try:
                 return rewind_request(held, failed)
             finally:
                 if held is not None and not held:
-                    del self._requests[request.request_id]
+                    del self._registry.held[request.request_id]
 
     # External tokens and leases.
 
@@ -658,8 +544,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
         """Enter pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
-        with self._lock:
-            held = self._require_held(request)
+        with self._registry.lock:
+            held = self._registry.require_held(request)
             start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
             num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
             if num_tokens > num_most_tokens:
@@ -667,10 +553,10 @@ class CacheManager(KeyHolder, SlotAllocator):
             held.require_copies_taken()
             if is_failed and self._rules.has_state:
                 held.give_back()
-                del self._requests[request.request_id]
+                del self._registry.held[request.request_id]
                 return 0
-            hashes = self._extend_hashes(request, start + num_tokens) if self.enable_caching else None
-            with self._naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
+            hashes = self._registry.extend_hashes(request, start + num_tokens) if self.enable_caching else None
+            with self._registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 
@@ -719,7 +605,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if seconds is None and not hasattr(pages, "request_id"):
             return lease_pages(self._store, pages)
         span = TokenSpan(start, stop)
-        with self._lock:
+        with self._registry.lock:
             return self._span_of(pages, span).lease(self.max_num_leased_pages, seconds)  # type: ignore[arg-type] # it refuses None
 
     @property
@@ -730,8 +616,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
         """Return the span of a request, with hashes up to its end; without caching there are no hashes, so no page."""
         num_tokens = read_count(request, "num_tokens")
-        chain = self._hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
-        return span.of_request(self._store, self._rules.groups, chain, num_tokens, self._requests.get(request.request_id))
+        chain = self._registry.hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
+        held = self._registry.held.get(request.request_id)
+        return span.of_request(self._store, self._rules.groups, chain, num_tokens, held)
 
     # Expectations.
 
@@ -765,7 +652,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         (4, 0)
         """
         span = TokenSpan(start, stop)
-        with self._lock:
+        with self._registry.lock:
             return self._span_of(request, span).expect(seconds)
 
     def expect_session(self, session_id: str, *, seconds: float | None) -> int:
@@ -779,8 +666,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         if session_id is None:
             raise ArgumentTypeError("session_id: got None, allowed: a string")
-        with self._lock:
-            return self.sessions.expect(session_id, seconds)
+        with self._registry.lock:
+            return self._registry.sessions.expect(session_id, seconds)
 
     def close_session(self, session_id: str) -> int:
         """Expect the pages of a session never to be used again, and release them from the session. Return their number, 0 for
@@ -822,8 +709,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.probe(chat).num_hit_tokens
         12
         """
-        with self._lock:
-            self.sessions.set_shares(shares)
+        with self._registry.lock:
+            self._registry.sessions.set_shares(shares)
 
     # Events.
 
@@ -843,15 +730,16 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
         if not self.enable_caching:
             raise ArgumentError("events: got a manager without prefix caching, which has none")
-        with self._lock:
-            if self.event_source is None:
+        registry = self._registry
+        with registry.lock:
+            if registry.event_source is None:
                 self._store.keep_token_ids(self._rules.max_cached_page_size)
-                source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
-                self.event_source = source
-                self.hasher.keep_token_ids = True
-                self._hashes.clear()  # existing hashes have no tokens
-            elif self.event_source.hashes_as_bytes != hashes_as_bytes:
-                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
+                registry.event_source = EventSource(self._store, self.kv_cache_groups, registry.hasher, hashes_as_bytes)
+                registry.hasher.keep_token_ids = True
+                registry.hashes.clear()  # existing hashes have no tokens
+            elif registry.event_source.hashes_as_bytes != hashes_as_bytes:
+                allowed = registry.event_source.hashes_as_bytes
+                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {allowed}")
 
     def take_events(self) -> "list[Event]":
         """Return the net changes of the prefix cache since the last call, including those by running batches:
@@ -869,9 +757,9 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def _require_event_source(self) -> "EventSource":
         """Return the source of events. Raise ArgumentError unless they are enabled."""
-        if self.event_source is None:
+        if self._registry.event_source is None:
             raise ArgumentError("events: call enable_events before the first request")
-        return self.event_source
+        return self._registry.event_source
 
     # Freeing.
 
@@ -889,26 +777,26 @@ class CacheManager(KeyHolder, SlotAllocator):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         term = term_of(seconds)
-        with self._lock:
+        with self._registry.lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
-            hashes = self._hashes.get(request.request_id)
+            hashes = self._registry.hashes.get(request.request_id)
             if num_last_tokens:
-                hashes = self._extend_hashes(request, num_last_tokens)
+                hashes = self._registry.extend_hashes(request, num_last_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            held = self._requests.get(request.request_id)
-            with self._naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
+            held = self._registry.held.get(request.request_id)
+            with self._registry.naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
-                    del self._requests[request.request_id]
+                    del self._registry.held[request.request_id]
             if hashes is not None:
                 hashes.are_unsure = True
             if num_computed_tokens is not None:
-                self.page_pool._forget_evicted_names()
+                self._registry.forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
-        interval, held = self.checkpoint_interval, self._requests.get(id_of(request))
+        interval, held = self.checkpoint_interval, self._registry.held.get(id_of(request))
         if not interval or not held:
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
@@ -918,8 +806,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request. A preempted request with images but no features needs them to hit again."""
-        with self._lock:
-            self._hashes.pop(id_of(request), None)
+        with self._registry.lock:
+            self._registry.hashes.pop(id_of(request), None)
 
     # Inspection.
 
@@ -947,10 +835,10 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_leased_pages=store.num_leased_pages,
             max_num_leased_pages=self.max_num_leased_pages,
             num_sessions=store.num_sessions,
-            num_pages_by_tenant=self.sessions.count_charged(),
+            num_pages_by_tenant=self._registry.sessions.count_charged(),
             usage=(num_pages - num_free_pages) / max(1, num_pages),
-            queries=QueryCounts(*self.query_counters[0].counts),
-            preempted_queries=QueryCounts(*self.query_counters[1].counts),
+            queries=QueryCounts(*self._registry.query_counters[0].counts),
+            preempted_queries=QueryCounts(*self._registry.query_counters[1].counts),
             num_allocated_pages=totals.num_allocated_pages,
             num_freed_pages=totals.num_freed_pages,
             num_evicted_pages=totals.num_evicted_pages,
@@ -965,14 +853,14 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
-        with self._lock:
-            check_holders(self._store, list(self._requests.values()))
+        with self._registry.lock:
+            check_holders(self._store, list(self._registry.held.values()))
             self.page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the page ids of a request, one list for each group, with 0, the null page, for skipped pages. O(pages)."""
         try:
-            held = self._requests.get(request_id)
+            held = self._registry.held.get(request_id)
         except TypeError:
             raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
         return lists_of(self._no_ids if held is None else held.get_page_ids())
@@ -987,17 +875,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
             raise ArgumentError(f"request {shown(request_id)}: status is {status}, allowed: RUNNING")
         num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
-        held = self._requests.get(request_id)
+        held = self._registry.held.get(request_id)
         return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(self.num_kv_cache_groups)]
 
     def create_empty_page_list(self) -> CachePages:
         """Return an empty list of pages for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
-
-    def _require_held(self, request: Request) -> RequestPages:
-        """Return the pages of a request. Raise ArgumentError if it holds none."""
-        request_id = id_of(request)
-        held = self._requests.get(request_id)
-        if held is None:
-            raise ArgumentError(f"request {shown(request_id)} holds no pages")
-        return held

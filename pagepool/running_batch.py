@@ -84,25 +84,26 @@ class RunningBatch(RunningRows):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
-        hash_page_size = manager._rules.hash_page_size if manager.enable_caching else 0
+        hash_page_size = manager._registry.rules.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
-        if manager.enable_caching and not manager.hasher.is_native:
+        if manager.enable_caching and not manager._registry.hasher.is_native:
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
         super().__init__(
             manager.page_pool.store,
             tables,
-            manager._rules.groups,
+            manager._registry.rules.groups,
             manager.max_model_len,
             hash_page_size,
-            manager.hasher.siphash_key,
+            manager._registry.hasher.siphash_key,
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
             require_flag("restores_states", restores_states),
         )
         self._manager = manager
+        self._registry = manager._registry
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
-        self._counters = manager.query_counters if manager.enable_caching else (None, None)
+        self._counters = manager._registry.query_counters if manager.enable_caching else (None, None)
         self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # one per row
 
     def __repr__(self) -> str:
@@ -180,7 +181,7 @@ class RunningBatch(RunningRows):
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         has_places = type(resume_at) is not tuple or resume_at
-        places = self._manager._rules.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
+        places = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
@@ -195,13 +196,13 @@ class RunningBatch(RunningRows):
         counter = self._counters[is_preempted] if look_up else None
         session = context = 0
         try:
-            session = 0 if session_id is tenant is None else self._manager._hold_session(session_id, tenant)
-            context = self._manager._hold_context(keys, session_id)
+            session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
+            context = self._registry.hold_context(keys, session_id)
             return request.admit(keyed, look_up, shard, context, counter, session)
         finally:
             if context:
-                self._manager._release_context(context)
-            self._manager._release_session(session)
+                self._registry.release_context(context)
+            self._registry.release_session(session)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
@@ -276,7 +277,7 @@ class RunningBatch(RunningRows):
         Raise IntegrityError unless rows hold their pages, each page is in at most as many rows and requests of the manager as
         its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_holders(self._manager.page_pool.store, list(self._manager._requests.values()), self)
+        check_holders(self._manager.page_pool.store, list(self._registry.held.values()), self)
         self._manager.page_pool.check()
 
 

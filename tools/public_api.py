@@ -48,7 +48,6 @@ SECTIONS = (
 """All public names, in the order of the site's page."""
 
 INTERNAL = {
-    "CacheManager": "event_source hasher query_counters",
     "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent",
     "PagePool": "store",
     "FreeCachePageQueue": "of_store",

@@ -325,7 +325,7 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
         manager.reset_prefix_cache,
     ]
     return [
-        ("CacheManager", manager._lock, calls),
+        ("CacheManager", manager._registry.lock, calls),
         ("EventSource", manager._require_event_source()._lock, [manager.take_events]),
         ("HashNames", names._lock, [lambda: names.add(1, PageHash(2, ()))]),
         ("pagepool.page_table", page_table.COMMIT_LOCK, [PageTable(1, 1, 1).clear]),

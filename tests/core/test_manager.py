@@ -171,7 +171,8 @@ def test_eagle_drops_one_page_of_each_kind_and_no_more():
 def test_pages_are_cached_once_they_are_computed(specs, is_counted_before):
     """By a call in each step, which does nothing while no page gets full."""
     manager, request, calls = make_manager(*specs), EngineRequest("a", range(30)), []
-    manager._cache_due = lambda *args: (calls.append(request.num_computed_tokens), CacheManager._cache_due(manager, *args))
+    cache_due = manager._registry.cache_due
+    manager._registry.cache_due = lambda *args: (calls.append(request.num_computed_tokens), cache_due(*args))
     for num_tokens in range(1, 25):
         manager.allocate_slots(request, 1, delay_cache_pages=True)
         request.num_computed_tokens += is_counted_before

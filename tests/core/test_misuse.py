@@ -90,7 +90,8 @@ class InUse:
     def state(self) -> list[Any]:
         """Return the observable state."""
         thresholds = [
-            (pages.num_room_tokens, pages.count_entered_hashes(9), repr(pages)) for pages in self.manager._requests.values()
+            (pages.num_room_tokens, pages.count_entered_hashes(9), repr(pages))
+            for pages in self.manager._registry.held.values()
         ]
         held = [self.manager.get_page_ids(request_id) for request_id in ("held", "new")]
         pool = package_pool_state(self.pool, with_hashes=False)

@@ -508,7 +508,7 @@ def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: st
         request.num_computed_tokens = num_computed_tokens
         manager.allocate_slots(request, 8 - num_computed_tokens // 2)
     manager.check()
-    memory = memory_of(manager._requests["a"], RequestMemory).held[0]
+    memory = memory_of(manager._registry.held["a"], RequestMemory).held[0]
     assert (memory.num_pages, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
     setattr(memory, field, value)
     with pytest.raises(IntegrityError) as caught:

@@ -81,7 +81,7 @@ def make_busy(manager: CacheManager) -> list[Any]:
     objects = [hits, held, manager.page_pool.pages[1], manager.req_to_page_hashes, manager.stats(), manager.take_events()]
     hits, _ = manager.get_computed_pages(refused)
     assert manager.allocate_slots(refused, 252, 0, hits) is None
-    if manager.hasher.is_native:
+    if manager._registry.hasher.is_native:
         batch = RunningBatch(manager, PageTable(2, 64, 64))
         batch.admit(0, list(range(9)), cache_salt="salt")
         batch.admit(1, list(range(250)))
@@ -103,7 +103,7 @@ def list_reachable(roots: list[Any]) -> Iterator[Any]:
 
 def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
     """Return the key, and the root if a seed makes it, in all forms in which they may be written."""
-    hasher = manager.hasher
+    hasher = manager._registry.hasher
     secrets = [hasher.siphash_key, *([hasher._root] if has_seed and isinstance(hasher, Sha256Hasher) else [])]
     return [
         form
@@ -185,7 +185,7 @@ def test_what_has_the_key_is_neither_pickled_nor_copied(hash_algo: Any, way: str
 def test_what_has_a_pool_is_not_pickled_either(way: str) -> None:
     manager = make_manager()
     make_busy(manager)
-    for item in (manager.page_pool.store, manager.page_pool, manager.event_source, manager.page_pool.pages[1]):
+    for item in (manager.page_pool.store, manager.page_pool, manager._registry.event_source, manager.page_pool.pages[1]):
         with pytest.raises(ArgumentTypeError, match="cannot be pickled"):
             WAYS[way](item)
 

@@ -131,7 +131,7 @@ class Telling:
         """Take the events, and check that the router knows what the oracle has cached, as does one that starts now."""
         known = dict(self.router.sessions)
         self.router.apply(self.manager.take_events())
-        contents = Contents(self.oracle.keys, isinstance(self.manager.hasher, VllmHasher))
+        contents = Contents(self.oracle.keys, isinstance(self.manager._registry.hasher, VllmHasher))
         pool = self.oracle.page_pool
         told = {page: (group, self.hash_of(page)) for page, (_, group) in pool.entry_of_page.items()}
         assert self.router.pages.keys() == set(told.values())
@@ -172,7 +172,7 @@ class Telling:
         key, _ = self.manager.page_pool.store.key_of(page_id)
         if not self.hashes_as_bytes:
             return key & MASK
-        if self.manager.hasher.num_digest_bytes == 32:
+        if self.manager._registry.hasher.num_digest_bytes == 32:
             return page_hash.page_hash.hash_value.to_bytes(32, "big")
         return key.to_bytes(16, "big")
 

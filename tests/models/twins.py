@@ -50,10 +50,11 @@ def name_differences(mine: Any, theirs: Any) -> list[str]:
 
 def share_hashes(oracle: OracleManager, manager: Any) -> None:
     """Let the oracle's policy know the hashes that a manager of the package makes."""
+    registry = manager._registry
 
     def hash_page(request: Any, page: int) -> int:
-        hashes = manager.hasher.start(request, manager._extend_hashes(request, 0))
-        manager.hasher.extend(hashes, request, page + 1)
+        hashes = registry.hasher.start(request, registry.extend_hashes(request, 0))
+        registry.hasher.extend(hashes, request, page + 1)
         return hashes.chain[page]
 
     oracle.keys.hash_page = hash_page
@@ -259,7 +260,7 @@ class PackageTwin(Twin):
         """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
-        hashes = self.manager._hashes.get(request.request_id)
+        hashes = self.manager._registry.hashes.get(request.request_id)
         if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.is_short):
             raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
         return pages, num_tokens

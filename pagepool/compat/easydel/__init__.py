@@ -115,12 +115,25 @@ resume; ``all``, or nothing, all as in EasyDeL.
 """
 
 
+def warn_if_too_large(num_pages: int, held: Sequence[PageIds], num_new_pages: int) -> None:
+    """Log a warning if a request needs more pages at once than a pool of `num_pages` has."""
+    if sum(map(len, held)) + num_new_pages < num_pages:  # the common case, null pages included
+        return
+    num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+    if num_needed_pages >= num_pages:
+        logger.warning(
+            "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
+            num_needed_pages,
+            num_pages - 1,
+        )
+
+
 class CacheManager(manager.CacheManager):
     """`pagepool.CacheManager` with `windows` from `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
     class, `allocate_slots` returns None for a request that can never fit; it also logs a warning.
     """
 
-    _refuses_too_large = False
+    _on_too_large = staticmethod(warn_if_too_large)
 
     def __init__(
         self,
@@ -140,19 +153,6 @@ class CacheManager(manager.CacheManager):
         return get_kv_cache_coordinator(
             self.num_pages, self.kv_cache_groups, self.max_model_len, self.use_eagle, self.enable_caching, self.page_pool
         )
-
-    def _warn_if_too_large(self, held: Sequence[PageIds], num_new_pages: int) -> None:
-        """Log a warning if a request needs more pages at once than the pool has."""
-        num_pages = self.num_pages - 1
-        if sum(map(len, held)) + num_new_pages <= num_pages:  # the common case, counting null pages
-            return
-        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
-        if num_needed_pages > num_pages:
-            logger.warning(
-                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
-                num_needed_pages,
-                num_pages,
-            )
 
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}

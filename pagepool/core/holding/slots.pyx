@@ -18,8 +18,6 @@ from pagepool.core.values.arguments cimport as_long_long, as_shard, size_of
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
 
-from pagepool.core.pool.sessions import PageSessions
-
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
@@ -79,15 +77,14 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
 
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
-    """The native half of `CacheManager`, which has the lock and the hasher, and makes the hashes of requests."""
+    """The native half of `CacheManager`. What it asks of the façade is in a `RequestRegistry`."""
 
+    cdef object registry            # `RequestRegistry`
     cdef PageStore store
     cdef CacheGroups groups
-    cdef object page_pool
-    cdef object rules               # `GroupRules`
-    cdef dict requests              # request id -> RequestPages
-    cdef dict hashes                # request id -> RequestHashes
-    cdef readonly object sessions   # `PageSessions`
+    cdef dict held                  # of the registry: request id -> RequestPages
+    cdef dict hashes                # of the registry: request id -> RequestHashes
+    cdef object sessions            # of the registry: `PageSessions`
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
@@ -96,25 +93,22 @@ cdef class SlotAllocator:
     cdef bint enables_caching
     cdef bint keeps_boundaries      # see `Boundaries`
     cdef bint has_state             # whether any group is a state
-    cdef bint refuses_too_large     # what can never fit raises; else it is None, and the façade warns
+    cdef object on_too_large        # called for what can never fit, which then is None; None: it raises
     cdef bint hashes_natively
 
-    def _begin(
-        self, page_pool, rules, max_model_len, dict requests not None, dict hashes not None, bint restores_states
-    ) -> None:
-        """`requests` has the pages of requests, `hashes` their hashes, both by request id."""
-        self.page_pool, self.rules = page_pool, rules
-        self.store, self.groups = page_pool.store, rules.groups
-        self.requests, self.hashes = requests, hashes
-        self._no_ids, self.sessions = new_ids(self.groups.num), PageSessions(self.store)
-        self.max_num_tokens = max_model_len
-        self.hash_page_size = rules.hash_page_size
+    def __init__(self, registry, max_num_tokens, bint restores_states, on_too_large=None):
+        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
+        rules = registry.rules
+        self.registry, self.store, self.groups = registry, registry.page_pool.store, rules.groups
+        self.held, self.hashes, self.sessions = registry.held, registry.hashes, registry.sessions
+        self._no_ids = new_ids(self.groups.num)
+        self.max_num_tokens, self.hash_page_size = max_num_tokens, rules.hash_page_size
         self.interval, self.restores_states = rules.checkpoint_interval or 0, restores_states
         self.enables_caching = self.store.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = rules.has_state
-        self.refuses_too_large = self._refuses_too_large
-        self.hashes_natively = self.hasher.is_native
+        self.on_too_large = on_too_large
+        self.hashes_natively = registry.hasher.is_native
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -161,7 +155,7 @@ cdef class SlotAllocator:
         cdef bint is_delayed, is_plain = False
         try:
             request_id = request.request_id
-            held = find_held(self.requests, request_id)
+            held = find_held(self.held, request_id)
             is_plain = is_count(request.num_computed_tokens, &counts.num_computed)
         except (AttributeError, TypeError):
             pass
@@ -176,7 +170,7 @@ cdef class SlotAllocator:
             num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
             num_computed_tokens = read_count(request, "num_computed_tokens")
             request_id = id_of(request)
-            held = find_held(self.requests, request_id)
+            held = find_held(self.held, request_id)
             num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_tokens + num_new_tokens
             if num_tokens > self.max_num_tokens:
                 self.refuse_length(request_id, num_tokens)
@@ -194,7 +188,7 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        lock = self._lock
+        lock = self.registry.lock
         if not lock.acquire():
             lock.__enter__()  # raises: the lock was lost in a fork
         try:
@@ -231,17 +225,17 @@ cdef class SlotAllocator:
         if not self.enables_caching:
             return
         try:
-            held = find_held(self.requests, request.request_id)
+            held = find_held(self.held, request.request_id)
             is_plain = is_count(request.num_computed_tokens, &num_before) and is_count(num_computed_tokens, &num_tokens)
         except (AttributeError, TypeError):
             pass
         if not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens):
-            self._cache_due(request, num_computed_tokens)
+            self.registry.cache_due(request, num_computed_tokens)
 
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Tell what a request holds at which numbers of tokens others can resume."""
         cdef int64_t junction = 0
-        places = self.rules.require_resume_at(
+        places = self.registry.rules.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
@@ -261,7 +255,7 @@ cdef class SlotAllocator:
         allocate. The manager's lock is held.
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
-        cdef RequestPages held = self.requests.get(request_id)
+        cdef RequestPages held = self.held.get(request_id)
         cdef bint is_full, may_return, is_admission = held is None, has_hits = hits is not self._no_ids
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
@@ -273,10 +267,10 @@ cdef class SlotAllocator:
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and hashes.refusal.hits is hits:
                 num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
-                may_return = num_pages < self.store.pool.num_pages or not self.refuses_too_large
+                may_return = num_pages < self.store.pool.num_pages or self.on_too_large is not None
                 if may_return and hashes.refusal.is_request_short(num_pages, counts.num_reserved):
-                    if not self.refuses_too_large:
-                        self._warn_if_too_large(hits, num_pages - len(hits[0]))
+                    if self.on_too_large is not None:
+                        self.on_too_large(self.store.pool.num_pages, hits, num_pages - len(hits[0]))
                     return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
@@ -304,7 +298,7 @@ cdef class SlotAllocator:
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             if hashes is None or hashes.request is not request:
-                hashes = self._extend_hashes(request, num_hashed)
+                hashes = self.registry.extend_hashes(request, num_hashed)
             elif hashes.are_unsure or counts.num_computed < held.num_cached_tokens or (
                 num_hashed <= num_known < hashes.chain.num * self.hash_page_size
             ):
@@ -315,7 +309,7 @@ cdef class SlotAllocator:
         step.num_computed, step.context, step.session = counts.num_computed, 0, NO_SESSION
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
-        step.may_be_too_large = not self.refuses_too_large
+        step.may_be_too_large = self.on_too_large is not None
         if not has_hits and not num_hashed:
             hashes = None
         return self.allocate_hashed(
@@ -332,7 +326,7 @@ cdef class SlotAllocator:
         cdef tuple new = None, checked = () if hits is self._no_ids else hits
         cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
         cdef HashChain chain = None if hashes is None else hashes.chain
-        cdef object contexts = None, tenant = None
+        cdef object tenant = None
         cdef Outcome outcome
         if needs_pages or self.interval:
             new = new_ids(self.groups.num)
@@ -342,24 +336,23 @@ cdef class SlotAllocator:
         if hashes is not None and hashes.page_hashes:
             self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
         if needs_pages and is_admission:
-            self.requests[request_id] = held  # before anything is taken, so that no interrupt can lose it
+            self.held[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
             if hashes is not None and (hashes.extra_keys is not None or held.session_id is not None):
-                if self.event_source is not None:
-                    contexts = self.event_source.contexts
-                    step.context = self.store.checked_context(contexts.hold((hashes.extra_keys, held.session_id)))
+                context = self.registry.hold_context(hashes.extra_keys, held.session_id)
+                step.context = self.store.checked_context(context)
             if is_admission and (held.session_id is not None or tenant is not None):
                 step.session = self.sessions.hold(held.session_id, tenant)
             outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
-                self.requests.pop(request_id, None)
+                self.held.pop(request_id, None)
             if step.context:
-                contexts.release(step.context)
+                self.registry.release_context(step.context)
             if step.session != NO_SESSION:
                 self.sessions.release(step.session)
         if hashes is not None and hashes.page_hashes:
-            self.page_pool._forget_evicted_names()
+            self.registry.forget_evicted_names()
         if outcome == TOO_FEW:
             self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
@@ -368,7 +361,7 @@ cdef class SlotAllocator:
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
         if is_admission:
-            self._count_admission(request, self.count_most_hit_tokens(hits))
+            self.registry.count_admission(request, self.count_most_hit_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -385,7 +378,7 @@ cdef class SlotAllocator:
             return self._no_ids
         if not self.enables_caching:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
-        if self.requests.get(request_id):
+        if self.held.get(request_id):
             raise ArgumentError(
                 f"new_computed_pages: got pages for request {shown(request_id)}, which holds some already; allowed: none"
             )
@@ -455,7 +448,7 @@ cdef class SlotAllocator:
                 tokens = hashes.chain.read_next(token_ids, num_pages)
                 if tokens is not None:
                     return tokens
-        self._extend_hashes(request, num_pages * self.hash_page_size)
+        self.registry.extend_hashes(request, num_pages * self.hash_page_size)
         return None
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
@@ -474,16 +467,16 @@ cdef class SlotAllocator:
         cdef Py_ssize_t g
         if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
-        self.hasher.name_pages(self.store.names, hashes, max(0, start - 1), num_tokens // self.hash_page_size)
+        self.registry.name_pages(hashes, start, num_tokens)
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Remember what a refused request has hit."""
         cdef Py_ssize_t g
         cdef Refusal refusal
-        if not self.refuses_too_large:
+        if self.on_too_large is not None:
             attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-            self._warn_if_too_large((*held.get_page_ids(), *attached), step.demand.num_new)
+            self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)
         if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
             refusal = Refusal.__new__(Refusal)
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)

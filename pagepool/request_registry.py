@@ -1,0 +1,167 @@
+"""The requests of a manager, by id: the pages that they hold, the hashes of their tokens, and their look-ups."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pagepool._core import HashChain, PageSessions, QueryCounter, RequestHashes, RequestPages
+from pagepool.arguments import id_of, read_count, require_int, require_name
+from pagepool.errors import ArgumentError, shown
+from pagepool.group_rules import GroupRules
+from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing.algorithms import PageHasher
+from pagepool.page_pool import PagePool
+from pagepool.process_forks import MANAGERS, make_lock
+from pagepool.request import Request
+
+if TYPE_CHECKING:
+    from pagepool.events import EventSource
+
+__all__ = ["RequestRegistry"]
+
+
+class RequestRegistry(KeyHolder):
+    """The requests of a manager. The native `SlotAllocator` and running batches ask the façade for nothing else.
+
+    ``held`` maps ids to the pages of requests, ``hashes`` to the hashes of their tokens. Callers hold ``lock``, except for
+    methods that take it themselves.
+    """
+
+    __name__ = "CacheManager"  # the owner of the lock in errors of forked processes
+
+    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher) -> None:
+        """Start without requests."""
+        self.page_pool, self.rules, self.hasher = page_pool, rules, hasher
+        self.held: dict[str, RequestPages] = {}
+        self.hashes: dict[str, RequestHashes] = {}
+        self.sessions = PageSessions(page_pool.store)
+        self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
+        self.event_source: EventSource | None = None
+        self.lock = make_lock(self, "lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
+
+    # Pages.
+
+    def require_held(self, request: Request) -> RequestPages:
+        """Return the pages of a request. Raise ArgumentError if it holds none."""
+        request_id = id_of(request)
+        held = self.held.get(request_id)
+        if held is None:
+            raise ArgumentError(f"request {shown(request_id)} holds no pages")
+        return held
+
+    def cache_due(self, request: Request, num_computed_tokens: int) -> None:
+        """Do the work of `cache_pages`, after its check that some may be due. Takes the lock."""
+        num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
+        with self.lock:
+            held = self.require_held(request)
+            if num_tokens > held.num_room_tokens:
+                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
+            num_before = read_count(request, "num_computed_tokens")
+            start, hashes = held.count_entered_hashes(num_before), self.hashes.get(request.request_id)
+            if hashes is not None and num_before < held.num_cached_tokens:
+                hashes.cut(start)
+            hashes = self.extend_hashes(request, num_tokens)
+            with self.naming(held, hashes, start, num_tokens) as context:
+                held.enter(hashes.chain, num_tokens, num_before, context)
+
+    # Hashes.
+
+    def extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
+        """Return the hashes of a request, extended to its full pages up to `num_tokens`."""
+        try:  # on the path of each look-up: check an id only after it failed
+            hashes = self.hashes.get(request.request_id)
+        except (AttributeError, TypeError):
+            hashes = self.hashes.get(id_of(request))
+        if hashes is None or hashes.request is not request:  # another request with other tokens may have had this id
+            hashes = self.hashes[request.request_id] = self.hasher.start(request)
+        if hashes.are_unsure and hashes.refusal is None:
+            hashes.cut(self.count_sure_hashes(request))
+        self.hasher.extend(hashes, request, num_tokens // self.rules.hash_page_size)
+        return hashes
+
+    def count_sure_hashes(self, request: Request) -> int:
+        """Return how many of a request's leading pages, computed and entered, have hashes of tokens that no longer change."""
+        held = self.held.get(request.request_id)
+        return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
+
+    def share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
+        """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if these differ."""
+        known, size = self.extend_hashes(request, num_tokens), self.rules.hash_page_size
+        hashes = self.hasher.start(new_request)
+        if known.extra_keys is not None and known.extra_keys.has_nonce:
+            hashes.extra_keys = known.extra_keys
+        self.hasher.extend(hashes, new_request, num_tokens // size)
+        num_pages, rest = len(hashes.chain), slice(num_tokens - num_tokens % size, num_tokens)
+        is_same = num_pages == 0 or hashes.chain[num_pages - 1] == known.chain[num_pages - 1]
+        is_same = is_same and hashes.extra_keys == known.extra_keys
+        if not is_same or list(request.all_token_ids[rest]) != list(new_request.all_token_ids[rest]):
+            return False
+        self.hashes[new_request.request_id] = hashes
+        return True
+
+    def hash_apart(self, request: Request, num_tokens: int) -> HashChain:
+        """Return the hashes of a request's full pages up to `num_tokens`, leaving stored hashes as they are. O(tokens)."""
+        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
+        self.hasher.extend(hashes, request, num_tokens // self.rules.hash_page_size)
+        return hashes.chain
+
+    def name_pages(self, hashes: RequestHashes, start: int, num_tokens: int) -> None:
+        """Name the keys of the pages from `start` up to `num_tokens` tokens, and of their parent."""
+        self.hasher.name_pages(self.page_pool.store.names, hashes, max(0, start - 1), num_tokens // self.rules.hash_page_size)
+
+    def forget_evicted_names(self) -> None:
+        """Drop the names of evicted pages. Amortised O(1)."""
+        self.page_pool._forget_evicted_names()
+
+    @contextmanager
+    def naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
+        """Name the pages entered by the body, from page `start` on, if the hashes have names. Yield the core's int for the
+        request's context.
+        """
+        context = 0 if held is None or hashes is None else self.hold_context(hashes.extra_keys, held.session_id)
+        try:
+            if hashes is not None and hashes.page_hashes:
+                self.name_pages(hashes, start, num_tokens)
+            yield context
+        finally:
+            self.release_context(context)
+            if hashes is not None and hashes.page_hashes:
+                self.forget_evicted_names()
+
+    def count_admission(self, request: Request, num_taken_tokens: int) -> None:
+        """Count the look-up of a request just admitted, with the number of tokens whose pages it took."""
+        hashes = self.hashes.get(request.request_id)
+        if hashes is None or hashes.query is None:
+            return
+        num_queried_tokens, num_hit_tokens, is_preempted, _ = hashes.query
+        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
+        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
+
+    # The core's ints for extra keys and sessions. These methods take the lock.
+
+    def hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
+        """Return the core's int for extra keys and session, valid until `release_context`; 0 without both or events."""
+        if self.event_source is None or (extra_keys is None and session_id is None):  # fast path without the lock
+            return 0
+        with self.lock:
+            return self.event_source.contexts.hold((extra_keys, require_name("session_id", session_id)))
+
+    def release_context(self, context: int) -> None:
+        """Release an int from `hold_context`. It is reused once no page or row has it."""
+        if context and self.event_source is not None:
+            self.event_source.contexts.release(context)
+
+    def hold_session_of(self, request: Request) -> int:
+        """Return the core's int for the session of a request: see `hold_session`."""
+        return self.hold_session(getattr(request, "session_id", None), getattr(request, "tenant", None))
+
+    def hold_session(self, session_id: str | None, tenant: str | None) -> int:
+        """Return the core's int for a session, valid until `release_session`; 0 for None, and without caching."""
+        with self.lock:
+            return self.sessions.hold(session_id, tenant)
+
+    def release_session(self, session: int) -> None:
+        """Release an int from `hold_session`."""
+        if session:
+            with self.lock:
+                self.sessions.release(session)
