@@ -18,7 +18,7 @@ cdef class FreeQueue:
     cdef int check_number(self, Py_ssize_t n, str name) except -1
     cdef list take(self, Py_ssize_t n)
     cdef int touch(self, list blocks) except -1
-    cdef int put_back(self, list first, list last) except -1
+    cdef int requeue(self, list first, list last) except -1
     cdef int require_in(self, Block block) except -1
     cdef int require_out(self, Block block) except -1
     cdef int note_hash(self, Block block) except -1
@@ -43,7 +43,7 @@ cdef enum:
 cdef Block as_block(object value)
 cdef int check_unheld(list blocks) except -1
 
-cdef Block find_block(dict cache, bytes key)
+cdef Block find_cached(dict cache, bytes key)
 cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1
 cdef int add_block(dict cache, bytes key, Block block) except -1
-cdef object take_out(dict cache, bytes key, int32_t block_id)
+cdef object remove_block(dict cache, bytes key, int32_t block_id)

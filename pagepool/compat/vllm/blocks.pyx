@@ -48,7 +48,7 @@ cdef class FreeQueue:
         """Add a reference to each block; blocks without one leave the queue."""
         raise NotImplementedError
 
-    cdef int put_back(self, list first, list last) except -1:
+    cdef int requeue(self, list first, list last) except -1:
         """Put the first list before all others, and the last list behind all others, both in order."""
         raise NotImplementedError
 
@@ -147,18 +147,18 @@ cdef class Block:
     def __repr__(self):
         return (
             f"KVCacheBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt}, _block_hash={self._block_hash!r}, "
-            f"_block_hash_num_tokens={self._block_hash_num_tokens}, prev_free_block={id_of(self.prev_free_block)}, "
-            f"next_free_block={id_of(self.next_free_block)})"
+            f"_block_hash_num_tokens={self._block_hash_num_tokens}, prev_free_block={block_id_of(self.prev_free_block)}, "
+            f"next_free_block={block_id_of(self.next_free_block)})"
         )
 
 
-cdef object id_of(Block block):
+cdef object block_id_of(Block block):
     return None if block is None else block.block_id
 
 
 cdef tuple fields_of(Block block):
     """Return the values that two equal blocks share."""
-    links = id_of(block.prev_free_block), id_of(block.next_free_block)
+    links = block_id_of(block.prev_free_block), block_id_of(block.next_free_block)
     return block.block_id, block.ref_cnt, block._block_hash, block.num_hash_tokens, block.is_null, links
 
 
@@ -295,7 +295,7 @@ cdef class BlockQueue(FreeQueue):
             block.ref_cnt += 1
         return 0
 
-    cdef int put_back(self, list first, list last) except -1:
+    cdef int requeue(self, list first, list last) except -1:
         join(self, self.fake_free_list_head, first)
         join(self, self.fake_free_list_tail.prev_free_block, last)
         return 0
@@ -329,7 +329,7 @@ class Queue(BlockQueue, metaclass=Unpatched):
     __slots__ = ()
 
 
-cdef Block find_block(dict cache, bytes key):
+cdef Block find_cached(dict cache, bytes key):
     """Return the block cached first under a key, or None."""
     found = cache.get(key)
     if found is None or type(found) is Block:
@@ -360,7 +360,7 @@ cdef int add_block(dict cache, bytes key, Block block) except -1:
     return 0
 
 
-cdef object take_out(dict cache, bytes key, int32_t block_id):
+cdef object remove_block(dict cache, bytes key, int32_t block_id):
     """Remove and return a block of a key, or return None if it is not there. A key with blocks left goes to the end."""
     found = cache.pop(key, None)
     if found is None:
@@ -385,7 +385,7 @@ cdef class BlockMap:
 
     def get_one_block(self, bytes key not None) -> Block | None:
         """Return the block cached first."""
-        return find_block(self._cache, key)
+        return find_cached(self._cache, key)
 
     def contain(self, bytes key not None, block_id) -> bool:
         """Return whether the block is cached under this key."""
@@ -397,7 +397,7 @@ cdef class BlockMap:
 
     def pop(self, bytes key not None, block_id) -> Block | None:
         """Remove a block and return it, or None if it is not cached under this key."""
-        return take_out(self._cache, key, block_id)
+        return remove_block(self._cache, key, block_id)
 
     def __len__(self) -> int:
         return len(self._cache)

@@ -64,7 +64,7 @@ cdef enum:                    # CBOR: RFC 8949, 3
     ARRAY = 4 << 5
     NULL_VALUE = 0xf6
 
-cdef struct Block:
+cdef struct BlockToHash:
     const uint8_t *parent
     Py_ssize_t parent_size
     PyObject **tokens
@@ -98,7 +98,7 @@ cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) no
     return out + 1 + num_bytes
 
 
-cdef Py_ssize_t pickle_block(uint8_t *out, const Block *block) noexcept nogil:
+cdef Py_ssize_t pickle_block(uint8_t *out, const BlockToHash *block) noexcept nogil:
     """Pickle (parent, tokens, None), protocol 5, and return its size; 0 if a token is not a plain int of 32 bits."""
     cdef uint8_t *first = out
     cdef Py_ssize_t i
@@ -120,7 +120,7 @@ cdef Py_ssize_t pickle_block(uint8_t *out, const Block *block) noexcept nogil:
     return out + 6 - first
 
 
-cdef Py_ssize_t encode_cbor(uint8_t *out, const Block *block) noexcept nogil:
+cdef Py_ssize_t encode_cbor(uint8_t *out, const BlockToHash *block) noexcept nogil:
     """Write [parent, tokens, null] in canonical CBOR and return its size; 0 if a token is not a plain int of 32 bits."""
     cdef uint8_t *first = out
     cdef Py_ssize_t i
@@ -145,7 +145,7 @@ cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
     return buffer
 
 
-cdef bytes hash_encoded(uint8_t *buffer, Block *block, bint is_cbor):
+cdef bytes hash_encoded(uint8_t *buffer, BlockToHash *block, bint is_cbor):
     """Return a block's digest, or None for tokens not encoded here. Parent and number of tokens must be within bounds."""
     cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
     cdef bytes digest
@@ -237,7 +237,7 @@ cdef class RequestBlockHasher:
 
     cdef bytes hash_block(self, uint8_t *buffer, bytes parent, list tokens, Py_ssize_t start):
         """Return the digest of a block; None for tokens not encoded here. The list must not change meanwhile."""
-        cdef Block block
+        cdef BlockToHash block
         with cython.critical_section(tokens):
             if start + self.hash_block_size > len(tokens):
                 return None
@@ -302,7 +302,7 @@ cdef bint agrees(object hash_function, bint is_cbor) except -1:
 
 def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
     """Return the digest of a block, or None if it is not encoded here. For tests."""
-    cdef Block block = Block(<const uint8_t *>PyBytes_AS_STRING(parent), len(parent), items_of(tokens), len(tokens))
+    cdef BlockToHash block = BlockToHash(<const uint8_t *>PyBytes_AS_STRING(parent), len(parent), items_of(tokens), len(tokens))
     cdef uint8_t *buffer
     if len(parent) > MAX_PARENT_SIZE or not 1 <= len(tokens) <= MAX_BLOCK_SIZE:
         return None

@@ -6,8 +6,8 @@ lists of hashes, and foreign pools are left to vLLM's own methods.
 
 cimport cython
 
-from pagepool.compat.vllm.blocks cimport Block, BlockMap, find_block
-from pagepool.compat.vllm.pool cimport key_of, suffix_of
+from pagepool.compat.vllm.blocks cimport Block, BlockMap, find_cached
+from pagepool.compat.vllm.pool cimport block_key_of, suffix_of
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
@@ -29,12 +29,12 @@ cdef class Lookup:
     cdef Py_ssize_t alignment   # tokens
     cdef Py_ssize_t max_num_blocks
 
-    cdef list find(self, Py_ssize_t i):
+    cdef list find_blocks(self, Py_ssize_t i):
         """Return block `i` in each group, or None if a group has none."""
         cdef list found = []
         cdef Block block
         for suffix in self.suffixes:
-            block = find_block(self.cache, key_of(self.hashes[(i + 1) * self.stride - 1], suffix))
+            block = find_cached(self.cache, block_key_of(self.hashes[(i + 1) * self.stride - 1], suffix))
             if block is None:
                 return None
             found.append(block)
@@ -75,7 +75,7 @@ def find_full_hit(cls, block_hashes, max_length, **options):
     num_groups = len(lookup.suffixes)
     hits = tuple([[] for _ in range(num_groups)])
     for i in range(min(lookup.max_num_blocks, <Py_ssize_t>len(lookup.hashes) // lookup.stride)):
-        found = lookup.find(i)
+        found = lookup.find_blocks(i)
         if found is None:
             break
         for g in range(num_groups):
@@ -84,11 +84,11 @@ def find_full_hit(cls, block_hashes, max_length, **options):
     if options["drop_eagle_block"] and num_tokens:
         num_tokens -= lookup.block_size
     num_tokens -= num_tokens % lookup.alignment
-    shorten(hits, (num_tokens + lookup.block_size - 1) // lookup.block_size)
+    cut_hits(hits, (num_tokens + lookup.block_size - 1) // lookup.block_size)
     return hits, num_tokens
 
 
-cdef int shorten(tuple hits, Py_ssize_t num_blocks) except -1:
+cdef int cut_hits(tuple hits, Py_ssize_t num_blocks) except -1:
     for blocks in hits:
         del (<list>blocks)[num_blocks:]
     return 0
@@ -110,7 +110,7 @@ def find_window_hit(cls, block_hashes, max_length, **options):
     num_blocks = find_window(lookup, hits, num_wanted, is_eagle)
     if is_eagle and num_blocks:
         num_blocks = aligned(lookup, num_blocks - 1)
-    shorten(hits, num_blocks)
+    cut_hits(hits, num_blocks)
     return hits, num_blocks * lookup.block_size
 
 
@@ -128,7 +128,7 @@ cdef Py_ssize_t find_window(Lookup lookup, tuple hits, Py_ssize_t num_wanted, bi
     cdef list found
     cdef Py_ssize_t i, num_run = 0
     for i in range(lookup.max_num_blocks - 1, -1, -1):
-        found = lookup.find(i)
+        found = lookup.find_blocks(i)
         if found is None:
             num_run = 0
             continue

@@ -57,7 +57,7 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
     count_in_part(pool, page_id, 1)
 
 
-cdef inline void count_again(Pool *pool, int32_t page_id) noexcept:
+cdef inline void record_use(Pool *pool, int32_t page_id) noexcept:
     """Count a use of the queued page with the same content, which was computed again because a window was missing."""
     cdef int32_t first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if is_free(pool, first):
@@ -149,7 +149,7 @@ cdef class PolicyQueue(FreeQueue):
         try:
             check_unheld(taken)
         except IntegrityError:
-            self.put_back(taken, [])
+            self.requeue(taken, [])
             for value in taken:
                 self.note_hash(<Block>value)
             raise
@@ -192,13 +192,13 @@ cdef class PolicyQueue(FreeQueue):
 
     def append_n(self, blocks) -> None:
         """Put blocks back, in order. Blocks without a hash may be kept as well."""
-        self.put_back([], list(blocks))
+        self.requeue([], list(blocks))
 
     def prepend_n(self, blocks) -> None:
         """Put blocks before all others, in order."""
-        self.put_back(list(blocks), [])
+        self.requeue(list(blocks), [])
 
-    cdef int put_back(self, list first, list last) except -1:
+    cdef int requeue(self, list first, list last) except -1:
         cdef list blocks = first + last
         cdef Py_ssize_t num = 0
         cdef int32_t page_id
@@ -212,13 +212,13 @@ cdef class PolicyQueue(FreeQueue):
             self.ids.ids[num] = page_id
             num += 1
         if num < len(blocks):
-            self.refuse(blocks, num)
+            self.refuse_block(blocks, num)
         with self.store.lock:
             self.put_ids(len(first), num)
         self.num_free_blocks += num
         return 0
 
-    cdef int refuse(self, list blocks, Py_ssize_t bad) except -1:
+    cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1:
         """Raise the error for a block that cannot be put back, after holding the blocks before it again."""
         cdef Py_ssize_t i
         cdef Block block = blocks[bad]
@@ -301,7 +301,7 @@ cdef class PolicyQueue(FreeQueue):
                 if self.ids.ids[i] != NULL_PAGE:
                     key = (<Block>blocks[i])._block_hash
                     if self.set_entry(self.ids.ids[i], key, &ranking, self.ids.ids, <int32_t>i):
-                        count_again(&self.store.pool, self.ids.ids[i])
+                        record_use(&self.store.pool, self.ids.ids[i])
         self.rankings[self.ids.ids[stop - 1]] = ranking
         return 0
 

@@ -9,7 +9,7 @@ cdef struct Filled:            # full blocks of a request
 
 
 cdef bytes suffix_of(object group_id)
-cdef bytes key_of(object block_hash, object suffix)
+cdef bytes block_key_of(object block_hash, object suffix)
 cdef FreeQueue queue_of(object pool)
 cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n)
 cdef int give_blocks_back(object pool, FreeQueue queue, object blocks) except -1

@@ -8,7 +8,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport (
-    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_block, has_block, take_out,
+    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_cached, has_block, remove_block,
 )
 
 from vllm.v1.core.block_pool import BlockPool
@@ -27,7 +27,7 @@ cdef bytes suffix_of(object group_id):
     return group_id.to_bytes(4, "big")
 
 
-cdef bytes key_of(object block_hash, object suffix):
+cdef bytes block_key_of(object block_hash, object suffix):
     """Make a block's key in the map: its hash, then its group."""
     cdef bytes digest = block_hash, group = suffix
     cdef Py_ssize_t size = PyBytes_GET_SIZE(digest)
@@ -51,7 +51,7 @@ def get_cached_block(self, block_hash, kv_cache_group_ids):
     if type(cached) is not BlockMap:
         return vllm_get_cached_block(self, block_hash, kv_cache_group_ids)
     for group_id in kv_cache_group_ids:
-        block = find_block((<BlockMap>cached)._cache, key_of(block_hash, suffix_of(group_id)))
+        block = find_cached((<BlockMap>cached)._cache, block_key_of(block_hash, suffix_of(group_id)))
         if block is None:
             return None
         found.append(block)
@@ -76,13 +76,13 @@ cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n):
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
     if pool.enable_caching:
-        evict(pool, blocks)
+        drop_entries(pool, blocks)
     for value in blocks:
         (<Block>value).ref_cnt = 1
     return blocks
 
 
-cdef int evict(object pool, list blocks) except -1:
+cdef int drop_entries(object pool, list blocks) except -1:
     """Drop the entries of taken blocks."""
     cdef Block block
     cached = pool.cached_block_hash_to_block
@@ -92,7 +92,7 @@ cdef int evict(object pool, list blocks) except -1:
         if block._block_hash is None:
             continue
         if is_simple:
-            take_out((<BlockMap>cached)._cache, block._block_hash, block.block_id)
+            remove_block((<BlockMap>cached)._cache, block._block_hash, block.block_id)
             block._block_hash = None
             block.num_hash_tokens = NO_TOKENS
         else:
@@ -156,7 +156,7 @@ cdef int give_blocks_back(object pool, FreeQueue queue, object blocks) except -1
         for value in done:
             (<Block>value).ref_cnt += 1
         raise
-    queue.put_back(first, last)
+    queue.requeue(first, last)
     for other, theirs in others.items():
         other.free_blocks(theirs)
     return 0
@@ -224,7 +224,7 @@ cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, obj
         block = <Block>blocks[i]
         if block.is_null or (mask is not None and not mask[i - filled.start]):
             continue
-        key = key_of(hashes[(i + 1) * filled.stride - 1], suffix)
+        key = block_key_of(hashes[(i + 1) * filled.stride - 1], suffix)
         if not has_block(cache, key, block.block_id):
             block._block_hash = key
             block.num_hash_tokens = (i + 1) * filled.block_size

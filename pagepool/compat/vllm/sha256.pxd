@@ -72,8 +72,8 @@ cdef extern from *:
     void compress_fast "pagepool_sha256_compress" (uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil
 
 
-cdef inline uint32_t _rotate(uint32_t x, int bits) noexcept nogil:
-    """Return `x` rotated right."""
+cdef inline uint32_t _rotr(uint32_t x, int bits) noexcept nogil:
+    """Return `x` rotated right: ROTR of FIPS 180-4."""
     return (x >> bits) | (x << (32 - bits))
 
 
@@ -92,8 +92,8 @@ cdef inline void _extend(uint32_t *words) noexcept nogil:
     """Return the word of the message schedule 16 words after the first one."""
     cdef uint32_t early = words[1], late = words[14]
     words[16] = words[0] + words[9]
-    words[16] += _rotate(early, 7) ^ _rotate(early, 18) ^ early >> 3
-    words[16] += _rotate(late, 17) ^ _rotate(late, 19) ^ late >> 10
+    words[16] += _rotr(early, 7) ^ _rotr(early, 18) ^ early >> 3
+    words[16] += _rotr(late, 17) ^ _rotr(late, 19) ^ late >> 10
 
 
 cdef inline void _do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
@@ -105,8 +105,8 @@ cdef inline void _do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
     cdef uint32_t first, second
     cdef int i
     for i in range(64):
-        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (_rotate(e, 6) ^ _rotate(e, 11) ^ _rotate(e, 25))
-        second = (_rotate(a, 2) ^ _rotate(a, 13) ^ _rotate(a, 22)) + ((a & b) | (c & (a | b)))
+        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (_rotr(e, 6) ^ _rotr(e, 11) ^ _rotr(e, 25))
+        second = (_rotr(a, 2) ^ _rotr(a, 13) ^ _rotr(a, 22)) + ((a & b) | (c & (a | b)))
         h, g, f, e, d, c, b, a = g, f, e, d + first, c, b, a, first + second
         if i < 48:
             _extend(words + i)

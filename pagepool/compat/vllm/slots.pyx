@@ -23,7 +23,7 @@ cdef object vllm_cache_blocks = KVCacheManager.cache_blocks
 cdef tuple UNCACHED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 cdef tuple WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
-cdef struct Tokens:           # token counts of a request in a step
+cdef struct StepTokens:       # token counts of a request in a step
     int64_t num_before        # computed before the step
     int64_t num_computed      # num_before, limited to the longest sequence
     int64_t num_scheduled     # num_computed and the tokens of the step
@@ -41,7 +41,7 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
     vLLM's method. O(groups + blocks taken, given back and cached).
     """
     cdef Plan plan = None
-    cdef Tokens tokens
+    cdef StepTokens tokens
     cdef int64_t num_ahead = options["num_lookahead_tokens"] if "num_lookahead_tokens" in options else 0
     if not args and len(options) == ("num_lookahead_tokens" in options) and num_new_tokens >= 1:
         plan = plan_of(self)
@@ -77,12 +77,12 @@ cdef bint has_partial_hit(Plan plan, object request_id) except -1:
     return False
 
 
-cdef object take_slots(object self, Plan plan, object request, const Tokens *tokens):
+cdef object take_slots(object self, Plan plan, object request, const StepTokens *tokens):
     """Take the missing blocks, or return None if too few are free."""
     cdef Missing missing = Missing(0, 0)
     request_id = request.request_id
     for group in plan.groups:
-        count_missing(plan, <GroupPlan>group, request, request_id, tokens, &missing)
+        add_missing(plan, <GroupPlan>group, request, request_id, tokens, &missing)
     watermark = self.watermark_blocks
     if watermark and request.status in WAITING:
         missing.num_needed += <int64_t>watermark
@@ -90,8 +90,8 @@ cdef object take_slots(object self, Plan plan, object request, const Tokens *tok
         return None
     new_blocks = None
     if missing.num_taken or plan.has_others:
-        new_blocks = tuple([extend(plan, <GroupPlan>group, request_id, tokens) for group in plan.groups])
-    cache_full(plan, request, request_id, min(tokens.num_scheduled, count_tokens(request)))
+        new_blocks = tuple([take_for_group(plan, <GroupPlan>group, request_id, tokens) for group in plan.groups])
+    cache_full(plan, request, request_id, min(tokens.num_scheduled, num_tokens_of(request)))
     if new_blocks is not None:
         for blocks in new_blocks:
             if blocks:
@@ -99,12 +99,12 @@ cdef object take_slots(object self, Plan plan, object request, const Tokens *tok
     return plan.nothing
 
 
-cdef int64_t count_tokens(object request) except -1:
+cdef int64_t num_tokens_of(object request) except -1:
     """Count the request's known tokens."""
     return len(request._all_token_ids) if type(request) is Request else request.num_tokens
 
 
-cdef inline int64_t count_held(object held, object request_id) except -1:
+cdef inline int64_t num_held_by(object held, object request_id) except -1:
     cdef PyObject *blocks = PyDict_GetItemWithError(held, request_id)
     return 0 if blocks == NULL else len(<object>blocks)
 
@@ -114,15 +114,15 @@ cdef inline int64_t count_skipped(GroupPlan group, int64_t num_computed) noexcep
     return max(0, num_computed - group.window) // group.block_size if group.window != EVERYTHING else 0
 
 
-cdef int count_missing(
-    Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens, Missing *missing
+cdef int add_missing(
+    Plan plan, GroupPlan group, object request, object request_id, const StepTokens *tokens, Missing *missing
 ) except -1:
     """Add the number of blocks that a group will take for the request."""
     cdef int64_t num_held, num_needed
     if not group.is_known:
         missing.num_needed += count_by_manager(plan, group, request, tokens)
         return 0
-    num_held = count_held(group.held, request_id)
+    num_held = num_held_by(group.held, request_id)
     num_needed = (tokens.num_slots + group.block_size - 1) // group.block_size
     missing.num_taken += max(0, num_needed - num_held)
     if group.window != EVERYTHING and PyDict_GetItemWithError(group.num_cached, request_id) == NULL:
@@ -131,17 +131,17 @@ cdef int count_missing(
     return 0
 
 
-cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except? -1:
+cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const StepTokens *tokens) except? -1:
     prefill_end = 0
     if plan.coordinator.retention_interval == 0:
-        prefill_end = max(request.num_prompt_tokens, count_tokens(request) - 1)
+        prefill_end = max(request.num_prompt_tokens, num_tokens_of(request) - 1)
     return group.manager.get_num_blocks_to_allocate(
         request.request_id, tokens.num_slots, (), tokens.num_before, tokens.num_before, tokens.num_scheduled,
         apply_admission_cap=False, prefill_end=prefill_end,
     )
 
 
-cdef list extend(Plan plan, GroupPlan group, object request_id, const Tokens *tokens):
+cdef list take_for_group(Plan plan, GroupPlan group, object request_id, const StepTokens *tokens):
     """Take a request's missing blocks of a group, and return them."""
     cdef list blocks, new_blocks
     cdef int64_t num_missing
@@ -253,13 +253,13 @@ cdef bint cache_group(
         if group.is_masked:
             return False
         stride = group.block_size // plan.hash_block_size
-        enter_full(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
+        enter_filled(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
     if group.has_partial_tail:
         group.manager._cache_partial_tail_block(request, num_tokens)
     return True
 
 
-cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) except -1:
+cdef int enter_filled(Plan plan, GroupPlan group, object request, Filled filled) except -1:
     request_id, hashes = request.request_id, request.block_hashes
     blocks = group.held[request_id]
     if type(hashes) is not list or not enter_blocks(plan.pool, blocks, hashes, filled, None, group.suffix):
