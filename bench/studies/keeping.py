@@ -48,9 +48,9 @@ from bench.studies.agents import (
     make_one_shots,
     make_sessions,
 )
+from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import Table, merge, show
 from bench.studies.timed import TimedBatch
-from bench.studies.windows import Chosen, make_parser
 from bench.workload import PAGE_SIZE
 
 NUM_SEEDS = 5

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from bench.studies.agents import make_tokens
+from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import Table, merge, show
 from bench.studies.timed import TimedBatch
-from bench.studies.windows import Chosen, make_parser
 
 SEED = 0
 NUM_ROWS = 512

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bench.studies.layouts import Layout
 from bench.workload import PAGE_SIZE
 from pagepool._core import HashChain
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import SimulatedRequest
-
-if TYPE_CHECKING:
-    from bench.studies.windows import Layout
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 

@@ -14,7 +14,6 @@ one: see docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,23 +30,17 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.studies.chats import NUM_CHATS, make_chats, make_chats_in_turn
-from bench.studies.hits import COLUMNS, Table, merge, show
+from bench.studies.command import Chosen, make_parser
+from bench.studies.hits import Table, merge, show
+from bench.studies.layouts import CHUNKS, GEMMA, GPT_OSS, Layout
 from bench.workload import PAGE_SIZE
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MultiGroupPageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-)
+from pagepool import CacheManager, MultiGroupPageTable, RunningBatch
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_workload, make_requests, read_trace
 
 Windows = Literal["all", "ends"]
 Int32Array = npt.NDArray[np.int32]
 Requests = Sequence[SimulatedRequest]
-Sizes = Sequence[tuple["Layout", Sequence[int]]]
+Sizes = Sequence[tuple[Layout, Sequence[int]]]
 
 TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_GENERATED, SEED = 2000, 1
@@ -62,34 +55,6 @@ POLICIES: Mapping[str, tuple[str, Windows]] = {
 """The eviction policy and `windows` of each column of pagepool."""
 ROW = np.zeros(1, np.int32)
 TOO_SMALL = "the pool is too small for a request"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One group of full attention, and others whose windows or chunks have `size` tokens."""
-
-    name: str
-    num_local: int
-    size: int
-    is_chunked: bool = False
-
-    def make_groups(self) -> list[CacheGroupSpec]:
-        shape: dict[str, Any] = {
-            "page_size": PAGE_SIZE,
-            "num_kv_heads": 8,
-            "head_size": 128,
-            "dtype": "bfloat16",
-            "use_mla": False,
-        }
-        local = (
-            ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.size)
-            if self.is_chunked
-            else SlidingWindowSpec(**shape, sliding_window=self.size)
-        )
-        return [CacheGroupSpec(spec) for spec in (FullAttentionSpec(**shape), *[local] * self.num_local)]
-
-
-GEMMA, GPT_OSS, CHUNKS = Layout("Gemma", 5, 1024), Layout("gpt-oss", 1, 128), Layout("chunks", 3, 8192, is_chunked=True)
 
 
 @dataclass(frozen=True)
@@ -237,28 +202,6 @@ def measure_line(line: Line, requests: Requests, rivals: Rivals) -> dict[str, fl
         percents[column] = round(measure(make(line.layout, line.num_pages), requests, line.trace.num_warm), 2)
         print(f"{line.name}, {column}: {percents[column]:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return percents
-
-
-class Chosen:
-    """What the words of a command line choose: all where there are none."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._columns = [word for word in words if word in COLUMNS]
-        self._parts = [word for word in words if word not in COLUMNS]
-
-    def has_column(self, column: str) -> bool:
-        return not self._columns or column in self._columns
-
-    def has_line(self, name: str) -> bool:
-        return not self._parts or any(part in name for part in self._parts)
-
-
-def make_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line of a benchmark of hits."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench.studies.{name}")
-    parser.add_argument("words", nargs="*", help="names of columns, and parts of the names of lines")
-    parser.add_argument("--results", type=Path, help="the file that the figures are put into, such as bench/hits.json")
-    return parser
 
 
 def main(arguments: Sequence[str]) -> None:

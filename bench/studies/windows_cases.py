@@ -18,26 +18,23 @@ from time import perf_counter
 
 import numpy as np
 
+from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import Table, merge, show
+from bench.studies.layouts import GEMMA, GPT_OSS, Layout
 from bench.studies.windows import (
     CHATS,
     CHUNK_LEN,
-    GEMMA,
     GENERATED_SIZES,
-    GPT_OSS,
     MAX_MODEL_LEN,
     POLICIES,
     SEED,
     TOO_SMALL,
     TRACE,
     Batched,
-    Chosen,
     Int32Array,
-    Layout,
     Requests,
     Sizes,
     Windows,
-    make_parser,
     measure,
 )
 from pagepool import CacheManager, HostTier

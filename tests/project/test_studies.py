@@ -17,6 +17,8 @@ from pagepool.replay import TraceRecord
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
 windows = pytest.importorskip("bench.studies.windows", reason="bench/ is not here")
 from bench.studies import agents, chats, hits, keeping, tenants, windows_cases  # noqa: E402  where it is here
+from bench.studies.command import Chosen  # noqa: E402
+from bench.studies.layouts import Layout  # noqa: E402
 from bench.studies.timed import TimedBatch, Timeline  # noqa: E402
 from bench.workload import PAGE_SIZE  # noqa: E402
 
@@ -24,10 +26,10 @@ SESSIONS = agents.make_sessions(seed=3, num_sessions=6)
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        windows.Layout("full", 0, 1),
-        windows.Layout("windows", 2, 64),
-        windows.Layout("uneven windows", 1, 50),
-        windows.Layout("chunks", 2, 128, is_chunked=True),
+        Layout("full", 0, 1),
+        Layout("windows", 2, 64),
+        Layout("uneven windows", 1, 50),
+        Layout("chunks", 2, 128, is_chunked=True),
     )
 }
 AGENTS = {
@@ -171,10 +173,8 @@ def test_figures(tmp_path: Path) -> None:
         "| first | 1.0 | 6.0 | 5.0 |",
         "| second | 3.0 | - | - |",
     ]
-    chosen, by_line = windows.Chosen(["LRU, ends", "gpt-oss"]), windows.Chosen(["vLLM"])
+    chosen, by_line = Chosen(["LRU, ends", "gpt-oss"]), Chosen(["vLLM"])
     assert [column for column in hits.COLUMNS if chosen.has_column(column)] == ["LRU, ends"]
     assert chosen.has_line("gpt-oss, chat") > chosen.has_line("Gemma, chat") < by_line.has_line("Gemma, chat")
-    assert [(line.share.denominator, column) for line, column, _ in keeping.list_cells(windows.Chosen(["LRU", "1/3"]))] == [
-        (3, "LRU")
-    ]
-    assert all(line.rate for line, column, _ in keeping.list_cells(windows.Chosen([])) if column == "one-shots never")
+    assert [(line.share.denominator, column) for line, column, _ in keeping.list_cells(Chosen(["LRU", "1/3"]))] == [(3, "LRU")]
+    assert all(line.rate for line, column, _ in keeping.list_cells(Chosen([])) if column == "one-shots never")
