@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -100,7 +100,7 @@ class HostTier:
         self.policy = policy
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
         self.eviction = eviction
-        self._count: Callable[[], Iterable[int]] | None = None
+        self._count: Callable[[], Mapping[str, int]] | None = None
 
     def _bind(self, store: PageStore) -> None:
         """Put the tier behind a pool. Raise ArgumentError if either is already paired."""
@@ -122,7 +122,7 @@ class HostTier:
     def stats(self) -> HostTierStats:
         """Return the tier's counters. O(1)."""
         num_pages = self.num_pages - 1
-        return HostTierStats(num_pages, *(self._count() if self._count else (num_pages,)))
+        return HostTierStats(num_pages, **(self._count() if self._count else {"num_free_pages": num_pages}))
 
 
 class CacheManager(KeyHolder, SlotAllocator):
@@ -837,8 +837,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_sessions=store.num_sessions,
             num_pages_by_tenant=self._registry.sessions.count_charged(),
             usage=(num_pages - num_free_pages) / max(1, num_pages),
-            queries=QueryCounts(*self._registry.query_counters[0].counts),
-            preempted_queries=QueryCounts(*self._registry.query_counters[1].counts),
+            queries=QueryCounts(**self._registry.query_counters[0].counts),
+            preempted_queries=QueryCounts(**self._registry.query_counters[1].counts),
             num_allocated_pages=totals.num_allocated_pages,
             num_freed_pages=totals.num_freed_pages,
             num_evicted_pages=totals.num_evicted_pages,

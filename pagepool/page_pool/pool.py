@@ -378,7 +378,7 @@ class PagePool:
     @property
     def stats(self) -> PagePoolStats:
         """Counters since the pool was made."""
-        return PagePoolStats(*self.store.counters)
+        return PagePoolStats(**self.store.counters)
 
     def check(self) -> None:
         """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""

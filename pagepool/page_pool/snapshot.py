@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore, load_store
+from pagepool._core import COUNTERS, PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, SnapshotError
 from pagepool.hashing import PageHash
 from pagepool.page_pool.integrity import GROUP, KEPT, PART, Records, check_store
@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "cached_kept": (np.uint8, (None,), lambda records: records.cached["group"] & KEPT != 0),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
     "names": (np.uint8, (None,), None),
-    "counters": (np.int64, (6,), lambda records: records.counters),
+    "counters": (np.int64, (len(COUNTERS),), lambda records: [*records.counters.values()]),
     "num_shards": (np.int64, (1,), lambda records: [records.num_shards]),
     "configuration": (np.uint8, (None,), None),
     "eviction": (np.uint8, (None,), lambda records: _as_bytes(records.store.eviction.encode())),

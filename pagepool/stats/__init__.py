@@ -83,9 +83,9 @@ class ExpectationCounts(NamedTuple):
     num_unused_pages: int
 
     @classmethod
-    def of(cls, num_free: list[int], *outcomes: int) -> "ExpectationCounts":
+    def of(cls, num_free: list[int], outcomes: Mapping[str, int]) -> "ExpectationCounts":
         """Make counts from the core's counts: free pages without a term, by term, and with an endless term; and outcomes."""
-        return cls(num_free[-1], sum(num_free[1:7]), sum(num_free[7:-1]), *outcomes)
+        return cls(num_free[-1], sum(num_free[1:7]), sum(num_free[7:-1]), **outcomes)
 
 
 class HostTierStats(NamedTuple):

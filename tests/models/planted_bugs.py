@@ -61,7 +61,7 @@ BUGS = read_bugs("""
 == an entry stays when its page is handed out
         pool.tier.save_evicted(pool, page_id)
     {+if not BUG: +}drop(pool, page_id)
-    pool.num_ev
+    pool.counters.num_ev
 == a free page that hits stays in the free queue
             if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
                 reuse(pool, ids[i])

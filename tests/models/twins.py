@@ -275,7 +275,7 @@ class PackageTwin(Twin):
             pool.get_usage(),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             terms_of(pool.store),
-            pool.store.expectations[1:],
+            tuple(pool.store.expectations[1].values()),
             owners_of(pool.store),
             tenants_of(pool.store),
         )

@@ -247,7 +247,7 @@ cdef class PolicyQueue(FreeQueue):
             if pool.pages[page_id].group == NO_GROUP:
                 enter(pool, page_id, Digest(page_id, 0), OWN_GROUP)
             push(pool, page_id)
-        pool.num_freed += num
+        pool.counters.num_freed_pages += num
 
     # Caching.
 

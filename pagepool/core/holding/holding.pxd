@@ -223,7 +223,7 @@ cdef inline bint _leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, i
     if holding.boundaries == NULL and not is_needed_by_hits(&holding.groups[g].rules, place):
         pool.policy.marks[page_id] = BLANK
     push(pool, page_id)
-    pool.num_freed += 1
+    pool.counters.num_freed_pages += 1
     return is_counted(pool, page_id)
 
 

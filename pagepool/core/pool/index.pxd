@@ -258,7 +258,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.key_lo = key.lo
     page.key_hi = key.hi
     page.group = group
-    pool.num_cached += 1
+    pool.counters.num_cached_pages += 1
     pool.num_entries += 1
     if rare(pool.tier != NULL):
         pool.tier.record_cached(pool, page_id)

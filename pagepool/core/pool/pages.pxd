@@ -63,7 +63,7 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
     elif rare(not page_id & pool.sample_mask):
         _begin_stay(pool, page_id)
     pool.pages[page_id].ref_cnt = 1
-    pool.num_allocated += 1
+    pool.counters.num_allocated_pages += 1
 
 
 cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
@@ -73,7 +73,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
     drop(pool, page_id)
-    pool.num_evicted += 1
+    pool.counters.num_evicted_pages += 1
 
 
 cdef inline void _fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -233,7 +233,7 @@ cdef inline Py_ssize_t give_back(
         if left == 0:  # the common case first: it needs no other check
             page.ref_cnt = 0
             push(pool, ids[at])
-            pool.num_freed += 1
+            pool.counters.num_freed_pages += 1
         elif left > 0 or not GUARDS:
             page.ref_cnt = left
         else:
@@ -273,7 +273,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
             if terms != NULL and terms[at] != UNKNOWN and may_have_term(pool, ids[at], terms[at]):
                 pool.expected.terms[ids[at]] = <uint8_t>terms[at]
             push_at(pool, ids[at], now)
-    pool.num_freed += num_released
+    pool.counters.num_freed_pages += num_released
     return -1
 
 
@@ -349,7 +349,7 @@ cdef inline void discard(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.pages[page_id].group != NO_GROUP:
         drop(pool, page_id)
     push_first(pool, page_id)
-    pool.num_freed += 1
+    pool.counters.num_freed_pages += 1
 
 
 cdef inline Py_ssize_t give_back_held(
@@ -381,7 +381,7 @@ cdef inline void _undo_give_back(
             continue
         if is_free(pool, page_id):
             pull(pool, page_id)
-            pool.num_freed -= 1
+            pool.counters.num_freed_pages -= 1
         pool.pages[page_id].next_free = NOT_FREE  # what `_give_back_to_parts` put there
         pool.pages[page_id].ref_cnt += 1
 
@@ -499,7 +499,7 @@ cdef inline bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t grou
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
     if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
-        tier.num_refused += 1
+        tier.counters.num_refused_pages += 1
         return False
     queue_save(tier, key, group, page_id, False)
     return True

@@ -685,7 +685,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
         let_go(pool, page_id)
-        pool.num_freed += 1
+        pool.counters.num_freed_pages += 1
 
 
 cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
@@ -759,13 +759,13 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
         return
     if term != NEVER:
         is_late = _idle_time(pool, page_id, now_of(pool)) >= _limit_of(term)
-        pool.expected.num_late += is_late
-        pool.expected.num_in_time += not is_late
+        pool.expected.outcomes.num_late_pages += is_late
+        pool.expected.outcomes.num_pages_in_time += not is_late
     pool.expected.terms[page_id] = UNKNOWN
 
 
 cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term, if there is one, of a page outside the queue that has lost its entry."""
     if term_of(pool, page_id) != UNKNOWN:
-        pool.expected.num_unused += term_of(pool, page_id) != NEVER
+        pool.expected.outcomes.num_unused_pages += term_of(pool, page_id) != NEVER
         pool.expected.terms[page_id] = UNKNOWN

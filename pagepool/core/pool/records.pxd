@@ -111,15 +111,18 @@ cdef struct Copies:           # that are due before the next step; each has a re
     Py_ssize_t capacity
     uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
 
+cdef struct Outcomes:         # pages that had a term, other than `NEVER`, by what came of it
+    int64_t num_pages_in_time  # used before it was over
+    int64_t num_late_pages    # used later
+    int64_t num_unused_pages  # lost their entry
+
 cdef struct Expectations:     # when pages are expected back
     uint32_t *stamps          # [num_pages] when a free page was released, or given its term; NULL: none was expected yet
     uint8_t *terms            # [num_pages] behind that; UNKNOWN for most
     int32_t num_free[NEVER + 1]  # pages by term
     uint32_t free_terms       # bit n: free pages have term n
     int64_t fixed_time        # that a test has set; 0: the clock's
-    int64_t num_in_time       # pages with a term that were used before it was over; these three without `NEVER`
-    int64_t num_late          # that were used later
-    int64_t num_unused        # that lost their entry
+    Outcomes outcomes
 
 cdef struct Session:          # or the rows and requests of a tenant in one, or in none
     int32_t first             # of its pages; NULL_PAGE: it has none
@@ -184,6 +187,12 @@ cdef enum:                    # in place of a number of a `FreshPage`
 
 cdef struct Pool
 
+cdef struct TierCounters:     # see `Counters`
+    int64_t num_saved_pages   # by transfers that completed, as the next one
+    int64_t num_loaded_pages
+    int64_t num_failed_pages  # whose transfer failed
+    int64_t num_refused_pages  # that found no room in the tier
+
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
     Pool *pool
     Transfer *items           # [num] due ones and those in flight, and room for `capacity`
@@ -204,15 +213,20 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     Py_ssize_t num_fresh
     Py_ssize_t num_ready      # of them, first ones that a step has computed
     Py_ssize_t fresh_capacity
-    int64_t num_saved         # pages; these three by transfers that completed
-    int64_t num_loaded
-    int64_t num_failed
-    int64_t num_refused       # pages that found no room in the tier
+    TierCounters counters
     # Has a page of the pool saved that is about to be evicted. Called by these pointers, both stay out of the loops that take
     # and enter pages.
     void (*save_evicted)(Pool *pool, int32_t page_id) noexcept nogil
     # Records that a page of the pool was given an entry.
     void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
+
+cdef struct Counters:         # since construction. `PageStore.counters`, snapshots and stats have the fields under these names
+    int64_t num_allocated_pages
+    int64_t num_freed_pages
+    int64_t num_evicted_pages
+    int64_t num_cached_pages
+    int64_t num_queried_tokens
+    int64_t num_hit_tokens
 
 cdef struct Pool:
     Page *pages
@@ -240,15 +254,10 @@ cdef struct Pool:
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # of page ids: 0 for those that are sampled
     int32_t num_held_free     # pages in the queue that were given a reference
-    int64_t num_allocated     # pages, since construction
-    int64_t num_freed
-    int64_t num_evicted
-    int64_t num_cached
+    Counters counters
     int64_t num_dropped       # prefix entries
     int64_t num_reused        # free pages that were taken out of the queue as they are
     int64_t num_unwatched     # pages that lost their WATCHED flag
-    int64_t num_queried       # tokens
-    int64_t num_hit
     Journal journal
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
@@ -312,9 +321,9 @@ cdef inline Digest digest_of(const Page *page) noexcept nogil:
 
 cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
     """Entries that came into the prefix index, or that of the tier, and that went. It never gets less."""
-    cdef int64_t count = pool.num_cached + pool.num_dropped
+    cdef int64_t count = pool.counters.num_cached_pages + pool.num_dropped
     if pool.tier != NULL:
-        count += pool.tier.pool.num_cached + pool.tier.pool.num_dropped
+        count += pool.tier.pool.counters.num_cached_pages + pool.tier.pool.num_dropped
     return count
 
 

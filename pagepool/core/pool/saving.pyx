@@ -14,12 +14,13 @@ from pagepool.core.pool.records cimport (
     KEPT, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links,
     count_remembered, is_free, num_slots_of,
 )
-from pagepool.core.pool.store cimport PageStore, counters_of
+from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
 
 import numpy as np
 
+from pagepool.core.pool.store import COUNTERS
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 
 LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
@@ -79,7 +80,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         num_plain_parts=count_plain_parts(&pool), num_free_by_term=list(pool.expected.num_free),
         free_terms=pool.expected.free_terms, now=now_of(&pool),
         num_parts_each=pool.num_parts_each, num_charged=list(pool.tenants.num_charged),
-        num_free_by_tenant=list(pool.tenants.num_free), num_live=pool.sessions.num_live, counters=counters_of(pool),
+        num_free_by_tenant=list(pool.tenants.num_free), num_live=pool.sessions.num_live, counters=pool.counters,
     )
 
 
@@ -247,10 +248,9 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
     saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
-    if len(saved) != 6:
-        raise SnapshotError(f"counters: got {len(saved)}, allowed: 6")
-    store.pool.num_allocated, store.pool.num_freed, store.pool.num_evicted = saved[:3]
-    store.pool.num_cached, store.pool.num_queried, store.pool.num_hit = saved[3:]
+    if len(saved) != len(COUNTERS):
+        raise SnapshotError(f"counters: got {len(saved)}, allowed: {len(COUNTERS)}")
+    store.pool.counters = dict(zip(COUNTERS, saved, strict=True))
     store.pool.is_restored = 1
     fault = find_policy_fault(store)
     if fault is not None:

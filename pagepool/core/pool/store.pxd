@@ -10,7 +10,6 @@ from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds
 
 
-cdef tuple counters_of(Pool pool)
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept
 cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
 
@@ -58,12 +57,16 @@ cdef class PageStore:
     cdef CachePage view(self, int32_t page_id)
 
 
+cdef struct QueryCounts:      # see `Counters`
+    int64_t num_requests
+    int64_t num_queried_tokens
+    int64_t num_hit_tokens
+
+
 cdef class QueryCounter:
     cdef PageStore store
     cdef readonly bint is_preempted
-    cdef int64_t num_requests
-    cdef int64_t num_tokens
-    cdef int64_t num_hit_tokens
+    cdef QueryCounts counted
 
     cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept
 

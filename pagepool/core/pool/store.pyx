@@ -25,8 +25,8 @@ from pagepool.core.pool.queue cimport (
     link_shards, now_of, page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.pool.records cimport (
-    COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Expectations, Histogram,
-    Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
+    COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters, Expectations,
+    Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
     count_remembered, digest_of, is_free, is_leased,
 )
 from pagepool.core.values.arguments cimport (
@@ -44,6 +44,9 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_h
 
 cdef enum:
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
+
+cdef Counters NO_COUNTS       # of zeros
+COUNTERS = tuple(<dict>NO_COUNTS)
 
 cdef double MAX_SECONDS = 2.0 ** 27  # 4 years
 
@@ -63,10 +66,6 @@ cdef str checked_policy(object name):
 cdef tuple histogram_of(const Histogram *histogram):
     cdef Py_ssize_t i
     return [histogram.counts[i] for i in range(NUM_BUCKETS)], histogram.sum
-
-
-cdef tuple counters_of(Pool pool):
-    return pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached, pool.num_queried, pool.num_hit
 
 
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept:
@@ -377,13 +376,12 @@ cdef class PageStore:
 
     @property
     def expectations(self) -> tuple:
-        """The numbers of free pages by term, from no term to `NEVER`, and of pages with a term that were used in time, later,
-        and not before they lost their entry.
+        """Return the numbers of free pages by term, from no term to `NEVER`, and the `Outcomes` by name.
         """
         cdef Expectations copied
         with self.lock:
             copied = self.pool.expected
-        return list(copied.num_free), copied.num_in_time, copied.num_late, copied.num_unused
+        return list(copied.num_free), copied.outcomes
 
     def set_time(self, seconds) -> None:
         """Let the clock of expectations and leases stand at a time, for tests and replays. ArgumentError for one before the
@@ -418,12 +416,12 @@ cdef class PageStore:
         return histogram_of(&copied.lifetimes), histogram_of(&copied.idle_times), histogram_of(&copied.reuse_gaps)
 
     @property
-    def counters(self) -> tuple:
-        """Pages allocated, freed, evicted and cached, and tokens queried and hit, since the store was made."""
-        cdef Pool pool
+    def counters(self) -> dict:
+        """Return the `Counters` by name."""
+        cdef Counters counters
         with self.lock:
-            pool = self.pool
-        return counters_of(pool)
+            counters = self.pool.counters
+        return counters
 
     @property
     def estimated_hits(self) -> tuple | None:
@@ -959,12 +957,12 @@ cdef class QueryCounter:
         raise ArgumentTypeError("a query counter cannot be pickled")
 
     @property
-    def counts(self) -> tuple:
-        """Requests, tokens, hit tokens."""
-        cdef int64_t num_requests, num_tokens, num_hit_tokens
+    def counts(self) -> dict:
+        """Return the `QueryCounts` by name."""
+        cdef QueryCounts counts
         with self.store.lock:
-            num_requests, num_tokens, num_hit_tokens = self.num_requests, self.num_tokens, self.num_hit_tokens
-        return num_requests, num_tokens, num_hit_tokens
+            counts = self.counted
+        return counts
 
     def add(self, num_tokens, num_hit_tokens) -> None:
         """Count a request."""
@@ -974,12 +972,12 @@ cdef class QueryCounter:
 
     cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
         with self.store.lock:
-            self.num_requests += 1
-            self.num_tokens += num_tokens
-            self.num_hit_tokens += num_hit_tokens
+            self.counted.num_requests += 1
+            self.counted.num_queried_tokens += num_tokens
+            self.counted.num_hit_tokens += num_hit_tokens
             if not self.is_preempted:
-                self.store.pool.num_queried += num_tokens
-                self.store.pool.num_hit += num_hit_tokens
+                self.store.pool.counters.num_queried_tokens += num_tokens
+                self.store.pool.counters.num_hit_tokens += num_hit_tokens
 
 
 @cython.final

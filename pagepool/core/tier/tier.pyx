@@ -115,17 +115,17 @@ cdef class PageTier:
     def __reduce__(self):
         raise ArgumentTypeError("a tier cannot be pickled")
 
-    def counters(self, PageStore store not None) -> tuple:
-        """Free and cached pages, pages in flight, and pages saved, loaded, failed, evicted and refused since it was made."""
+    def counters(self, PageStore store not None) -> dict:
+        """Return the `TierCounters` by name, the numbers of free and cached pages and of those in flight, and evicted pages."""
         cdef Tier tier
         cdef Pool pool
         if store.tier != <PyObject *>self:
             raise ArgumentError("store: got one with another tier")
         with store.lock:
             tier, pool = self.tier, self.pages.pool
-        return (
-            pool.num_free, pool.num_entries, tier.num, tier.num_saved, tier.num_loaded, tier.num_failed, pool.num_evicted,
-            tier.num_refused,
+        return dict(
+            tier.counters, num_free_pages=pool.num_free, num_cached_pages=pool.num_entries, num_in_flight=tier.num,
+            num_evicted_pages=pool.counters.num_evicted_pages,
         )
 
 
@@ -426,12 +426,12 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
         load -= transfer.is_load
         save -= not transfer.is_load
         is_done = not is_failed[num_saves + load if transfer.is_load else save]
-        tier.num_failed += not is_done
+        tier.counters.num_failed_pages += not is_done
         if transfer.is_load:
-            tier.num_loaded += is_done
+            tier.counters.num_loaded_pages += is_done
             end_load(pool, transfer, is_done)
         else:
-            tier.num_saved += is_done
+            tier.counters.num_saved_pages += is_done
             end_save(pool, transfer, is_done)
         if transfer.is_load and not is_done:
             failed.ids.put(&transfer.page_id, 1)
