@@ -1,4 +1,4 @@
-"""Indexes of routers, to compare: ours, the one that `pagepool fleet` had, in plain Python, and Dynamo's, if it is installed.
+"""Indexes of routers, to compare: ours, one in plain Python, and Dynamo's, if it is installed.
 
 Dynamo's (`ai-dynamo-runtime`, measured 1.6.1) takes events of its own as JSON.
 """

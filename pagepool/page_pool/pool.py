@@ -110,8 +110,7 @@ class PagePool:
         Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
         key: in another process, give both managers a `hash_seed`. `CacheManager` refuses a pool used with another algorithm,
         seed, page size or other groups, and names the difference. The engine must restore the contents of the pages on the
-        device. Pins of older snapshots are dropped. Raise SnapshotError, a ValueError, if the snapshot is damaged or has
-        another version.
+        device. Raise SnapshotError, a ValueError, if the snapshot is damaged or its version is not known.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)

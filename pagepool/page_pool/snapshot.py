@@ -24,7 +24,7 @@ Configuration = dict[str, int | str | None]
 """Settings by name. Managers that share cached pages must agree in all of them."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION, OLDEST_VERSION = 6, 4
+VERSION = 6
 
 
 def _count_parts(records: Records) -> Any:
@@ -66,9 +66,6 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
 }
 """Type and shape of each array, None for any length, and a function for values that come from checked records alone."""
 
-PINS = {"cached_pins": (np.int32, (None,), None)}
-"""The same of an array that versions before 6 have, of how often pages were pinned."""
-
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     """Return the snapshot of a pool. Raise IntegrityError for a damaged one. O(num_pages)."""
@@ -91,22 +88,12 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
             tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
             (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
         )
-        store.give_back(_list_pinned(arrays))
         check_store(store)
     except (ArgumentError, DoubleFreeError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
     for key, page_hash in names:
         store.names.add(key, page_hash)
     return store, configuration
-
-
-def _list_pinned(arrays: Snapshot) -> npt.NDArray[np.int32]:
-    """Return the pages that an older version has pinned, with a reference to each."""
-    ids = arrays["cached_page_ids"]
-    pins = arrays.get("cached_pins", ids[:0])
-    if len(pins) not in (0, len(ids)):
-        raise SnapshotError(f"snapshot: 'cached_pins' has {len(pins)} numbers, allowed: {len(ids)}, or none")
-    return ids[pins > 0] if len(pins) else pins
 
 
 def seal(arrays: Snapshot) -> Snapshot:
@@ -118,8 +105,7 @@ def seal(arrays: Snapshot) -> Snapshot:
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes). ArgumentTypeError
-    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed. Of version 4 all pages
-    are kept when they leave a window.
+    unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
     """
     if not isinstance(snapshot, Mapping):
         raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
@@ -127,13 +113,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if not OLDEST_VERSION <= version <= VERSION:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: {OLDEST_VERSION} to {VERSION}")
-    fields = FIELDS.keys() - ({"cached_kept"} if version == 4 else set()) | (PINS.keys() if version < VERSION else set())
-    arrays = {name: _read(snapshot, name) for name in fields}
+    if version != VERSION:
+        raise SnapshotError(f"snapshot: version {version} is not known, allowed: {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return {"cached_kept": np.ones(len(arrays["cached_page_ids"]), np.uint8)} | arrays
+    return arrays
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
@@ -144,7 +129,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
     except Exception as error:  # reads the file, which may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
-    dtype, shape, _ = (FIELDS | PINS)[name]
+    dtype, shape, _ = FIELDS[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")

@@ -20,13 +20,11 @@ from pagepool import (
     FullAttentionSpec,
     HostTier,
     MultiGroupPageTable,
-    PagePool,
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
-from pagepool.page_pool import snapshot
 
 
 class Pages(Clocked):
@@ -474,22 +472,3 @@ def test_shards_have_their_own_order() -> None:
     found = [pages.manager.probe(pages.request(name)).num_hit_tokens > 0 for name in "abc"]
     assert found == [False, True, True]
     pages.manager.check()
-
-
-def test_pins_of_older_snapshots_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages()
-    pages.hold("a")
-    pages.leave("b", seconds=5)
-    saved = pages.manager.page_pool.snapshot()
-    arrays = {name: saved[name] for name in snapshot.FIELDS if name not in ("format", "version", "checksum")}
-    num_cached, num_free = len(arrays["cached_page_ids"]), len(arrays["free_page_ids"])
-    pins = np.zeros(num_cached, np.int32)
-    pins[arrays["ref_counts"][arrays["cached_page_ids"]] > 0] = 3
-    monkeypatch.setattr(snapshot, "VERSION", 5)
-    older = snapshot.seal(arrays | {"cached_pins": pins})
-    wrong = snapshot.seal(arrays | {"cached_pins": np.ones(num_cached, np.int32)})
-    monkeypatch.undo()
-    assert PagePool.restore(older).get_num_free_pages() == num_free + 1
-    assert PagePool.restore(saved).get_num_free_pages() == num_free
-    with pytest.raises(ValueError, match="freed more often than it is held"):
-        PagePool.restore(wrong)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-from hybrids import manager_state, unseal
+from hybrids import manager_state
 from pairs import find_kept
 from refusing import refused
 from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
@@ -15,7 +14,6 @@ from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
 import pagepool
 from pagepool import CacheManager, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.page_pool import snapshot
 
 MAX_LEN, CHUNK = 400, 32
 FULL_AND_WINDOW = (FULL_4, WINDOW_9)
@@ -235,20 +233,6 @@ def test_a_restored_pool_keeps_what_it_has() -> None:
     restored = Rows(FULL_AND_WINDOW, page_pool=pool, **options)
     for num_tokens in (64, 56, 48):
         assert restored.run([*prompt[:num_tokens], 7, 8, 9]) == num_tokens
-
-
-def test_a_snapshot_of_version_4_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(FULL_AND_WINDOW)
-    rows.start(draw(Random(9), 64))
-    pool = rows.manager.page_pool
-    arrays = unseal(pool) | {"cached_pins": np.array([], np.int32)}
-    del arrays["cached_kept"]
-    monkeypatch.setattr(snapshot, "VERSION", 4)
-    saved = snapshot.seal(arrays)
-    monkeypatch.undo()
-    restored = pagepool.PagePool.restore(saved)
-    assert len(find_kept(restored.store)) == len(pool.cached_page_hash_to_page) == 26
-    assert restored.free_page_ids_in_order().tolist() == pool.free_page_ids_in_order().tolist()
 
 
 # --- leases of spans ----------------------------------------------------------------------------------------------
