@@ -4,7 +4,7 @@
 # Nothing is trusted: each length is compared with the bytes that are left before anything is reserved for it, nothing recurses,
 # and each step consumes a byte. A `Reader` with an error reads nothing more.
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.base.memory cimport reserve_items

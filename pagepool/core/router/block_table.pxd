@@ -1,0 +1,398 @@
+# The index of a router: which workers have a block, by its hash.
+#
+# Each cache group has a `Space`, whose entries have for each medium a bit for each worker. Always:
+#
+# * A bit stands for one copy or more; `duplicates` counts those beyond the first.
+# * A worker has as many bits as its `num_bits`, and as many duplicates as its `num_duplicates`.
+# * The blocks that a worker `gained` are all that it has, and some that it had, unless they are incomplete.
+#
+# Changes reserve their memory first and cannot fail then.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy, memset
+
+from pagepool.core.base.memory cimport reserve_items
+from pagepool.core.base.platform cimport rare, raw_calloc, raw_free
+from pagepool.core.router.duplicates cimport Duplicate, DuplicateTable, find_duplicate, put_duplicate, trim_duplicates
+from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, Text
+from pagepool.core.router.space cimport (
+    WORD, BlockSlot, Space, drop_entry, ensure_entry, entry_at, fetch_slot, find_entry, find_space_fault, free_space,
+    is_free_entry,
+)
+
+cdef enum:
+    MAX_MEDIA = 8
+    MAX_MEDIUM_SIZE = 32      # bytes of a name
+    FETCH_AHEAD = 8           # hashes by which a change has memory fetched before it reads it
+    BLOCKS_PER_DUPLICATE = 32  # of all groups, for which one more slot is kept
+    MIN_GAINED = 64           # blocks that a worker is known to have got, at least
+    ENTRIES_PER_GAINED = 2048  # of a space, for which one more is known
+
+cdef struct Medium:
+    char[MAX_MEDIUM_SIZE] name
+    Py_ssize_t size
+
+cdef struct GainedBlock:      # a block that a worker got
+    uint32_t group
+    uint32_t entry
+
+cdef struct Worker:
+    int64_t num_bits
+    int64_t num_duplicates    # bits with further copies
+    bint is_lossy             # whether batches were lost, so that copies are not counted
+    GainedBlock *gained       # [num_gained] all of its blocks, and some that it had, unless `is_incomplete`
+    Py_ssize_t num_gained
+    Py_ssize_t capacity
+    bint is_incomplete        # whether it got more since it last had none
+
+cdef struct BlockTable:
+    Space[MAX_EVENT_GROUPS] spaces
+    Py_ssize_t num_spaces     # behind the last that is known
+    Medium[MAX_MEDIA] media
+    int32_t num_planes
+    int32_t num_words
+    int32_t num_workers       # behind the last that told anything
+    int32_t num_groups        # of the workers, as they say; 0: unknown
+    Worker *workers           # [num_words * WORD]
+    DuplicateTable duplicates
+    uint64_t multiplier
+
+
+cdef inline uint64_t *_bits_at(
+    const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """The word with the bit of a worker."""
+    return entry_at(space, entry) + 1 + plane * table.num_words + worker // WORD
+
+
+cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t entry, int32_t worker) noexcept nogil:
+    """Note that a worker got a block."""
+    cdef Worker *gainer = &table.workers[worker]
+    if gainer.num_bits == 0:
+        gainer.num_gained, gainer.is_incomplete = 0, False
+    if gainer.is_incomplete:
+        return
+    if rare(gainer.num_gained >= MIN_GAINED + space.num_entries // ENTRIES_PER_GAINED):
+        gainer.is_incomplete = True
+    elif rare(not reserve_items(<void **>&gainer.gained, &gainer.capacity, gainer.num_gained + 1, sizeof(GainedBlock))):
+        gainer.is_incomplete = True
+    else:
+        gainer.gained[gainer.num_gained] = GainedBlock(<uint32_t>(space - &table.spaces[0]), entry)
+        gainer.num_gained += 1
+
+
+cdef inline uint64_t duplicate_key(
+    const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """The key of the copies of a block."""
+    return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
+
+
+cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker, uint64_t num) noexcept nogil:
+    """Set how many copies beyond the first a worker has. There is room."""
+    if num or table.workers[worker].num_duplicates:
+        table.workers[worker].num_duplicates += put_duplicate(&table.duplicates, key, num)
+
+
+cdef inline uint64_t count_duplicates(const BlockTable *table, uint64_t key, int32_t worker) noexcept nogil:
+    """The copies beyond the first."""
+    if table.workers[worker].num_duplicates == 0:
+        return 0
+    return table.duplicates.slots[find_duplicate(&table.duplicates, key)].num
+
+
+cdef inline void _add_duplicate(
+    BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Note that a worker has a further copy of a block."""
+    cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
+    if not table.workers[worker].is_lossy:
+        set_duplicates(table, key, worker, count_duplicates(table, key, worker) + 1)
+
+
+cdef inline bint _remove_duplicate(
+    BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Note that a worker has a further copy of a block less; False if it has none."""
+    cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
+    cdef uint64_t num = 0 if table.workers[worker].is_lossy else count_duplicates(table, key, worker)
+    if num:
+        set_duplicates(table, key, worker, num - 1)
+    return num > 0
+
+
+cdef inline void _drop_duplicates(
+    BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Forget the further copies of a block."""
+    set_duplicates(table, duplicate_key(table, space, entry, plane, worker), worker, 0)
+
+
+cdef inline void set_bit(BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
+    cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
+    if bits[0] & bit == 0:
+        _record_gain(table, space, entry, worker)
+        table.workers[worker].num_bits += 1
+        bits[0] |= bit
+
+
+cdef inline bint has_bit(
+    const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
+) noexcept nogil:
+    return _bits_at(table, space, entry, plane, worker)[0] >> (worker % WORD) & 1
+
+
+cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    """Clear the bit of a worker and forget its copies, and free an entry with no other."""
+    cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
+    cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
+    if bits[0] & bit:
+        if rare(table.workers[worker].num_duplicates != 0):
+            _drop_duplicates(table, space, entry, plane, worker)
+        table.workers[worker].num_bits -= 1
+        bits[0] &= ~bit
+        if is_free_entry(entry_at(space, entry), space.stride):
+            drop_entry(space, entry)
+
+
+cdef inline void store_blocks(
+    BlockTable *table, Space *space, const uint64_t *hashes, Py_ssize_t num, uint32_t last, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Record blocks of a worker, or further copies of them, each behind the one before. `last` is the entry before the first;
+    0: unknown.
+    """
+    cdef Py_ssize_t i
+    for i in range(num):
+        if i + FETCH_AHEAD < num:
+            fetch_slot(space, hashes[i + FETCH_AHEAD])
+        last = ensure_entry(space, hashes[i], last + 1 if last else 0)
+        if rare(has_bit(table, space, last, plane, worker)):
+            _add_duplicate(table, space, last, plane, worker)
+        else:
+            set_bit(table, space, last, plane, worker)
+
+
+cdef inline void remove_blocks(
+    BlockTable *table, Space *space, const uint64_t *hashes, Py_ssize_t num, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Note that a worker has a copy of blocks less. The end of a prompt mostly goes before its beginning."""
+    cdef Py_ssize_t i
+    cdef uint32_t entry, last = 0
+    for i in range(num):
+        if i + FETCH_AHEAD < num:
+            fetch_slot(space, hashes[i + FETCH_AHEAD])
+        entry = find_entry(space, hashes[i], last - 1 if last else 0)
+        if entry:
+            if not rare(table.workers[worker].num_duplicates and _remove_duplicate(table, space, entry, plane, worker)):
+                clear_bit(table, space, entry, plane, worker)
+            last = entry
+
+
+cdef inline void _clear_bits(BlockTable *table, Space *space, uint32_t entry, int32_t worker) noexcept nogil:
+    """Clear the bits of a worker in all media."""
+    cdef int32_t plane
+    for plane in range(table.num_planes):
+        clear_bit(table, space, entry, plane, worker)
+
+
+cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcept nogil:
+    """Note that a worker has nothing. O(its blocks) while its marks list them all, then O(blocks of all workers), which is at
+    most a constant for each block that it got since it last had none.
+    """
+    cdef Space *space
+    cdef GainedBlock block
+    cdef uint32_t entry
+    table.workers[worker].is_lossy = False
+    if table.workers[worker].num_bits == 0:
+        return
+    if not table.workers[worker].is_incomplete:
+        for block in table.workers[worker].gained[:table.workers[worker].num_gained]:
+            _clear_bits(table, &table.spaces[block.group], block.entry, worker)
+        return
+    for space in table.spaces[:table.num_spaces]:
+        for entry in range(1, space.num_entries):
+            if table.workers[worker].num_bits == 0:
+                return
+            _clear_bits(table, space, entry, worker)
+
+
+cdef inline void trim_table(BlockTable *table) noexcept nogil:
+    """Give back room for copies that did not come."""
+    cdef Py_ssize_t g, num_kept = 0
+    for g in range(table.num_spaces):
+        num_kept += table.spaces[g].num_blocks // BLOCKS_PER_DUPLICATE
+    trim_duplicates(&table.duplicates, num_kept)
+
+
+cdef inline void _set_strides(BlockTable *table) noexcept nogil:
+    """Let entries have a word for each medium and each 64 workers."""
+    cdef Py_ssize_t g
+    for g in range(MAX_EVENT_GROUPS):
+        table.spaces[g].stride, table.spaces[g].multiplier = 1 + table.num_planes * table.num_words, table.multiplier
+
+
+cdef inline bint reshape(BlockTable *table, int32_t num_planes, int32_t num_words) noexcept nogil:
+    """Give all entries more media or workers; False, and nothing changed, where memory is short. O(blocks)."""
+    cdef BlockTable shaped = table[0]
+    cdef Worker *workers = <Worker *>raw_calloc(num_words * WORD, sizeof(Worker))
+    cdef bint has_room = workers != NULL
+    cdef Py_ssize_t g
+    shaped.num_planes, shaped.num_words = num_planes, num_words
+    _set_strides(&shaped)
+    for g in range(table.num_spaces):
+        if table.spaces[g].num_entries:
+            shaped.spaces[g].entries = <uint64_t *>raw_calloc(
+                table.spaces[g].num_entries, shaped.spaces[g].stride * sizeof(uint64_t)
+            )
+            has_room = has_room and shaped.spaces[g].entries != NULL
+    for g in range(table.num_spaces):
+        if has_room:
+            _copy_entries(table, &table.spaces[g], &shaped, &shaped.spaces[g])
+        raw_free(table.spaces[g].entries if has_room else shaped.spaces[g].entries)
+    if not has_room:
+        raw_free(workers)
+        return False
+    memcpy(workers, table.workers, table.num_words * WORD * sizeof(Worker))
+    raw_free(table.workers)
+    shaped.workers = workers
+    table[0] = shaped
+    return True
+
+
+cdef inline void _copy_entries(
+    const BlockTable *table, const Space *space, const BlockTable *shaped, const Space *into
+) noexcept nogil:
+    """Copy the entries of a space into larger ones."""
+    cdef const uint64_t *entry
+    cdef uint64_t *copied
+    cdef uint32_t i
+    cdef int32_t plane
+    for i in range(space.num_entries):
+        entry, copied = entry_at(space, i), entry_at(into, i)
+        copied[0] = entry[0]
+        for plane in range(table.num_planes):
+            memcpy(
+                copied + 1 + plane * shaped.num_words,
+                entry + 1 + plane * table.num_words,
+                table.num_words * sizeof(uint64_t),
+            )
+
+
+cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noexcept nogil:
+    """The place of a medium, `num` if it is new. None is the first one, the GPU."""
+    cdef int32_t i
+    if name.at == NULL:
+        return 0
+    for i in range(num):
+        if media[i].size == name.size and memcmp(media[i].name, name.at, name.size) == 0:
+            return i
+    return num
+
+
+cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept nogil:
+    """Make a zeroed table an empty one with the GPU as its medium; False where memory is short."""
+    table.multiplier = table.duplicates.multiplier = multiplier
+    table.num_planes, table.num_words = 1, 1
+    _set_strides(table)
+    memcpy(table.media[0].name, b"GPU", 3)
+    table.media[0].size = 3
+    table.workers = <Worker *>raw_calloc(WORD, sizeof(Worker))
+    return table.workers != NULL
+
+
+cdef inline void take_blocks_out(BlockTable *table, BlockTable *taken) noexcept nogil:
+    """Forget all blocks and groups. What is left to free is in `taken`. Workers keep their numbers."""
+    cdef int32_t worker
+    taken[0] = table[0]
+    taken.workers = NULL
+    for worker in range(table.num_words * WORD):
+        raw_free(table.workers[worker].gained)
+    memset(table.workers, 0, table.num_words * WORD * sizeof(Worker))
+    memset(table.spaces, 0, sizeof(table.spaces))
+    _set_strides(table)
+    table.num_spaces = 0
+    table.duplicates.slots = NULL
+    table.duplicates.num_slots = table.duplicates.num = 0
+
+
+cdef inline void free_table(BlockTable *table) noexcept nogil:
+    cdef Py_ssize_t g
+    for g in range(MAX_EVENT_GROUPS):
+        free_space(&table.spaces[g])
+    for g in range(table.num_words * WORD if table.workers != NULL else 0):
+        raw_free(table.workers[g].gained)
+    raw_free(table.workers)
+    raw_free(table.duplicates.slots)
+
+
+cdef inline Py_ssize_t copy_hashes(
+    const BlockTable *table, const Space *space, int32_t plane, int32_t worker, uint64_t *hashes
+) noexcept nogil:
+    """Copy the hashes of a worker's blocks in a medium, and return their number. The table has both."""
+    cdef Py_ssize_t num = 0
+    cdef uint32_t entry
+    for entry in range(1, space.num_entries):
+        if has_bit(table, space, entry, plane, worker):
+            hashes[num] = entry_at(space, entry)[0]
+            num += 1
+    return num
+
+
+cdef inline Py_ssize_t bytes_of(const BlockTable *table) noexcept nogil:
+    """The memory of a table."""
+    cdef Py_ssize_t i, num_bytes = sizeof(BlockTable)
+    for i in range(table.num_spaces):
+        num_bytes += table.spaces[i].num_entries * table.spaces[i].stride * <Py_ssize_t>sizeof(uint64_t)
+        num_bytes += table.spaces[i].num_slots * <Py_ssize_t>sizeof(BlockSlot)
+    for i in range(table.num_words * WORD):
+        num_bytes += sizeof(Worker) + table.workers[i].capacity * <Py_ssize_t>sizeof(GainedBlock)
+    return num_bytes + table.duplicates.num_slots * <Py_ssize_t>sizeof(Duplicate)
+
+
+cdef inline const char *_find_duplicate_fault(const BlockTable *table, int64_t *num_duplicates) noexcept nogil:
+    """What contradicts what in the duplicates, or NULL. `num_duplicates` is for each worker."""
+    cdef Duplicate duplicate
+    cdef const Space *space
+    cdef Py_ssize_t i, num = 0
+    cdef uint32_t entry
+    cdef int32_t plane, worker
+    memset(num_duplicates, 0, table.num_words * WORD * sizeof(int64_t))
+    for i in range(table.duplicates.num_slots):
+        duplicate = table.duplicates.slots[i]
+        if duplicate.key == 0:
+            continue
+        space = &table.spaces[duplicate.key >> 24 & 63]
+        entry, worker = <uint32_t>(duplicate.key >> 32), <int32_t>(duplicate.key & 65535)
+        plane = <int32_t>(duplicate.key >> 16 & 255)
+        num += 1
+        num_duplicates[worker] += 1
+        if duplicate.num == 0 or find_duplicate(&table.duplicates, duplicate.key) != i:
+            return "copies of a block are not found"
+        if entry >= space.num_entries or not has_bit(table, space, entry, plane, worker):
+            return "a block that a worker has not has copies"
+    if num != table.duplicates.num:
+        return "copies are miscounted"
+    for i in range(table.num_words * WORD):
+        if num_duplicates[i] != table.workers[i].num_duplicates:
+            return "the copies of a worker are miscounted"
+    return NULL
+
+
+cdef inline const char *find_fault(const BlockTable *table) noexcept nogil:
+    """What contradicts what in a table, or NULL."""
+    cdef const char *fault = NULL
+    cdef Py_ssize_t i
+    cdef int64_t *counts = <int64_t *>raw_calloc(table.num_words * WORD, sizeof(int64_t))
+    if counts == NULL:
+        return NULL
+    for i in range(MAX_EVENT_GROUPS):
+        if fault == NULL:
+            fault = find_space_fault(&table.spaces[i], table.num_words, counts)
+    for i in range(table.num_words * WORD):
+        if counts[i] != table.workers[i].num_bits:
+            fault = "the blocks of a worker are miscounted"
+    if fault == NULL:
+        fault = _find_duplicate_fault(table, counts)
+    raw_free(counts)
+    return fault

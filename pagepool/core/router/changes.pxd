@@ -1,0 +1,309 @@
+# A batch of events applied to the index of a router.
+#
+# A batch is compared with the index before anything changes, and its memory is reserved; then nothing can fail. Only where a
+# worker may come to have too many blocks are the net changes of a batch worked out, and applied instead of its events.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy, memset
+
+from pagepool.core.base.platform cimport raw_calloc, raw_free
+from pagepool.core.router.block_table cimport (
+    MAX_MEDIA, MAX_MEDIUM_SIZE, BlockTable, Medium, clear_bit, count_duplicates, duplicate_key, find_medium, has_bit,
+    remove_blocks, remove_worker_blocks, reshape, set_bit, set_duplicates, store_blocks, trim_table,
+)
+from pagepool.core.router.duplicates cimport reserve_duplicates
+from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, NO_MEMORY, STORED, Event, EventBatch, Spec
+from pagepool.core.router.space cimport WORD, Space, ensure_entry, find_entry, reserve_blocks
+
+cdef enum:
+    MAX_BLOCKS = 1 << 30      # of a group
+
+cdef struct Change:           # what a batch does to a block
+    uint64_t block_hash
+    int32_t group
+    int32_t plane
+    uint64_t num_before       # copies that the worker has
+    uint64_t num
+
+cdef struct NetChanges:       # what a batch changes, or NULL: it was not worked out
+    Change *items             # [num] in the order of the batch
+    Py_ssize_t num
+    uint32_t *slots           # [num_slots] one more than the place of a block in `items`; 0: empty
+    Py_ssize_t num_slots
+    uint64_t multiplier
+
+cdef struct Media:
+    Medium[MAX_MEDIA] items
+    int32_t num
+
+
+cdef inline const char *settle_groups(
+    const BlockTable *table, EventBatch *batch, Py_ssize_t page_size, int32_t num_groups
+) noexcept nogil:
+    """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not. `num_groups`
+    was given, or is 0; the batch gets the number that holds behind it. Both may change while nobody has blocks.
+    """
+    cdef Spec[MAX_EVENT_GROUPS] specs
+    cdef const Event *event
+    cdef Py_ssize_t i
+    cdef int32_t highest = -1
+    memset(&specs, 0, sizeof(specs))
+    batch.num_groups = num_groups
+    for i in range(table.num_spaces):
+        if table.spaces[i].num_blocks:
+            specs[i] = table.spaces[i].spec
+            batch.num_groups = table.num_groups
+    for i in range(batch.num_events):
+        event = &batch.events[i]
+        if event.kind != STORED:
+            continue
+        if event.num_groups and batch.num_groups and event.num_groups != batch.num_groups:
+            return "num_groups differs from that which the index has"
+        batch.num_groups = max(batch.num_groups, event.num_groups)
+        if batch.num_groups and event.group >= batch.num_groups:
+            return "group_idx is not below num_groups"
+        if event.spec.block_size % page_size:
+            return "block_size is not a multiple of the page size of the index"
+        if specs[event.group].block_size == 0:
+            specs[event.group] = event.spec
+        if memcmp(&specs[event.group], &event.spec, sizeof(Spec)):
+            return "block_size, kind or window differ from those that the group has"
+        highest = max(highest, event.group)
+    if batch.num_groups == 0 and highest < table.num_groups:
+        batch.num_groups = table.num_groups
+    return NULL
+
+
+cdef inline Py_ssize_t _count_unknown(
+    const BlockTable *table, const EventBatch *batch, Py_ssize_t group, const NetChanges *net
+) noexcept nogil:
+    """Count the stored hashes of a group that have no entry yet, repeated ones again unless net changes are known."""
+    cdef const Event *event
+    cdef Py_ssize_t i, j, num = 0
+    cdef uint32_t entry
+    for i in range(net.num):
+        if net.items[i].group == group and net.items[i].num:
+            num += find_entry(&table.spaces[group], net.items[i].block_hash, 0) == 0
+    if net.items != NULL:
+        return num
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        if event.kind == STORED and event.group == group:
+            entry = 0
+            for j in range(event.first, event.first + event.num):
+                entry = find_entry(&table.spaces[group], batch.hashes[j], entry + 1 if entry else 0)
+                num += entry == 0
+    return num
+
+
+cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
+    """Find the media of events, which are those of the index and those that the batch adds; False if they are too many, or a
+    name is too long. The payload is not read later, in case another thread changes it.
+    """
+    cdef Event *event
+    cdef Py_ssize_t i
+    memcpy(media.items, table.media, sizeof(table.media))
+    media.num = table.num_planes
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        event.plane = find_medium(media.items, media.num, event.medium)
+        if event.plane < media.num:
+            continue
+        if event.kind != STORED:
+            event.plane = -1
+            continue
+        if media.num == MAX_MEDIA or event.medium.size > MAX_MEDIUM_SIZE:
+            return False
+        media.items[media.num].size = event.medium.size
+        memcpy(media.items[media.num].name, event.medium.at, event.medium.size)
+        media.num += 1
+    return True
+
+
+cdef inline const char *_reserve_changes(
+    BlockTable *table, const EventBatch *batch, const Media *media, int32_t worker, const NetChanges *net
+) noexcept nogil:
+    """Reserve the memory of a batch, or of its net changes; the reason why there is none, or NULL."""
+    cdef Py_ssize_t i, g, num_copies = 0
+    cdef Py_ssize_t[MAX_EVENT_GROUPS] num_stored
+    cdef int32_t num_words = max(table.num_words, worker // <int32_t>WORD + 1)
+    cdef Space *space
+    memset(&num_stored, 0, sizeof(num_stored))
+    for i in range(net.num):
+        num_stored[net.items[i].group] += net.items[i].num > 0
+        num_copies += net.items[i].num > 1
+    if net.items == NULL:
+        num_copies = batch.num_stored
+        for i in range(batch.num_void, batch.num_events):
+            if batch.events[i].kind == STORED:
+                num_stored[batch.events[i].group] += batch.events[i].num
+    for g in range(MAX_EVENT_GROUPS):
+        space = &table.spaces[g]
+        if num_stored[g] and space.num_blocks + num_stored[g] >= space.num_entries:
+            num_stored[g] = _count_unknown(table, batch, g, net)
+        if space.num_blocks + num_stored[g] > MAX_BLOCKS:
+            return "more blocks than a group may have"
+    if media.num > table.num_planes or num_words > table.num_words:
+        if not reshape(table, media.num, num_words):
+            return NO_MEMORY
+        memcpy(table.media, media.items, sizeof(table.media))
+    for g in range(MAX_EVENT_GROUPS):
+        if num_stored[g] and not reserve_blocks(&table.spaces[g], num_stored[g]):
+            return NO_MEMORY
+    return NULL if reserve_duplicates(&table.duplicates, num_copies) else NO_MEMORY
+
+
+cdef inline Py_ssize_t _find_change(const NetChanges *net, const Event *event, uint64_t block_hash) noexcept nogil:
+    """The slot of a block among the net changes, or the empty one that ends the search."""
+    cdef uint64_t tag = (block_hash ^ <uint64_t>event.group << 8 ^ <uint64_t>event.plane) * net.multiplier >> 32
+    cdef Py_ssize_t slot = <Py_ssize_t>(tag * <uint64_t>net.num_slots >> 32)
+    cdef const Change *found
+    while net.slots[slot]:
+        found = &net.items[net.slots[slot] - 1]
+        if found.block_hash == block_hash and found.group == event.group and found.plane == event.plane:
+            break
+        slot = 0 if slot + 1 == net.num_slots else slot + 1
+    return slot
+
+
+cdef inline uint64_t _count_copies(
+    const BlockTable *table, const Event *event, uint64_t block_hash, int32_t worker
+) noexcept nogil:
+    """The copies of a block that a worker has."""
+    cdef const Space *space = &table.spaces[event.group]
+    cdef uint32_t entry
+    if worker >= table.num_workers or event.plane >= table.num_planes:
+        return 0
+    entry = find_entry(space, block_hash, 0)
+    if not entry or not has_bit(table, space, entry, event.plane, worker):
+        return 0
+    return 1 + count_duplicates(table, duplicate_key(table, space, entry, event.plane, worker), worker)
+
+
+cdef inline bint _compute_changes(
+    const BlockTable *table, const EventBatch *batch, int32_t worker, NetChanges *net
+) noexcept nogil:
+    """List the blocks that a batch changes, with the copies of each before and after; False where memory is short."""
+    cdef bint is_lossy = worker < table.num_workers and table.workers[worker].is_lossy and not batch.is_cleared
+    cdef const Event *event
+    cdef Change *change
+    cdef Py_ssize_t i, j, slot
+    net.num_slots = 2 * batch.num_hashes + 1
+    net.multiplier = table.multiplier
+    net.items = <Change *>raw_calloc(batch.num_hashes + 1, sizeof(Change))
+    net.slots = <uint32_t *>raw_calloc(net.num_slots, sizeof(uint32_t))
+    if net.items == NULL or net.slots == NULL:
+        return False
+    for i in range(batch.num_void, batch.num_events):
+        event = &batch.events[i]
+        for j in range(event.first, event.first + event.num if event.plane >= 0 else event.first):
+            slot = _find_change(net, event, batch.hashes[j])
+            if net.slots[slot] == 0:
+                change = &net.items[net.num]
+                change.block_hash, change.group, change.plane = batch.hashes[j], event.group, event.plane
+                change.num = 0 if batch.is_cleared else _count_copies(table, event, batch.hashes[j], worker)
+                change.num_before = change.num
+                net.num += 1
+                net.slots[slot] = <uint32_t>net.num
+            change = &net.items[net.slots[slot] - 1]
+            if event.kind == STORED:
+                change.num = 1 if is_lossy else change.num + 1
+            else:
+                change.num = 0 if is_lossy or change.num == 0 else change.num - 1
+    return True
+
+
+cdef inline int64_t _count_gained(const NetChanges *net) noexcept nogil:
+    """The blocks that a worker has more behind the changes."""
+    cdef int64_t num = 0
+    cdef Py_ssize_t i
+    for i in range(net.num):
+        num += (net.items[i].num > 0) - <int64_t>(net.items[i].num_before > 0)
+    return num
+
+
+cdef inline void _apply_change(BlockTable *table, const Change *item, int32_t worker) noexcept nogil:
+    """Apply the net change of a block that a worker has."""
+    cdef Space *space = &table.spaces[item.group]
+    cdef uint32_t entry = find_entry(space, item.block_hash, 0)
+    if item.num:
+        set_duplicates(table, duplicate_key(table, space, entry, item.plane, worker), worker, item.num - 1)
+    else:
+        clear_bit(table, space, entry, item.plane, worker)
+
+
+cdef inline void _apply_changes(
+    BlockTable *table, const EventBatch *batch, int32_t worker, const NetChanges *net
+) noexcept nogil:
+    """Apply a batch for which there is room, or its net changes alone."""
+    cdef const Event *event
+    cdef Space *space
+    cdef Py_ssize_t i
+    cdef uint32_t parent
+    if batch.is_cleared:
+        remove_worker_blocks(table, worker)
+    table.num_groups = batch.num_groups
+    for i in range(net.num):
+        if net.items[i].num_before:
+            _apply_change(table, &net.items[i], worker)
+    for i in range(batch.num_events):
+        event = &batch.events[i]
+        space = &table.spaces[event.group]
+        if event.kind == STORED:
+            space.spec, space.is_known = event.spec, True
+            table.num_spaces = max(table.num_spaces, event.group + 1)
+        if i < batch.num_void:
+            continue
+        if event.kind == STORED:
+            parent = find_entry(space, event.parent, 0) if event.has_parent else 0
+            if net.items == NULL:
+                store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
+            else:
+                _store_changes(table, space, batch, event, parent, worker, net)
+        elif net.items == NULL and event.plane >= 0 and space.num_blocks:
+            remove_blocks(table, space, batch.hashes + event.first, event.num, event.plane, worker)
+
+
+cdef inline void _store_changes(
+    BlockTable *table, Space *space, const EventBatch *batch, const Event *event, uint32_t last, int32_t worker,
+    const NetChanges *net,
+) noexcept nogil:
+    """Note the blocks of an event that a worker has behind the batch, and their copies."""
+    cdef const Change *found
+    cdef Py_ssize_t j
+    for j in range(event.first, event.first + event.num):
+        found = &net.items[net.slots[_find_change(net, event, batch.hashes[j])] - 1]
+        if found.num:
+            last = ensure_entry(space, found.block_hash, last + 1 if last else 0)
+            set_bit(table, space, last, event.plane, worker)
+            set_duplicates(table, duplicate_key(table, space, last, event.plane, worker), worker, found.num - 1)
+        else:
+            last = 0
+
+
+cdef inline const char *apply_events(BlockTable *table, EventBatch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
+    """Apply a batch, if its groups agree with the index. Return NULL, or the reason why it is refused.
+
+    Only a batch after which the worker may have too many blocks has its net changes worked out.
+    """
+    cdef const char *error = NULL
+    cdef NetChanges net
+    cdef Media media
+    cdef int64_t num_held = table.workers[worker].num_bits if worker < table.num_workers and not batch.is_cleared else 0
+    memset(&net, 0, sizeof(net))
+    if not _settle_media(table, batch, &media):
+        return "too many media, or a long name of one"
+    if num_held + batch.num_stored > max_blocks:
+        if not _compute_changes(table, batch, worker, &net):
+            error = NO_MEMORY
+        elif num_held + _count_gained(&net) > max_blocks:
+            error = "more blocks than a worker may have"
+    if error == NULL:
+        error = _reserve_changes(table, batch, &media, worker, &net)
+    if error == NULL:
+        _apply_changes(table, batch, worker, &net)
+        table.num_workers = max(table.num_workers, worker + 1)
+        trim_table(table)
+    raw_free(net.items)
+    raw_free(net.slots)
+    return error
