@@ -55,12 +55,11 @@ from pagepool.errors import CompatError
 
 REQUEST = "vllm.v1.request"
 BLOCK, _, MAP, HASHER, *METHODS = REPLACEMENTS
-FIND_METHODS = [item for item in METHODS if item.name.endswith("find_longest_cache_hit")]
 DEPENDENT = {"blocks": {"pool", "hits", "slots"}, "pool": {"hits", "slots"}, "hits": set(), "slots": set(), "hasher": set()}
 """The parts that need another one."""
 LISTED = ", ".join(vllm.VERSIONS)
-KNOWN_VERSIONS = re.escape(LISTED)
-REFUSED = "pagepool.errors.CompatError: vLLM changed differs from the tested versions, or is patched: "
+ALLOCATE_SLOTS = f"{MANAGER}.KVCacheManager.allocate_slots"
+DIFFERS = "differs from the tested versions, or is patched: "
 
 
 @pytest.fixture
@@ -112,6 +111,12 @@ def edit(folder: Path, module: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def replace(home: str, name: str, value: Any = lambda *arguments: None) -> None:
+    """Put something in the place of a definition, of a class in the class itself."""
+    owner, _, member = name.rpartition(".")
+    setattr(getattr(engine_module(home), owner) if owner else engine_module(home), member, value)
+
+
 def check_refused(message: str, **options: bool) -> None:
     """Check that `install` raises and changes nothing, twice."""
     before = state() if "vllm" in sys.modules else None
@@ -130,7 +135,7 @@ def check_left(part: str, reason: str) -> None:
     assert re.fullmatch(reason, obstacles[part]), obstacles
     left = {part, *DEPENDENT[part]}
     assert {name for name, obstacle in obstacles.items() if obstacle} >= left
-    check_refused(rf"^vLLM 0\.33\.0 differs from the tested versions, or is patched: (.*; )?{part}: ", strict=True)
+    check_refused(rf"^vLLM 0\.33\.0 {DIFFERS}(.*; )?{part}: ", strict=True)
     vllm.install()
     used = {name for name, obstacle in obstacles.items() if not obstacle}
     assert {name for name, shown in vllm.report().parts if shown == "used"} == used
@@ -143,40 +148,29 @@ def check_left(part: str, reason: str) -> None:
 # Replacing.
 
 
-def test_all_places_get_ours_and_get_back_vllms(folder: Path) -> None:
-    before = state()
+def test_all_places_get_ours_and_get_back_vllms(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twice is as once. What keeps vLLM's functions is told before they are replaced."""
+    caplog.set_level(logging.WARNING, "pagepool")  # other tests run programs that set a higher one
+    before, kept, hasher = state(), [], sys.modules[f"{OURS}.hasher"]
+    hasher.bind = lambda: kept.append(found(HASHER))  # type: ignore[attr-defined]
+    vllm.uninstall()
     vllm.install()
+    assert kept == [before[REPLACEMENTS.index(HASHER)]]
+    assert not caplog.messages
+    vllm.install()
+    assert caplog.messages == ["vLLM already allocates with pagepool"]
     assert vllm.is_installed()
     assert all(function_of(found(item)) is ours(item) for item in REPLACEMENTS)
     assert engine_module(ENGINE_CORE).get_request_block_hasher is ours(HASHER)
     assert engine_module(POOL).KVCacheBlock is engine_module(MANAGER).KVCacheBlock is ours(BLOCK)
-    vllm.uninstall()
-    assert not vllm.is_installed()
-    assert all(a is b for a, b in zip(before, state(), strict=True))
-
-
-def test_ours_are_called_as_the_methods_that_they_replace(folder: Path) -> None:
-    vllm.install()
     assert engine_module(POOL).BlockPool().touch([]) == "ours"
-    classes = vars(engine_module(GROUPS))
-    kinds = {item.name: type(vars(classes[item.name.split(".")[0]])["find_longest_cache_hit"]) for item in FIND_METHODS}
-    assert set(kinds.values()) == {classmethod}
-    assert classes["SlidingWindowManager"].find_longest_cache_hit() == "ours"
-
-
-def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "pagepool")  # other tests run programs that set a higher one
-    before = state()
-    vllm.uninstall()
-    vllm.install()
-    assert not caplog.messages
-    vllm.install()
-    assert caplog.messages == ["vLLM already allocates with pagepool"]
-    vllm.uninstall()
-    vllm.uninstall()
-    vllm.install()
-    vllm.uninstall()
-    assert all(a is b for a, b in zip(before, state(), strict=True))
+    kinds = [type(found(item)) for item in METHODS if item.name.endswith("find_longest_cache_hit")]
+    assert {*kinds} == {classmethod}
+    assert engine_module(GROUPS).SlidingWindowManager.find_longest_cache_hit() == "ours"
+    for _ in range(2):
+        vllm.uninstall()
+        assert not vllm.is_installed()
+        assert all(a is b for a, b in zip(before, state(), strict=True))
 
 
 def test_the_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,18 +199,7 @@ def test_an_eviction_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not vllm.is_installed()
     assert engine_module(UTILS).FreeKVCacheBlockQueue.__module__ == UTILS
     monkeypatch.setenv(vllm.EVICTION_VARIABLE, "fifo")
-    with pytest.raises(CompatError, match="EVICTION: got 'fifo', allowed: adaptive; lru or nothing"):
-        vllm.install()
-    assert not vllm.report().replaced
-
-
-def test_a_module_that_keeps_vllms_functions_is_told_before_they_are_replaced(folder: Path) -> None:
-    kept: list[object] = []
-    hasher: Any = sys.modules[f"{OURS}.hasher"]
-    hasher.bind = lambda: kept.append(found(HASHER))
-    theirs = found(HASHER)
-    vllm.install()
-    assert kept == [theirs]
+    check_refused("EVICTION: got 'fifo', allowed: adaptive; lru or nothing")
 
 
 def test_a_pool_that_was_made_meanwhile_lives_on(folder: Path) -> None:
@@ -244,37 +227,20 @@ def test_a_patch_over_ours_stays(folder: Path) -> None:
 # Refusing.
 
 
-def test_without_vllm(folder: Path) -> None:
-    sys.modules["vllm"] = None  # type: ignore[assignment]
-    with pytest.raises(CompatError, match=rf"^vLLM is not installed; expected: {KNOWN_VERSIONS}$"):
-        vllm.install()
-
-
-@pytest.mark.parametrize("version", ["0.30.9", "0.3.3", "0.330.1", "1.33.0", "dev", ""])
-def test_an_unknown_version(folder: Path, version: str) -> None:
-    """It is served as long as nothing differs, unless a known one is wanted."""
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [
+        *((version, False) for version in ("0.30.9", "0.3.3", "0.330.1", "1.33.0", "dev", "")),
+        *((version, True) for version in ("0.31.0", "0.32.1", "0.33.0", "0.33.1.dev3+g12", "0.33.0+cpu")),
+    ],
+)
+def test_a_version(folder: Path, version: str, is_known: bool) -> None:
+    """An unknown one is served as long as nothing differs, unless a known one is wanted."""
     write_engine(folder, version)
-    check_refused(rf"^vLLM's version: got {version}, expected {KNOWN_VERSIONS}$", known=True)
-    vllm.install(strict=True)
+    if not is_known:
+        check_refused(rf"^vLLM's version: got {version}, expected {re.escape(LISTED)}$", known=True)
+    vllm.install(strict=True, known=is_known)
     assert vllm.report().version == version
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.0", "0.33.1.dev3+g12", "0.33.0+cpu"])
-def test_a_known_version(folder: Path, version: str) -> None:
-    write_engine(folder, version)
-    vllm.install(known=True)
-    assert vllm.report().version == version
-
-
-def test_a_module_that_is_gone(folder: Path) -> None:
-    path_of(folder, REQUEST).unlink()
-    check_left("slots", rf"{REQUEST}\.Request\.num_tokens: another source")
-
-
-def test_a_module_without_its_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_module(ENGINE_CORE)
-    monkeypatch.setattr(engine_module(REQUEST), "__file__", "/nowhere.so")
-    check_left("hasher", rf"{REQUEST}\.Request\.num_tokens: another source")
 
 
 @pytest.mark.parametrize(
@@ -300,20 +266,10 @@ def test_another_source(folder: Path, part: str, home: str, name: str) -> None:
     check_left(part, rf"{home}\.{name}: another source")
 
 
-def test_a_class_that_is_gone(folder: Path) -> None:
-    """Not even one of which only what it inherits is recorded."""
-    edit(folder, COORDINATOR, "class UnitaryKVCacheCoordinator:", "class SingleKVCacheCoordinator:")
-    check_left("slots", rf"({COORDINATOR}\.UnitaryKVCacheCoordinator\.\w+: another source(; )?)+")
-
-
 def test_comments_and_layout_do_not_count(folder: Path) -> None:
     edit(folder, POOL, "class BlockPool:\n", 'class BlockPool:\n    """Blocks."""\n    # their methods\n\n')
-    edit(
-        folder,
-        POOL,
-        "def touch(self, *arguments, **options): ...",
-        'def touch(self, *arguments,  **options):\n        """T."""\n        ...',
-    )
+    old = "def touch(self, *arguments, **options): ..."
+    edit(folder, POOL, old, 'def touch(self, *arguments,  **options):\n        """T."""\n        ...')
     vllm.install(strict=True)
 
 
@@ -327,20 +283,6 @@ def test_a_version_is_fitted_as_a_whole(folder: Path, monkeypatch: pytest.Monkey
     vllm.uninstall()
     monkeypatch.setattr(checks, "CHANGES", {"0.31.0": older, "0.32.0": {f"{POOL}:BlockPool.touch": "t" * 16}})
     check_left("pool", rf"{POOL}\.BlockPool\.touch: another source")
-
-
-def test_no_part_is_left(folder: Path) -> None:
-    edit(folder, UTILS, "def get_request_block_hasher(", "def get_request_block_hasher(other, ")
-    edit(folder, UTILS, "class KVCacheBlock:\n", "class KVCacheBlock:\n    x = 1\n")
-    check_refused(
-        r"tested versions, or is patched: blocks: .*; hasher: .*; pool: needs blocks; hits: needs pool; slots: needs pool$"
-    )
-
-
-def test_adaptive_eviction_needs_its_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(vllm.EVICTION_VARIABLE, "adaptive")
-    edit(folder, MANAGER, "def allocate_slots(self", "def allocate_slots(self, other")
-    check_refused(r"^PAGEPOOL_VLLM_EVICTION: got adaptive, which needs what is left to vLLM: slots$")
 
 
 def test_each_replacement_is_recorded_in_its_part() -> None:
@@ -361,54 +303,31 @@ def test_a_definition_that_is_gone(folder: Path, home: str) -> None:
 
 def wrapped(function: Any) -> Any:
     """Return a function with the name, module and source of another one."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return call
-
-
-PATCHES: dict[str, Callable[[Any], Any]] = {
-    "wrapper": wrapped,
-    "lambda": lambda _: lambda *arguments: None,
-    "builtin": lambda _: len,
-}
+    return functools.wraps(function)(lambda *arguments: function(*arguments))
 
 
 @pytest.mark.parametrize("item", REPLACEMENTS, ids=lambda item: item.name)
-@pytest.mark.parametrize("kind", ["wrapper", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lambda", "builtin"))])
-def test_a_patch_of_somebody_else(folder: Path, item: Replacement, kind: str) -> None:
-    owner, _, name = item.name.rpartition(".")
-    module = engine_module(item.home)
-    setattr(getattr(module, owner) if owner else module, name, PATCHES[kind](function_of(found(item))))
+@pytest.mark.parametrize("patch", [wrapped, pytest.param(lambda _: len, marks=pytest.mark.slow)], ids=["wrapper", "builtin"])
+def test_a_patch_of_somebody_else(folder: Path, item: Replacement, patch: Callable[[Any], Any]) -> None:
+    replace(item.home, item.name, patch(function_of(found(item))))
     [part] = [part.name for part in PARTS if item in part.replacements]
     check_left(part, rf"(.*; )?{item.home}\.{item.name}: got .*, expected vLLM's own: somebody else replaced it(; .*)?")
 
 
-@pytest.mark.parametrize(
-    ("part", "module", "name"),
-    [
-        ("pool", POOL, "make_block_hash_with_group_id"),
-        ("blocks", MANAGER, "KVCacheBlock"),
-        ("hasher", ENGINE_CORE, "get_request_block_hasher"),
-    ],
-)
-def test_a_patch_where_a_name_is_used(folder: Path, part: str, module: str, name: str) -> None:
-    setattr(engine_module(module), name, lambda *arguments: None)
-    check_left(part, rf"{module}\.{name}: got test_vllm_install\..*")
+PATCHES = {
+    "where a name is used": ("pool", POOL, "make_block_hash_with_group_id"),
+    "where a class is used": ("blocks", MANAGER, "KVCacheBlock"),
+    "where a function is used": ("hasher", ENGINE_CORE, "get_request_block_hasher"),
+    "a method that ours call": ("slots", GROUPS, "FullAttentionManager.get_num_skipped_tokens"),
+    "a method that was added": ("blocks", UTILS, "KVCacheBlock.pin"),
+}
 
 
-def test_a_patch_of_a_method_that_is_called_by_ours(folder: Path) -> None:
-    """One that the class inherits, set on the class itself."""
-    cls = engine_module(GROUPS).FullAttentionManager
-    cls.get_num_skipped_tokens = lambda self, num_tokens: 0
-    check_left("slots", rf"{GROUPS}\.FullAttentionManager\.get_num_skipped_tokens: got test_vllm_install\..*")
-
-
-def test_a_method_that_somebody_else_added_to_a_class_that_is_replaced(folder: Path) -> None:
-    engine_module(UTILS).KVCacheBlock.pin = lambda self: None
-    check_left("blocks", rf"{UTILS}\.KVCacheBlock\.pin: got test_vllm_install\..*")
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_in_another_place(folder: Path, name: str) -> None:
+    part, home, place = PATCHES[name]
+    replace(home, place)
+    check_left(part, rf"{home}\.{place}: got test_vllm_install\..*")
 
 
 @pytest.mark.parametrize(
@@ -416,24 +335,31 @@ def test_a_method_that_somebody_else_added_to_a_class_that_is_replaced(folder: P
     [("pool", POOL, "BlockPool"), ("slots", MANAGER, "KVCacheManager"), ("blocks", UTILS, "KVCacheBlock")],
 )
 def test_a_subclass_of_somebody_else(folder: Path, part: str, home: str, name: str) -> None:
+    """Also under the name of the class, as tpu-inference's manager for attention with Mamba."""
     base = getattr(engine_module(home), name)
     inside = type("Inside", (base,), {"__module__": "vllm.v1.inside"})
     outside = type("Outside", (inside,), {"__module__": "vllm_ascend.core"})
     check_left(part, rf"{home}\.{name}: got a subclass, vllm_ascend\.core\.Outside, expected none outside vLLM")
     del outside
     gc.collect()
+    before = state()
     vllm.install(strict=True)
+    module = engine_module(MANAGER)
+    module.KVCacheManager = type("Outside", (module.KVCacheManager,), {})
+    assert not vllm.is_installed()
+    vllm.uninstall()
+    module.KVCacheManager = module.KVCacheManager.__base__
+    assert all(a is b for a, b in zip(before, state(), strict=True))
 
 
-ALLOCATE_SLOTS = f"{MANAGER}:KVCacheManager.allocate_slots"
 ASCEND = (
-    ALLOCATE_SLOTS,
-    f"{GROUPS}:SingleTypeKVCacheManager.remove_skipped_blocks",
-    f"{POOL}:BlockPool.free_blocks",
-    f"{UTILS}:FreeKVCacheBlockQueue.append_n",
-    f"{UTILS}:FreeKVCacheBlockQueue.prepend_n",
+    (MANAGER, "KVCacheManager.allocate_slots"),
+    (GROUPS, "SingleTypeKVCacheManager.remove_skipped_blocks"),
+    (POOL, "BlockPool.free_blocks"),
+    (UTILS, "FreeKVCacheBlockQueue.append_n"),
+    (UTILS, "FreeKVCacheBlockQueue.prepend_n"),
 )
-KVCACHED = (ALLOCATE_SLOTS, f"{COORDINATOR}:KVCacheCoordinator.__init__")
+KVCACHED = (ASCEND[0], (COORDINATOR, "KVCacheCoordinator.__init__"))
 
 
 @pytest.mark.parametrize(
@@ -441,42 +367,19 @@ KVCACHED = (ALLOCATE_SLOTS, f"{COORDINATOR}:KVCacheCoordinator.__init__")
     [(ASCEND, {"blocks", "pool", "hits", "slots"}), (KVCACHED, {"slots"})],
     ids=["vllm-ascend 0.23.0.post1", "kvcached 0.1.6, but for its subclass"],
 )
-def test_what_other_packages_patch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, patched: tuple[str, ...], left: set[str]
-) -> None:
+def test_what_other_packages_patch(folder: Path, patched: tuple[tuple[str, str], ...], left: set[str]) -> None:
     """Before pagepool is installed, parts are left to vLLM; afterwards, the report shows it."""
-
-    def patch(one: pytest.MonkeyPatch) -> None:
-        for home, _, name in (place.partition(":") for place in patched):
-            owner, _, method = name.partition(".")
-            one.setattr(getattr(engine_module(home), owner), method, lambda *arguments: None, raising=False)
-
-    with monkeypatch.context() as one:
-        patch(one)
-        with vllm.installed():
-            assert {name for name, shown in vllm.report().parts if shown != "used"} == left
+    for place in patched:
+        replace(*place)
+    with vllm.installed():
+        assert {name for name, shown in vllm.report().parts if shown != "used"} == left
+    pop_modules("vllm")
+    vllm._homes.clear()
     vllm.install(strict=True)
-    with monkeypatch.context() as one:
-        patch(one)
-        assert not vllm.is_installed()
-        assert dict(vllm.report().parts)["slots"] == "not installed"
-    assert vllm.is_installed()
-
-
-def test_a_subclass_under_the_name_of_a_manager(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tpu-inference's for attention with Mamba: not vLLM's own any more; that one is restored all the same."""
-    manager = engine_module(MANAGER).KVCacheManager
-    theirs = manager.allocate_slots
-    vllm.install(strict=True)
-    with monkeypatch.context() as one:
-        one.setattr(engine_module(MANAGER), "KVCacheManager", type("Outside", (manager,), {"__module__": "tpu_inference"}))
-        assert not vllm.is_installed()
-        assert manager.allocate_slots is not theirs
-        vllm.uninstall()
-        assert manager.allocate_slots is theirs
-    del one
-    gc.collect()
-    vllm.install(strict=True)
+    for place in patched:
+        replace(*place)
+    assert not vllm.is_installed()
+    assert dict(vllm.report().parts)["slots"] == "not installed"
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -495,15 +398,77 @@ def test_a_scheduler_that_is_built_already(folder: Path, is_frozen: bool) -> Non
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("module", sorted({item.module for item in REPLACEMENTS}))
-def test_a_compiled_module_that_cannot_be_imported(folder: Path, module: str) -> None:
-    sys.modules[f"{OURS}.{module}"] = None  # type: ignore[assignment]
-    check_refused(rf"^{OURS}\.{module}\.\w+: got import of .* halted.*, expected a compiled module of pagepool$")
+def change_all(folder: Path) -> None:
+    edit(folder, UTILS, "def get_request_block_hasher(", "def get_request_block_hasher(other, ")
+    edit(folder, UTILS, "class KVCacheBlock:\n", "class KVCacheBlock:\n    x = 1\n")
 
 
-def test_a_compiled_module_that_lacks_a_name(folder: Path) -> None:
-    del vars(sys.modules[f"{OURS}.pool"])["touch"]
-    check_refused(rf"^{OURS}\.pool\.touch: got .*no attribute 'touch'")
+def change_slots(folder: Path) -> None:
+    edit(folder, MANAGER, "def allocate_slots(self", "def allocate_slots(self, other")
+
+
+def import_anew(_: Path) -> None:
+    """The compiled modules call what they have imported."""
+    vllm.install()
+    pop_modules("vllm")
+    assert not vllm.is_installed()
+
+
+LOST: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "a module": ("slots", lambda folder: path_of(folder, REQUEST).unlink(), rf"{REQUEST}\.Request\.num_tokens: another source"),
+    "a source": (
+        "hasher",
+        lambda _: (engine_module(ENGINE_CORE), setattr(engine_module(REQUEST), "__file__", "/nowhere.so")),
+        rf"{REQUEST}\.Request\.num_tokens: another source",
+    ),
+    "a class of which only what it inherits is recorded": (
+        "slots",
+        lambda folder: edit(folder, COORDINATOR, "class UnitaryKVCacheCoordinator:", "class SingleKVCacheCoordinator:"),
+        rf"({COORDINATOR}\.UnitaryKVCacheCoordinator\.\w+: another source(; )?)+",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_not_there(folder: Path, name: str) -> None:
+    part, lose, reason = LOST[name]
+    lose(folder)
+    check_left(part, reason)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "all parts": (change_all, f"{DIFFERS}blocks: .*; hasher: .*; pool: needs blocks; hits: needs pool; slots: needs pool$"),
+    "imported anew": (import_anew, "got a module that was imported anew, expected the one that pagepool was imported for"),
+    "a name of a compiled module": (
+        lambda _: delattr(sys.modules[f"{OURS}.pool"], "touch"),
+        rf"^{OURS}\.pool\.touch: got .*no attribute 'touch'",
+    ),
+} | {
+    module: (
+        lambda _, module=module: sys.modules.update({f"{OURS}.{module}": None}),
+        rf"^{OURS}\.{module}\.\w+: got import of .* halted.*, expected a compiled module of pagepool$",
+    )
+    for module in sorted({item.module for item in REPLACEMENTS})
+}
+
+
+def test_without_vllm(folder: Path) -> None:
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    with pytest.raises(CompatError, match=rf"^vLLM is not installed; expected: {re.escape(LISTED)}$"):
+        vllm.install()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(folder: Path, name: str) -> None:
+    damage, message = REFUSED[name]
+    damage(folder)
+    check_refused(message)
+
+
+def test_adaptive_eviction_needs_its_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm.EVICTION_VARIABLE, "adaptive")
+    change_slots(folder)
+    check_refused(r"^PAGEPOOL_VLLM_EVICTION: got adaptive, which needs what is left to vLLM: slots$")
 
 
 def test_a_failure_leaves_nothing_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,14 +492,6 @@ def test_a_failure_leaves_nothing_installed(folder: Path, monkeypatch: pytest.Mo
     assert all(a is b for a, b in zip(before, state(), strict=True))
 
 
-def test_a_vllm_that_is_imported_anew(folder: Path) -> None:
-    """The compiled modules call what they have imported."""
-    vllm.install()
-    pop_modules("vllm")
-    assert not vllm.is_installed()
-    check_refused("got a module that was imported anew, expected the one that pagepool was imported for")
-
-
 # The plug-in.
 
 
@@ -545,9 +502,6 @@ def test_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str,
     for _ in range(2):
         plugin.activate()
         assert vllm.is_installed() == is_on == ("vllm" in sys.modules)
-
-
-def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(vllm.VARIABLE, "stirct")
     allowed = "allowed: 1, true, yes, on, known, strict; 0, false, no, off or nothing"
     with pytest.raises(CompatError, match=f"^PAGEPOOL_VLLM: got 'stirct', {allowed}$"):
@@ -561,7 +515,7 @@ def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0.34.0", "strict", 0, None),
         ("0.34.0", "known", 0, f"vLLM allocates without pagepool: vLLM's version: got 0.34.0, expected {LISTED}"),
         ("changed", "1", 0, "vLLM changed allocates with pagepool, but for slots: `python -m pagepool.compat.vllm` says why"),
-        ("changed", "strict", 1, f"{REFUSED}slots: {MANAGER}.KVCacheManager.allocate_slots: another source"),
+        ("changed", "strict", 1, f"pagepool.errors.CompatError: vLLM changed {DIFFERS}slots: {ALLOCATE_SLOTS}: another source"),
     ],
     ids=["served", "an unknown version", "only known ones", "a part", "strict"],
 )
@@ -569,7 +523,7 @@ def test_a_process_with_the_plug_in(folder: Path, version: str, value: str, code
     """A refusal is one warning, or ends a strict start."""
     write_engine(folder, version)
     if version == "changed":
-        edit(folder, MANAGER, "def allocate_slots(self", "def allocate_slots(self, other")
+        change_slots(folder)
     write_customization(folder)
     process = run_python(folder, "-c", f"from pagepool.compat.vllm import plugin; plugin.activate(); {SHOW}", value=value)
     lines = process.stderr.splitlines()
@@ -622,72 +576,64 @@ def show():
 if __name__ == "__main__":
     from pagepool.compat import vllm
     vllm.install()
-    for method in sys.argv[1:]:
-        if method == "uninstall":
+    for path in sys.argv[2:]:
+        text = open(path).read()
+        open(path, "w").write(text.replace("*arguments", "*others"))
+    for uninstalls in (False, True)[: 2 // len(sys.argv[1:])]:
+        if uninstalls:
             vllm.uninstall()
-            continue
-        process = multiprocessing.get_context(method).Process(target=show)
+        process = multiprocessing.get_context(sys.argv[1]).Process(target=show)
         process.start()
         process.join()
         print(process.exitcode, flush=True)
 """
 
 
-def run_children(folder: Path, *methods: str) -> subprocess.CompletedProcess[str]:
+def run_children(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     write_customization(folder)
     (folder / "parent.py").write_text(CHILD)
-    return run_python(folder, "parent.py", *methods)
+    return run_python(folder, "parent.py", *arguments)
+
+
+METHODS_OF_CHILDREN = multiprocessing.get_all_start_methods()
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=pytest.mark.slow if method != "spawn" else ())
-        for method in multiprocessing.get_all_start_methods()
-    ],
+    "method", [pytest.param(name, marks=pytest.mark.slow if name != "spawn" else ()) for name in METHODS_OF_CHILDREN]
 )
 def test_children_have_what_was_installed_by_hand(folder: Path, method: str) -> None:
     """As vLLM's engine core, which runs in a child, but no longer than in the parent."""
-    process = run_children(folder, method, "uninstall", method)
+    process = run_children(folder, method)
     assert (process.stdout.split(), process.stderr) == ([f"{OURS}.hasher", "0", UTILS, "0"], "")
 
 
 def test_a_child_that_is_refused_ends(folder: Path) -> None:
     """No part fits the child's vLLM, which is another one than the parent's."""
-    write_customization(folder)
-    edits = f"edit({str(path_of(folder, UTILS))!r})"
-    (folder / "parent.py").write_text(CHILD.replace("    for method", f"    {edits}\n    for method"))
-    helper = "def edit(path):\n    text = open(path).read()\n    open(path, 'w').write(text.replace('*arguments', '*others'))\n"
-    (folder / "parent.py").write_text(helper + (folder / "parent.py").read_text())
-    process = run_python(folder, "parent.py", "spawn")
+    process = run_children(folder, "spawn", str(path_of(folder, UTILS)))
     assert process.stdout == "1\n"
-    assert f"CompatError: vLLM 0.33.0 differs from the tested versions, or is patched: blocks: {UTILS}." in process.stderr
+    assert f"CompatError: vLLM 0.33.0 {DIFFERS}blocks: {UTILS}." in process.stderr
 
 
 # The command.
 
 
-def test_the_command_reports(folder: Path) -> None:
+def test_the_command(folder: Path) -> None:
+    """It reports, says why not, and records what differs."""
+    command = ("-m", "pagepool.compat.vllm")
     write_customization(folder)
-    process = run_python(folder, "-m", "pagepool.compat.vllm")
+    process = run_python(folder, *command)
     assert process.stderr == ""
     assert process.stdout.splitlines()[0] == "vLLM 0.33.0, pagepool installed, eviction: vLLM's"
     assert len(process.stdout.splitlines()) == 1 + len(PARTS) + len(REPLACEMENTS)
-
-
-def test_the_command_says_why_not(folder: Path) -> None:
-    write_engine(folder, "0.34.0")
-    process = run_python(folder, "-m", "pagepool.compat.vllm")
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr.startswith("pagepool: vLLM 0.34.0 differs from the tested versions, or is patched: blocks: ")
-
-
-def test_the_command_records(folder: Path) -> None:
-    write_customization(folder)
     edit(folder, POOL, "def touch(self", "def touch(self, other")
-    process = run_python(folder, "-m", "pagepool.compat.vllm", "--record")
     digest = digests_of(path_of(folder, POOL).read_text())["BlockPool.touch"]
-    assert ast.literal_eval(process.stdout) == {"0.33.0": {f"{POOL}:BlockPool.touch": digest}}
+    assert ast.literal_eval(run_python(folder, *command, "--record").stdout) == {"0.33.0": {f"{POOL}:BlockPool.touch": digest}}
+    shutil.rmtree(folder / "vllm")
+    write_engine(folder, "0.34.0")
+    (folder / "sitecustomize.py").unlink()
+    process = run_python(folder, *command)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith(f"pagepool: vLLM 0.34.0 {DIFFERS}blocks: ")
 
 
 def test_the_canary_shows_what_changed(folder: Path) -> None:
@@ -697,10 +643,9 @@ def test_the_canary_shows_what_changed(folder: Path) -> None:
     canary = str(MODELS / "vllm_canary.py")
     process = run_python(folder, canary, "recorded")
     assert (process.returncode, process.stdout.split()[:4]) == (0, ["vLLM", "0.33.0", "blocks", "used"])
-    edit(folder, MANAGER, "def allocate_slots(self", "def allocate_slots(self, other")
+    change_slots(folder)
     process = run_python(folder, canary, "recorded")
     assert process.returncode == 1
-    place = f"{MANAGER}.KVCacheManager.allocate_slots"
-    assert f"slots   {place}: another source\n" in process.stdout
-    assert f"--- recorded {place}\n+++ installed {place}\n" in process.stdout
+    assert f"slots   {ALLOCATE_SLOTS}: another source\n" in process.stdout
+    assert f"--- recorded {ALLOCATE_SLOTS}\n+++ installed {ALLOCATE_SLOTS}\n" in process.stdout
     assert "+def allocate_slots(self, other, *arguments, **options):\n" in process.stdout
