@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from argument_cases import CASES, HUGE, REQUEST_METHODS, SPEC, AnyRequest, InUse, UsersOwn, find_errors
+from argument_cases import (
+    CASES,
+    CODES,
+    HUGE,
+    REQUEST_METHODS,
+    SPEC,
+    TABLE,
+    WRONG,
+    AnyRequest,
+    InUse,
+    UsersOwn,
+    describe_errors,
+    find_errors,
+)
 from refusing import refused
 
 from pagepool import (
@@ -36,6 +50,19 @@ SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
 def test_any_value(name: str) -> None:
     found = list(find_errors(name))
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash], ids=str)
+def test_the_table_of_errors(hash_algo: Any) -> None:
+    """A manager's are the same however it hashes."""
+    table = dict.fromkeys([*CASES, *WRONG], "")
+    for block in re.split(r"\n(?=\S)", TABLE.read_text("utf-8").rstrip("\n")):
+        table[block.partition("\n")[0]] = f"{block}\n"
+    for name in [*CASES, *WRONG]:
+        if hash_algo == "siphash128" or name.startswith("use.manager."):
+            found = describe_errors(name, hash_algo=hash_algo)
+            assert found == table.get(CODES.get(name, name), ""), "python tests/models/argument_cases.py"
+            assert found or name in CASES, f"{name} is not refused"
 
 
 # Eviction policies.

@@ -33,7 +33,6 @@ from pagepool.errors import (
     IntegrityError,
     PageHashError,
     PagePoolError,
-    RowIndexError,
     RowOverflowError,
 )
 
@@ -117,25 +116,6 @@ BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
     "trim": lambda batch, rows: batch.trim(rows, 1),
     "release": lambda batch, rows: batch.release(rows),
 }
-BY_ANY_ROWS = BY_ROWS | {"find_next_checkpoint": lambda batch, rows: batch.find_next_checkpoint(rows)}
-"""The same, and a call that takes free rows too, and rows twice."""
-BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
-    "outside": ([0, 4], RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "outside, array": (np.array([4, 0], dtype=np.int32), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "negative": ([0, -1], RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "beyond int32": ([0, 2**40], ArgumentError, r"rows.*1099511627776.*int32"),
-    "beyond int32, array": (np.array([0, 2**40]), ArgumentError, r"rows.*1099511627776.*int32"),
-    "float array": (np.array([0.0, 2.0]), ArgumentTypeError, r"rows.*float64.*ints"),
-    "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
-    "a number": (0, ArgumentTypeError, r"^rows: got int, allowed: a list or an array"),
-    "an error of its own": ([0, Unready()], ZeroDivisionError, "no number yet"),
-}
-
-
-@pytest.mark.parametrize(("rows", "error", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-@pytest.mark.parametrize("name", BY_ANY_ROWS)
-def test_wrong_rows(name: str, rows: Any, error: type[Exception], message: str) -> None:
-    assert_refused(lambda in_use: BY_ANY_ROWS[name](in_use.batch, rows), error, message)
 
 
 @pytest.mark.parametrize("empty", [[], (), np.array([], dtype=np.int32), np.array([], dtype=np.int64)], ids=repr)
@@ -147,100 +127,6 @@ def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
     assert in_use.state() == before
     if isinstance(result, StepResult):
         assert (result.num_grown, result.new_page_ids.size, result.new_page_rows.size, result.new_page_groups.size) == (0,) * 4
-
-
-# --- amounts and tokens -------------------------------------------------------------------------------------
-
-
-PLACED = SimpleNamespace(offset=0, length=2)
-BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
-    (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
-    (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
-    (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
-    (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
-    (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
-    (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
-    (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
-    (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
-    (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
-    (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
-    (lambda u: u.batch.grow([0], 0, [1, 1]), ArgumentError, r"num_lookahead_tokens: got 2.*rows, 1"),
-    (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
-    (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
-    (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    (lambda u: u.batch.append([0] * 23, [1] * 23), RowOverflowError, r"row 0: got 33 tokens, allowed: 32"),
-    (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
-    (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
-    (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
-    (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
-    (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
-    (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
-    (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
-    (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
-    (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
-    (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.admit(4, [1]), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.admit(-1, [1]), RowIndexError, r"got -1.*allowed: 0 to 3"),
-    (lambda u: u.batch.admit(2**40, [1]), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    (lambda u: u.batch.admit(Unready(), [1]), ZeroDivisionError, "no number yet"),
-    (lambda u: u.batch.admit(0, [1]), ArgumentError, r"row 0 is admitted already"),
-    (lambda u: u.batch.admit(3, []), ArgumentError, r"token_ids: got none.*at least 1"),
-    (lambda u: u.batch.admit(3, np.array([], dtype=np.int32)), ArgumentError, r"token_ids: got none.*at least 1"),
-    (lambda u: u.batch.admit(3, [1] * 33), RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
-    (lambda u: u.batch.admit(3, [1], max_num_new_tokens=0), ArgumentError, "max_num_new_tokens: got 0"),
-    (lambda u: u.batch.admit(3, [1], max_num_new_tokens=-1), ArgumentError, "max_num_new_tokens: got -1"),
-    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=0), ArgumentError, r"num_tokens: got 0.*1 to 6"),
-    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=7), ArgumentError, r"num_tokens: got 7.*1 to 6"),
-    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=-1), ArgumentError, r"num_tokens: got -1.*1 to 6"),
-    (lambda u: u.batch.admit(3, [1], dp_shard=0), ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
-    (lambda u: u.batch.admit(3, [1], num_reserved_pages=-1), ArgumentError, r"num_reserved_pages: got -1"),
-    (lambda u: u.batch.admit(3, [1], mm_features=[PLACED]), ArgumentError, r"mm_features.*mm_hash"),
-    *(
-        (lambda u, call=call: call(u.batch, [0, 2, 0]), ArgumentError, r"got 0 twice.*each once")
-        for name, call in BY_ROWS.items()
-        if name != "append"
-    ),
-    *((lambda u, call=call: call(u.batch, [0, 3]), ArgumentError, r"row 3.*not admitted") for call in BY_ROWS.values()),
-    (lambda u: u.batch.lease(3, seconds=1), ArgumentError, "^row 3 is not admitted$"),
-    (lambda u: u.batch.expect(3, seconds=1), ArgumentError, "^row 3 is not admitted$"),
-    (lambda u: u.batch.lease(4, seconds=1), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.expect(4, seconds=1), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    (lambda u: u.batch.release([0], seconds=[1, 2]), ArgumentError, r"seconds: got 2, allowed: one, or as many as rows, 1"),
-    (lambda u: u.batch.release([0], seconds=[-1]), ArgumentError, r"seconds: got -1, allowed: at least 0, or None"),
-    (lambda u: u.batch.admit(3, [1], session_id=7), ArgumentTypeError, r"session_id: got int, allowed: a string, or None"),
-    (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
-    (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
-]
-BAD_TOKENS: dict[str, tuple[Any, type[Exception], str]] = {
-    "beyond int32": ([2**40], ArgumentError, r"token_ids.*1099511627776.*int32"),
-    "beyond int32, array": (np.array([2**40]), ArgumentError, r"token_ids.*1099511627776.*int32"),
-    "below int32": (np.array([-(2**31) - 1]), ArgumentError, r"token_ids.*-2147483649.*int32"),
-    "uint32": (np.array([2**31], dtype=np.uint32), ArgumentError, r"token_ids.*2147483648.*int32"),
-    "negative": ([-6], ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at least 0$"),
-    "negative, array": (np.array([-6]), ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at least 0$"),
-    "negative, int32 array": (np.array([-6], dtype=np.int32), ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at"),
-    "an error of its own": ([Unready()], ZeroDivisionError, "no number yet"),
-}
-BY_TOKENS: dict[str, Callable[[RunningBatch, Any], Any]] = {
-    "admit": lambda batch, token_ids: batch.admit(3, token_ids),
-    "step": lambda batch, token_ids: batch.step([0], token_ids),
-    "append": lambda batch, token_ids: batch.append([0], token_ids),
-}
-
-
-@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
-def test_a_wrong_call(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
-    assert_refused(call, error, message)
-
-
-@pytest.mark.parametrize(("token_ids", "error", "message"), BAD_TOKENS.values(), ids=BAD_TOKENS)
-@pytest.mark.parametrize("name", BY_TOKENS)
-def test_wrong_tokens(name: str, token_ids: Any, error: type[Exception], message: str) -> None:
-    assert_refused(lambda in_use: BY_TOKENS[name](in_use.batch, token_ids), error, message)
 
 
 @pytest.mark.parametrize("num_ahead", [22, 2**30, 2**30 + 1, 2**31 - 11, 2**31 - 10, 2**31 - 1])

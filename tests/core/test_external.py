@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -21,7 +20,6 @@ from hybrids import (
     make_batch,
     make_manager,
     make_request,
-    manager_state,
     take,
 )
 from refusing import refused
@@ -36,9 +34,7 @@ from pagepool.errors import (
     DoubleFreeError,
     IntegrityError,
     PageHashError,
-    PageIdError,
     PagePoolError,
-    RowIndexError,
 )
 
 NUM_REQUESTS = min(NUM_OPERATIONS // 500, 150)
@@ -103,31 +99,6 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.check()
 
 
-WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] = [
-    (lambda batch: batch.grow([0], 0), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.grow([1, 0], 0), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.step([1, 0], [1, 2]), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.trim([0], 3), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.fork(0, [2]), ArgumentError, "^row 0 waits for 22 tokens from elsewhere"),
-    (lambda batch: batch.admit(0, PROMPT), ArgumentError, "^row 0 is admitted already"),
-    (lambda batch: batch.commit_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
-    (lambda batch: batch.commit_external(0, -1), ArgumentError, "^num_tokens: got -1"),
-    (lambda batch: batch.fail_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
-    (lambda batch: batch.commit_external(1, 0), ArgumentError, "^row 1 waits for no tokens from elsewhere"),
-    (lambda batch: batch.fail_external(2, 0), ArgumentError, "^row 2 waits for no tokens from elsewhere"),
-    (lambda batch: batch.fail_external(4, 0), RowIndexError, "4"),
-    (lambda batch: batch.admit(2, PROMPT, num_external_tokens=-1), ArgumentError, "^num_external_tokens must be at least 0"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_a_batch_refuses(call: Callable[[RunningBatch], object], error: type[PagePoolError], message: str) -> None:
-    batch = make_pending()
-    batch.admit(1, [1, 2, 3])
-    with refused(lambda: state_of(batch), error, message):
-        call(batch)
-
-
 def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
     batch = make_pending()
     batch.admit(1, [1, 2, 3], num_tokens=1)
@@ -172,23 +143,6 @@ def test_a_request_with_a_state_starts_anew() -> None:
     assert (num_hit_tokens, manager.fail_external(other, 4), manager.get_page_ids("other")) == (16, 0, ([], []))
     other.num_computed_tokens = 0
     assert manager.get_computed_pages(other)[1] == 16
-    manager.check()
-
-
-@pytest.mark.parametrize("name", ["commit_external", "fail_external"])
-def test_what_a_manager_refuses(name: str) -> None:
-    manager = make_manager(FULL)
-    request, call = start_pending(manager), getattr(manager, name)
-    for wrong, error, message in (
-        (21, ArgumentError, "got 21, allowed: at most 20"),
-        (10**30, ArgumentError, "got "),
-        (-1, ArgumentError, "must be at least 0, got -1"),
-    ):
-        with pytest.raises(error, match=message):
-            call(request, wrong)
-    with pytest.raises(ArgumentError, match="holds no pages"):
-        call(make_request("other"), 1)
-    assert (manager.get_page_ids("pending"), count_hits(manager)) == (([1, 2, 3, 4, 5],), 0)
     manager.check()
 
 
@@ -263,26 +217,6 @@ def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
     assert manager.get_num_common_prefix_pages(request, 1) == [6]
     assert manager.get_num_common_prefix_pages(request, 2) == [0]
     lease.release()
-
-
-@pytest.mark.parametrize(
-    ("page_ids", "error"),
-    [
-        ([1, 0], PageIdError),
-        ([1, 10], PageIdError),
-        ([-1], PageIdError),
-        ([1, 7], PageIdError),
-        ([2**40], ArgumentError),
-        (np.array([1.0]), ArgumentTypeError),
-        (np.array([[1]]), ArgumentTypeError),
-        (1, ArgumentTypeError),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_leased(page_ids: Any, error: type[Exception]) -> None:
-    manager = make_leased()[0]
-    with refused(lambda: (manager_state(manager), manager.leases), error):
-        manager.lease(page_ids)
 
 
 def test_a_page_that_was_given_a_reference_in_the_free_queue_cannot_be_leased() -> None:

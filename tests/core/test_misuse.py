@@ -17,12 +17,9 @@ from refusing import refused
 
 import pagepool
 from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
     CachePage,
     CachePages,
     EngineRequest,
-    EngineRequestStatus,
     FreeCachePageQueue,
     PageHash,
     PageHashWithGroupId,
@@ -100,133 +97,11 @@ class InUse:
 
 Case = tuple[Callable[[InUse], Any], type[Exception], str]
 
-POOL_CASES: list[Case] = [
-    (lambda u: u.pool.free_pages([u.pages[1]] * 2), DoubleFreeError, "page 1 "),
-    (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError, "page 2 "),
-    (lambda u: u.pool.free_pages([u.pages[1], u.pages[4]]), DoubleFreeError, "page 4 "),
-    (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError, "page 9 "),
-    (lambda u: u.pool.free_pages([u.pages[1], u.pool.null_page, u.pages[1]]), DoubleFreeError, "page 1 "),
-    (lambda u: u.pool.free_pages([u.pages[1], u.other_pages[1]]), PageIdError, "page 1 belongs to another pool"),
-    (lambda u: u.pool.free_page_ids([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
-    (lambda u: u.pool.touch(([u.pages[1], u.other_pages[1]],)), PageIdError, "another pool"),
-    (lambda u: u.pool.get_new_pages(13), OutOfPagesError, "13"),
-    (lambda u: u.pool.get_new_pages(8, dp_shard_hint=0, data_parallel_size=2), OutOfPagesError, "8.*in shard 0"),
-    (lambda u: u.queue.remove(u.pool.null_page), PageIdError, "page 0 is not in the free queue"),
-    (lambda u: u.queue.append(u.pool.null_page), PageIdError, "null page"),
-    (lambda u: u.queue.append(u.pages[9]), PageIdError, "page 9 "),
-    (lambda u: u.queue.append(u.pages[1]), PageIdError, "page 1 "),
-    (lambda u: u.queue.append(CachePage(3)), PageIdError, "page 3 "),
-    (lambda u: u.queue.remove(u.pages[1]), PageIdError, "not in the free queue"),
-    (lambda u: u.queue.popleft_n(13), OutOfPagesError, "13"),
-    (lambda u: u.pages[16], PageIdError, "16"),
-    (lambda u: setattr(u.pages[1], "ref_cnt", -1), ArgumentError, "ref_cnt: got -1"),
-    (lambda u: u.pages[9].decr_ref(), DoubleFreeError, "page 9 "),
-    (lambda u: u.enter(u.pages[1]), PageHashError, "page 1 has a hash already"),
-    (lambda u: u.enter(u.pool.null_page), PageIdError, "null page"),
-    (lambda u: setattr(u.pages[3], "page_hash", HASH), ArgumentTypeError, "page_hash"),
-    (lambda u: u.cache_full_pages(u.held, u.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0), PageHashError, "has a hash already"),
-    (lambda u: u.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0), PageHashError, "page 3 "),
-    (
-        lambda u: u.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
-        ArgumentError,
-        "^page_hashes: got 0, allowed: at least the 1 of the cached pages$",
-    ),
-    (
-        lambda u: u.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
-        ArgumentError,
-        "^num_full_pages: got 2, allowed: at most the number of pages$",
-    ),
-    (
-        lambda u: u.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
-        ArgumentError,
-        "^request 'held': no full page of 4 tokens from 8 on$",
-    ),
-    (lambda u: u.pool.evict_pages([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
-    (lambda u: u.pool.evict_pages([1, 0]), PageIdError, "^page 0, the null page, is never cached$"),
-]
-
-MANAGER_CASES: list[Case] = [
-    (lambda u: u.allocate(0), ArgumentError, "^num_new_tokens must be at least 1, got 0$"),
-    (lambda u: u.allocate(1, num_lookahead_tokens=-1), ArgumentError, "^num_lookahead_tokens must be at least 0, got -1$"),
-    (lambda u: u.allocate(9, -1), ArgumentError, "^num_new_computed_tokens must be at least 0, got -1$"),
-    (
-        lambda u: u.allocate(9, num_external_computed_tokens=-1),
-        ArgumentError,
-        "^num_external_computed_tokens must be at least 0, got -1$",
-    ),
-    (lambda u: u.allocate(9, num_reserved_pages=-1), ArgumentError, "^num_reserved_pages must be at least 0, got -1$"),
-    (lambda u: u.start(65), ArgumentError, "allowed: 64"),
-    (lambda u: u.start(1, num_external_computed_tokens=64), ArgumentError, "allowed: 64"),
-    (
-        lambda u: u.allocate(1, 4, CachePages(([u.pages[4]],))),
-        ArgumentError,
-        "^new_computed_pages: got pages for request 'held', which holds some already; allowed: none$",
-    ),
-    (lambda u: u.allocate(1, 1), ArgumentError, "allowed: 0 new ones"),
-    (lambda u: (setattr(u.held, "num_computed_tokens", 13), u.allocate(1)), ArgumentError, "allowed: 12"),
-    (
-        lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1)),
-        ArgumentError,
-        "num_computed_tokens 4 .*allowed: 0 together",
-    ),
-    (lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1, 4, u.look_up())), ArgumentError, "allowed: 4"),
-    (lambda u: u.start(1, 5, u.look_up()), ArgumentError, "allowed: 4"),
-    (lambda u: u.start(1, 0, CachePages(([], []))), ArgumentError, "^new_computed_pages: got 2 groups, allowed: 1$"),
-    (lambda u: u.start_with(u.other_pages[1]), PageIdError, "^page 1 belongs to another pool$"),
-    (
-        lambda u: u.start_with(u.pages[4], prompt=8),
-        PageHashError,
-        r"^page 4 \(at 0 of group 0\) does not hold this prefix: look it up again, right before allocate_slots$",
-    ),
-    (lambda u: u.start_with(*u.pages[4:6]), ArgumentError, "pages"),
-    (lambda u: u.start_with(u.pages[9], prompt=8), PageHashError, "page 9 "),
-    (
-        lambda u: u.manager.get_num_common_prefix_pages(u.held, 1),
-        ArgumentError,
-        f"^request 'held': status is {EngineRequestStatus.WAITING}, allowed: RUNNING$",
-    ),
-    (
-        lambda u: (setattr(u.new, "num_computed_tokens", -1), u.manager.find_next_checkpoint(u.new)),
-        ArgumentError,
-        "^num_computed_tokens must be at least 0, got -1$",
-    ),
-    (
-        lambda u: (setattr(u.new, "num_computed_tokens", -1), u.manager.fork(u.held, u.new)),
-        ArgumentError,
-        "^num_computed_tokens must be at least 0, got -1$",
-    ),
-    (lambda u: u.manager.cache_pages(u.new, 4), ArgumentError, "^request 'new' holds no pages$"),
-    (lambda u: u.manager.cache_pages(u.held, 13), ArgumentError, "^num_computed_tokens: got 13, allowed: at most 12$"),
-    (
-        lambda u: u.manager.require_capacity(61),
-        RequestTooLargeError,
-        "^a request of 61 tokens needs 16 pages, the pool has 15$",
-    ),
-    (lambda u: (shorten(u), u.allocate(4)), ArgumentError, "all_token_ids ends at 10"),
-    (
-        lambda u: (u.held.all_token_ids.append(-1), u.held.append_output_token_ids(5), u.allocate(2)),
-        ArgumentError,
-        r"^token_ids: got -1 \(at 10\), allowed: at least 0$",
-    ),
-    (
-        lambda u: CachePages(([], [])).get_unhashed_page_ids(),
-        ArgumentError,
-        "^get_unhashed_page_ids: got 2 groups, allowed: 1$",
-    ),
-]
-
 
 def shorten(in_use: InUse) -> None:
     """Let the request report more tokens than it has, like an engine's."""
     known = {name: getattr(in_use.held, name) for name in ("request_id", "all_token_ids", "num_computed_tokens")}
     in_use.held = SimpleNamespace(**known, num_tokens=14, sampling_params=None, status=4)  # type: ignore[assignment]
-
-
-def name_case(case: Case) -> str:
-    """Return the id of a case, without backslashes: pytest escapes those of the ids that it kept whenever one process
-    collects the tests again, as mutmut does.
-    """
-    return case[2].replace("\\", "")
 
 
 def refuse(in_use: InUse, case: Case) -> None:
@@ -236,21 +111,6 @@ def refuse(in_use: InUse, case: Case) -> None:
         call(in_use)
     assert isinstance(caught.value, PagePoolError)
     assert str(caught.value) not in ("", "None")
-
-
-@pytest.mark.parametrize("case", POOL_CASES, ids=name_case)
-def test_a_misuse_of_a_pool_raises_and_changes_nothing(case: Case) -> None:
-    in_use = InUse()
-    refuse(in_use, case)
-    in_use.pool.check()
-
-
-@pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("case", MANAGER_CASES, ids=name_case)
-def test_a_misuse_of_a_manager_raises_and_changes_nothing(case: Case, hash_algo: Any) -> None:
-    in_use = InUse(hash_algo=hash_algo)
-    refuse(in_use, case)
-    in_use.manager.check()
 
 
 # What somebody else did to pages makes a call fail late, and not halfway.
@@ -348,51 +208,6 @@ def test_an_error_that_an_engine_raises_itself_comes_out() -> None:
 
 
 # Objects that cannot be made.
-
-UNFIT: list[tuple[Callable[[], Any], type[PagePoolError], str]] = [
-    (lambda: PagePool(0, True), ArgumentError, "num_pages: got 0, allowed: a positive int"),
-    (
-        lambda: InUse(CHUNK, use_eagle=True),
-        ArgumentError,
-        "use_eagle: got True, allowed with chunked local attention and caching: False",
-    ),
-    (
-        lambda: InUse(page_pool=PagePool(8, False)),
-        ArgumentError,
-        "page_pool: got 8 pages, caching False; allowed: 16 pages, caching True",
-    ),
-    (
-        lambda: InUse(EngineRequest("no spec", [])),
-        ArgumentError,
-        "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
-    ),
-    (
-        lambda: CacheManager(16, [CacheGroupSpec(FULL), FULL], 64),
-        ArgumentTypeError,
-        "kv_cache_groups: got FullAttentionSpec (at 1), allowed: CacheGroupSpec",
-    ),
-    (
-        lambda: CacheManager(16, CacheGroupSpec(FULL), 64, False),
-        ArgumentTypeError,
-        "kv_cache_groups: got CacheGroupSpec, allowed: a list of CacheGroupSpec",
-    ),
-    (
-        lambda: (u := InUse(enable_caching=False)).start_with(u.pages[4]),
-        ArgumentError,
-        "new_computed_pages: got pages, allowed without prefix caching: none",
-    ),
-    (lambda: EngineRequest("a", "hello"), ArgumentTypeError, "prompt_token_ids: got str, allowed: a sequence of ints"),
-    (lambda: EngineRequest("a", np.array([1, -6])), ArgumentError, "prompt_token_ids[1] must be at least 0, got -6"),
-]
-
-
-@pytest.mark.parametrize(("make", "error", "message"), UNFIT)
-def test_what_cannot_be_made_says_what_was_got_and_what_is_allowed(
-    make: Callable[[], Any], error: type[PagePoolError], message: str
-) -> None:
-    with pytest.raises(error) as caught:
-        make()
-    assert str(caught.value) == message
 
 
 def test_eagle_may_be_asked_for_with_chunks_that_are_not_cached() -> None:

@@ -7,7 +7,6 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
     IntegrityError,
-    PageIdError,
     PagePoolError,
     RowIndexError,
     RowOverflowError,
@@ -237,25 +235,6 @@ def test_no_groups_at_all() -> None:
 
 # Errors change nothing.
 
-BAD_IDS = [
-    ([-1], PageIdError),
-    ([1, 2, -(2**31)], PageIdError),
-    ([2**31], ArgumentError),
-    ([-(2**31) - 1], ArgumentError),
-    (5, ArgumentTypeError),
-    ([1] * 9, RowOverflowError),
-    (np.ones(9, dtype=np.int32), RowOverflowError),
-    (np.array([1.0]), ArgumentTypeError),
-    (np.array([True]), ArgumentTypeError),
-    (np.array(1), ArgumentTypeError),
-    (np.array([[1]]), ArgumentTypeError),
-    (np.array([1], dtype=object), ArgumentTypeError),
-    (np.array([2**31]), ArgumentError),
-    (np.array([2**64 - 1], dtype=np.uint64), ArgumentError),
-    (np.array([3, -1], dtype=np.int32), PageIdError),
-    (np.array([-1], dtype=np.int8), PageIdError),
-]
-
 
 def filled_table() -> PageTable:
     table = make_table()
@@ -277,54 +256,6 @@ def refuse(tables: Any, error: type[Exception], call: str, *args: Any) -> None:
     with refused(lambda: state_of(tables), PagePoolError) as raised:
         getattr(tables, call)(*args)
     assert raised.type is error
-
-
-@pytest.mark.parametrize(("page_ids", "error"), BAD_IDS, ids=repr)
-def test_bad_ids_are_refused(page_ids: Any, error: type[Exception]) -> None:
-    refuse(filled_table(), error, "append_row", page_ids, 1)
-    refuse(filled_table(), error, "add_row", page_ids, 1)
-    refuse(filled_table(), error, "append_rows_batch", [[1], page_ids, [2]], [0, 1, 2])
-    refuse(filled_tables(), error, "append_row", [[1], page_ids], 1)
-    refuse(filled_tables(), error, "add_row", [[1], page_ids], 1)
-    refuse(filled_tables(), error, "append_rows_batch", [[[1], [1]], [[1], page_ids]], [0, 1])
-
-
-@pytest.mark.parametrize("row", [-1, 4, 2**31, 10**30])
-def test_rows_that_there_are_not_are_refused(row: int) -> None:
-    for tables, page_ids in ((filled_table(), [1]), (filled_tables(), [[1], [1]])):
-        refuse(tables, RowIndexError, "append_row", page_ids, row)
-        refuse(tables, RowIndexError, "add_row", page_ids, row)
-        refuse(tables, RowIndexError, "append_rows_batch", [page_ids, page_ids], [0, row])
-        refuse(tables, RowIndexError, "clear_row", row)
-        refuse(tables, RowIndexError, "move_row", 0, row)
-        refuse(tables, RowIndexError, "move_row", row, 0)
-        refuse(tables, RowIndexError, "swap_row", 0, row)
-        refuse(tables, RowIndexError, "swap_row", row, 0)
-        refuse(tables, RowIndexError, "mark_dirty", [0, row])
-
-
-@pytest.mark.parametrize(
-    ("call", "args", "error"),
-    [
-        ("append_row", ([[1]], 0), ArgumentError),
-        ("append_row", ([[1], [2], [3]], 0), ArgumentError),
-        ("append_row", ([], 0), ArgumentError),
-        ("append_row", (5, 0), ArgumentTypeError),
-        ("append_row", (None, 0), ArgumentTypeError),
-        ("add_row", ([[1]], 0), ArgumentError),
-        ("append_rows_batch", ([[[1], [2]], [[1]]], [0, 1]), ArgumentError),
-        ("append_rows_batch", ([[[1], [2]]], [0, 1]), ArgumentError),
-        ("append_rows_batch", ([[[1], [2]], [[1], [2]]], [0]), ArgumentError),
-        ("append_rows_batch", ([[[1], [2]]], 0), ArgumentTypeError),
-        ("append_rows_batch", (None, [0]), ArgumentTypeError),
-        ("append_rows_batch", ([5], [0]), ArgumentTypeError),
-        ("mark_dirty", (3,), ArgumentTypeError),
-    ],
-)
-def test_what_is_no_list_or_of_another_length_is_refused(call: str, args: Any, error: type[Exception]) -> None:
-    refuse(filled_tables(), error, call, *args)
-    if error is ArgumentTypeError and args[0] != [[[1], [2]]]:
-        refuse(filled_table(), error, call, *args)
 
 
 def test_an_id_whose_reading_fails_or_changes_the_table() -> None:
@@ -366,23 +297,6 @@ def test_a_move_is_refused_in_all_groups() -> None:
     tables = filled_tables()
     tables[1].num_pages_per_row[0] = 99
     refuse(tables, IntegrityError, "move_row", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "values"),
-    [
-        (lambda num_rows: PageTable(num_rows, 4, 64), (0, -1, 2**31, 10**30)),
-        (lambda num_columns: PageTable(4, num_columns, 64), (0, -1, 2**31, 10**30)),
-        (lambda num_tokens: PageTable(4, 4, num_tokens), (-1,)),
-        (lambda num_rows: MultiGroupPageTable(num_rows, 64, 64, [16]), (0, -1, 2**31, 10**30)),
-        (lambda length: MultiGroupPageTable(4, length, 64, [16]), (0, -1)),
-        (lambda page_size: MultiGroupPageTable(4, 64, 64, [16, page_size]), (0, -1)),
-    ],
-)
-def test_sizes_out_of_range_are_refused(make: Callable[[int], object], values: tuple[int, ...]) -> None:
-    for value in values:
-        with pytest.raises(PagePoolError):
-            make(value)
 
 
 def test_tables_that_are_too_large_are_refused() -> None:
@@ -492,28 +406,6 @@ def test_slots_are_those_of_numpy(shape: tuple[int, int], page_size: int) -> Non
         assert slots.dtype == np.int32
         np.testing.assert_array_equal(slots, expected)
     assert table.slot_mapping([], [], page_size).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        (([0, 4], [0, 0], 16), RowIndexError),
-        (([0, -1], [0, 0], 16), RowIndexError),
-        (([0], [128], 16), RowIndexError),
-        (([0], [-1], 16), RowIndexError),
-        (([0, 1], [0], 16), ArgumentError),
-        (([0], [0], 0), ArgumentError),
-        (([0], [0], -16), ArgumentError),
-        (([0], np.array([0.0]), 16), ArgumentTypeError),
-        ((0, 0, 16), ArgumentTypeError),
-        (([0], [2**31], 16), ArgumentError),
-        (([3], [0], 2**30), ArgumentError),
-    ],
-)
-def test_bad_slots_are_refused(args: Any, error: type[Exception]) -> None:
-    table = filled_table()
-    table.append_row([MAX_PAGE_ID], 3)
-    refuse(table, error, "slot_mapping", *args)
 
 
 def test_slots_at_the_edge_of_int32() -> None:

@@ -8,6 +8,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
 from importlib.util import find_spec
@@ -142,13 +143,30 @@ class InUse:
         """Return the pages that `new` hits."""
         return self.manager.get_computed_pages(self.new)[0]
 
+    def save(self) -> dict[str, Any]:
+        """Return all that a pool keeps, but for what look-ups leave: shards, and names of hashes."""
+        saved = self.pool.snapshot()
+        return {name: array.tolist() for name, array in saved.items() if name not in ("num_shards", "names", "checksum")}
+
+    def go_on(self) -> tuple[Any, ...]:
+        """Fill more pages of the rows, whose hashes depend on all tokens, and return the state."""
+        if self.batch is not None:
+            self.batch.commit_external(2, 5)
+            self.batch.grow([2], 1)
+            for token_id in range(8):
+                self.batch.step([0, 2], [token_id, token_id])
+        return self.state()
+
     def state(self) -> tuple[Any, ...]:
         return (
             self.pool.ref_counts().tolist(),
             self.pool.free_page_ids_in_order().tolist(),
             {key: list(pages) for key, pages in self.pool.cached_page_hash_to_page.items()},
             {request_id: self.manager.get_page_ids(request_id) for request_id in self.manager._registry.held},
-            [(table.page_table_cpu.tolist(), table.cpu_version) for table in (self.table, *self.tables, self.batch_table)],
+            [
+                (table.page_table_cpu.tolist(), table.cpu_version, table.count_dirty_windows(0, 4))
+                for table in (self.table, *self.tables, self.batch_table)
+            ],
             self.table.num_pages_per_row.tolist(),
             self.batch and (self.batch.num_tokens.tolist(), self.batch.num_computed_tokens.tolist()),
         )
@@ -180,6 +198,12 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 NAMED: dict[str, str] = {}
 """The parameter that the errors of a call name."""
 
+CODES: dict[str, str] = {}
+"""The calls as text, with a question mark for what is open."""
+
+WRONG: dict[str, Call] = {}
+"""Calls that are refused, and leave nothing open, by their text."""
+
 NAMES: dict[str, Any] = {}
 """What expressions may use."""
 
@@ -192,9 +216,13 @@ def add(name: str, call: Call, kinds: str = "") -> None:
 
 
 def add_calls(templates: str) -> None:
-    """Add a case for each `<argument|kinds>` of expressions in lines: it is left open, and the others stand as they are."""
+    """Add a case for each `<argument|kinds>` of expressions in lines: it is left open, and the others stand as they are. An
+    expression without any is refused as it stands.
+    """
     for template in templates.strip().replace("\n    ", " ").split("\n"):
         holes = [*re.finditer(r"(?:(\w+)=)?<([^<>|]*)\|?([^<>]*)>", template)]
+        if not holes:
+            WRONG[template] = make_call(template)
         for hole in holes:
             code, start = "", 0
             for other in holes:
@@ -203,6 +231,7 @@ def add_calls(templates: str) -> None:
                 start = other.end()
             name = f"{template.partition('(')[0]} {hole[1] or ''} {len(CASES)}"
             add(name, make_call(code + template[start:]), hole[3])
+            CODES[name] = re.sub(r"\bvalue\b", "?", code + template[start:])
             if hole[1]:
                 NAMED[name] = OTHER_NAMES.get(hole[1], hole[1])
 
@@ -236,10 +265,37 @@ def find_errors(name: str) -> Iterator[str]:
             use = in_use_for(name)
 
 
-def in_use_for(name: str) -> InUse:
+TABLE = Path(__file__).with_name("argument_errors.txt")
+"""The errors of each call for values that fit the type: ``python tests/models/argument_cases.py`` writes it."""
+IN_TABLE = (-1, 0, 1, 4, 99, 2**31, [], [0, 0], [0, 99], [[1]])
+
+
+def describe_errors(name: str, **options: Any) -> str:
+    """Return what a call raises for the values of the table, but for a wrong type. A refusal changes nothing, not even what
+    shows only later.
+    """
+    after = in_use_for(name, **options).go_on()
+    lines = [CODES.get(name, name)]
+    for value in map(deepcopy, [None] if name in WRONG else IN_TABLE):
+        use = in_use_for(name, **options)
+        before = use.state(), use.save()
+        try:
+            (WRONG[name] if name in WRONG else CASES[name][0])(use, value)
+        except Exception as error:
+            text = re.sub(rf"(?<![\w.]){re.escape(str(value))}(?!\w)", "?", f"{type(error).__name__}: {error}")
+            if name in WRONG:
+                lines.append(f"    {type(error).__name__}: {error}")
+            elif not isinstance(error, TypeError) and text != lines[-1].partition(": ")[2]:
+                lines.append(f"    {value!r}: {text}")
+            if before != (use.state(), use.save()) or after != use.go_on():
+                raise AssertionError(f"{lines[0]} of {value!r} changed something") from error
+    return "\n".join(lines) + "\n" if len(lines) > 1 else ""
+
+
+def in_use_for(name: str, **options: Any) -> InUse:
     """Return objects for a call, with the batch if it is one of a batch."""
-    use = InUse()
-    if name.startswith("use.batch."):
+    use = InUse(**options)
+    if "use.batch." in name:
         use.with_batch()
     return use
 
@@ -389,6 +445,7 @@ FAILED_LOADS = fail_a_load()
 GROUPS = [CacheGroupSpec(SPEC)]
 SIZES: dict[str, Any] = {"page_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 HASHES = [PageHash(91, ()), PageHash(92, ())]
+OTHER_POOL = PagePool(16, True)
 WINDOW = pagepool.SlidingWindowSpec(**SIZES, sliding_window=5)
 CHUNK = pagepool.ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=5)
 
@@ -548,6 +605,17 @@ use.batch.grow(rows=<[0]|list typed>, num_new_tokens=<[0]|list typed>, num_looka
 use.batch.grow(rows=[<0>], num_new_tokens=[<0>], num_lookahead_tokens=[<0>])
 use.batch.append(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.append(rows=[<0>], token_ids=[<9>])
+use.batch.grow(rows=[0, <2>], num_new_tokens=[0, <0>], num_lookahead_tokens=[0, <0>])
+use.batch.step(rows=[0, <2>], token_ids=[9, <9>])
+use.batch.append(rows=[0, <2>], token_ids=[9, <9>])
+use.batch.trim(rows=[0, <2>], num_tokens=[6, <1>])
+use.batch.release(rows=[0, <2>], num_computed_tokens=[6, <1>], seconds=[1.0, <1.0|None float fraction>])
+use.batch.move_row(src=<0>, tgt=<1>)
+use.batch.swap_row(src=<0>, tgt=<1>)
+use.batch.get_page_ids(row=<0>)
+use.batch.admit(1, [1], max_num_new_tokens=<1|None>, num_tokens=<1|None>, session_id=<"s"|str None>, tenant=<"x"|str None>)
+use.table.append_rows_batch([[3], <[3]|list typed>], [1, <2>])
+use.table.slot_mapping(rows=<[0]|list typed>, positions=<[1]|list typed>, page_size=4)
 use.batch.trim(rows=<[0]|list typed>, num_tokens=<[6]|list typed>)
 use.batch.trim(rows=[<0>], num_tokens=[<6>])
 use.batch.find_next_checkpoint(rows=<[0]|list>)
@@ -617,7 +685,107 @@ events.encode_batch(events.EventBatch(<0.0|float>, <[]|list str>, data_parallel_
 tell(lora_id=<None|str bytes None>, cache_salt=<None|str bytes None>)
 """
 
-for calls in (MANAGER_CALLS, FEATURE_CALLS, POOL_CALLS, TABLE_CALLS, SPEC_CALLS, TRACE_CALLS):
+WRONG_CALLS = """
+use.pool.free_pages([use.pool.pages[1]] * 2)
+use.pool.free_page_ids([2, 3, 2])
+use.pool.free_pages([use.pool.pages[1], use.pool.pages[4]])
+use.pool.free_page_ids(np.array([3, 9], dtype=np.int32))
+use.pool.free_pages([use.pool.pages[1], use.pool.null_page, use.pool.pages[1]])
+use.pool.free_pages([use.pool.pages[1], OTHER_POOL.pages[1]])
+use.pool.touch(([use.pool.pages[1], OTHER_POOL.pages[1]],))
+use.pool.get_new_pages(13)
+use.queue.remove(use.pool.null_page)
+use.queue.remove(use.pool.pages[1])
+use.queue.append(use.pool.null_page)
+use.queue.append(use.pool.pages[9])
+use.queue.append(use.pool.pages[1])
+use.queue.append(CachePage(3))
+use.queue.popleft_n(13)
+use.pool.pages[9].decr_ref()
+setattr(use.pool.pages[1], "page_hash", PageHashWithGroupId(HASH, 0))
+setattr(use.pool.null_page, "page_hash", PageHashWithGroupId(HASH, 0))
+setattr(use.pool.pages[3], "page_hash", HASH)
+use.pool.cache_full_pages(use.held, use.pool.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0)
+use.pool.cache_full_page_ids(use.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0)
+use.pool.cache_full_page_ids(use.held, [1, 2], [], 1, 2, 4, 0)
+use.pool.cache_full_page_ids(use.held, [3, 9, 10], [], 0, 3, 4, 0)
+use.manager.allocate_slots(use.held, 1, 4, use.look_up())
+use.manager.allocate_slots(use.held, 1, 1)
+use.manager.allocate_slots(AnyRequest("held", range(14), num_computed_tokens=13), 1)
+use.manager.allocate_slots(AnyRequest(num_computed_tokens=8), 1, 4, use.look_up())
+use.manager.allocate_slots(use.new, 1, 9, use.look_up())
+use.manager.allocate_slots(use.new, 65)
+use.manager.allocate_slots(use.new, 1, 0, CachePages(([], [])))
+use.manager.allocate_slots(use.new, 1, 4, CachePages(([OTHER_POOL.pages[1]],)))
+use.manager.allocate_slots(use.new, 1, 8, CachePages((use.pool.pages[4:7],)))
+use.manager.allocate_slots(AnyRequest(token_ids=[8] * 9), 1, 4, CachePages(([use.pool.pages[4]],)))
+use.manager.allocate_slots(AnyRequest(token_ids=[8] * 9), 1, 4, CachePages(([use.pool.pages[9]],)))
+use.manager.allocate_slots(AnyRequest("held", range(10), num_tokens=14, num_computed_tokens=10), 4)
+use.manager.allocate_slots(AnyRequest("held", [*range(10), -1, 5], num_computed_tokens=10), 2)
+use.manager.get_num_common_prefix_pages(AnyRequest("held", range(10), status=EngineRequestStatus.WAITING), 1)
+use.manager.cache_pages(use.new, 4)
+use.manager.commit_external(use.new, 1)
+use.manager.fail_external(use.new, 1)
+use.manager.lease([1, 9])
+use.manager.fork(use.new, AnyRequest("fork"))
+use.manager.fork(use.held, use.held)
+use.manager.fork(use.held, AnyRequest("fork", [9] * 10, num_computed_tokens=10))
+CachePages(([], [])).get_unhashed_page_ids()
+CacheManager(16, [CacheGroupSpec(CHUNK)], 64, use_eagle=True)
+CacheManager(16, GROUPS, 64, page_pool=PagePool(8, False))
+CacheManager(16, [GROUPS[0], SPEC], 64)
+CacheManager(16, GROUPS[0], 64, False)
+(lambda m: m.allocate_slots(AnyRequest(), 1, 4, CachePages((m.page_pool.pages[4:5],))))(CacheManager(16, GROUPS, 64, False))
+CacheManager(16, [CacheGroupSpec(use.held)], 64)
+EngineRequest("a", "hello")
+use.batch.admit(1, [1] * 65)
+use.batch.admit(1, [])
+use.batch.append([0] * 59, [1] * 59)
+use.batch.append([0, 2], [1])
+use.batch.step([0], [1, 2])
+use.batch.step([0], np.array([2**40]))
+use.batch.step([0], np.array([-(2**31) - 1]))
+use.batch.step([0], np.array([-6], dtype=np.int32))
+use.batch.step(np.array([0, 2**40]), [1, 2])
+use.batch.step(np.array([0.0]), [1])
+use.batch.step(np.array([[0]]), [1])
+use.batch.step([0, RaisingIndex()], [1, 2])
+use.batch.append([0], [RaisingIndex()])
+use.batch.grow([0], RaisingIndex())
+use.batch.admit(RaisingIndex(), [1])
+use.batch.admit(1, [RaisingIndex()])
+use.batch.admit(1, [1], session_id=7)
+use.batch.admit(1, [1], mm_features=[SimpleNamespace(offset=0, length=2)])
+RunningBatch(use.manager, use.batch_table).admit(0, [1], dp_shard=0)
+use.batch.fork(2, [1])
+use.batch.release([0], seconds=[1, 2])
+use.batch.release([0, 2], seconds=[3, "x"])
+np.copyto(use.batch.num_tokens, 0)
+use.batch.is_admitted.fill(True)
+use.table.append_row(5, 1)
+use.table.append_row(np.array(1), 1)
+use.table.append_row(np.array([1.0]), 1)
+use.table.append_row(np.array([True]), 1)
+use.table.append_row(np.array([1], dtype=object), 1)
+use.table.append_row([1] * 9, 1)
+use.table.append_row(np.array([2**31]), 1)
+use.table.append_row(np.array([3, -1], dtype=np.int32), 1)
+use.table.append_row(np.array([-1], dtype=np.int8), 1)
+use.tables.append_row([[1]], 0)
+use.tables.append_row([[1], [2], [3]], 0)
+use.tables.append_rows_batch([[[1], [2]], [[1]]], [0, 1])
+use.tables.append_rows_batch([[[1], [2]]], [0, 1])
+use.tables.append_rows_batch([[[1], [2]]], 0)
+use.tables.append_rows_batch([5], [0])
+use.tables.append_rows_batch(None, [0])
+use.tables.append_row(None, 0)
+SlidingWindowSpec(**SIZES | {"use_mla": True}, sliding_window=5)
+FullAttentionSpec(**SIZES, sliding_window=8, attention_chunk_size=8)
+MambaSpec(4, (), "float16")
+MambaSpec(4, ((16, 64), (3, 32)), "float16", page_size_padded=2239)
+"""
+
+for calls in (MANAGER_CALLS, FEATURE_CALLS, POOL_CALLS, TABLE_CALLS, SPEC_CALLS, TRACE_CALLS, WRONG_CALLS):
     add_calls(calls)
 for array in ("counters", "num_shards", "ref_counts", "free_page_ids", "names", "version", "format", "enable_caching"):
     add_calls(f"restore_with(use, {array}=<1|{'list' if array == 'enable_caching' else 'by_value'}>)")
@@ -639,3 +807,6 @@ if find_spec("msgspec") and find_spec("zmq"):
 
     add_calls(EVENT_CALLS)
 NAMES.update(vars(easydel) | vars(specs) | vars(pagepool) | globals())
+
+if __name__ == "__main__":
+    TABLE.write_text("".join(map(describe_errors, [*CASES, *WRONG])), "utf-8")
