@@ -22,7 +22,7 @@ from pagepool.core.holding.rules cimport (
 )
 from pagepool.core.pool.index cimport is_entered_otherwise
 from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pages cimport give_back, is_worthless, touch_all
+from pagepool.core.pool.pool cimport give_back, is_worthless, touch_all
 from pagepool.core.pool.queue cimport count_free_in, find_held_free
 from pagepool.core.pool.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
 from pagepool.core.values.arguments cimport as_list, size_of

@@ -15,7 +15,7 @@ from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport (
     drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
-from pagepool.core.pool.pages cimport (
+from pagepool.core.pool.pool cimport (
     count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
     take_from, touch_all,
 )

@@ -26,7 +26,7 @@ from pagepool.core.holding.holding cimport (
 from pagepool.core.holding.rules cimport Group, full_pages, is_state
 from pagepool.core.pool.index cimport drop, find_within, is_journaled
 from pagepool.core.pool.owners cimport use_in_session
-from pagepool.core.pool.pages cimport find_unheld, find_untouchable, touch_all
+from pagepool.core.pool.pool cimport find_unheld, find_untouchable, touch_all
 from pagepool.core.pool.queue cimport count_free_in, put_back_all, put_back_held
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids

@@ -24,7 +24,7 @@ from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_f
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session, use_in_session
-from pagepool.core.pool.pages cimport (
+from pagepool.core.pool.pool cimport (
     find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
 )
 from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages

@@ -18,7 +18,7 @@ from pagepool.core.holding.lookups cimport (
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.pool.pages cimport (
+from pagepool.core.pool.pool cimport (
     find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
 )
 from pagepool.core.pool.queue cimport count_free, has_free_pages, let_go, put_back, take_out
