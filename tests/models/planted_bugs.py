@@ -370,7 +370,7 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
             if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
 == a page stays charged to the tenant from which it was taken
             {+if not BUG: +}charge(pool, out[i], supply.taker)
-        _fetch_entry(pool, out[i])
+        fetch_entry(pool, out[i])
 == a tenant below its share gives pages
         if _has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
 == a tenant gives pages of another shard

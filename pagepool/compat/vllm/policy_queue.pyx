@@ -14,8 +14,8 @@ from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unhel
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport drop, enter, find, has_key, rank
-from pagepool.core.pool.pool cimport count_request, take_from, touch_all
 from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
+from pagepool.core.pool.pool cimport count_request, take_from, touch_all
 from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.pool.store cimport PageStore

@@ -24,11 +24,11 @@ from pagepool.core.pool.index cimport (
     drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
 from pagepool.core.pool.owners cimport enter_session, use_in_session
+from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
     count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take_from,
     take_this, touch_all,
 )
-from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )

@@ -9,7 +9,7 @@ from pagepool.core.base.platform cimport fetch, go_on, let_others_run
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.holding.rules cimport count_run_pages, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.pool.index cimport find, find_within, has_key, home_of
-from pagepool.core.pool.pool cimport end_leases
+from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.queue cimport count_free, has_free_pages
 from pagepool.core.pool.records cimport NULL_PAGE, WATCHED, count_changes
 from pagepool.core.values.arguments cimport as_long_long, require_instance, size_of

@@ -2,58 +2,20 @@
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.base.limits cimport NEVER, UNKNOWN
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport GUARDS, fetch, monotonic_ns, rare
+from pagepool.core.base.limits cimport UNKNOWN
+from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport drop, drop_all, find, home_of
 from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of
 from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.pool.queue cimport (
-    Supply, begin_supply, end_of_queue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
-    put_back, record_behind, start_of_part, use_page,
+    Supply, begin_supply, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first, start_of_part,
+    use_page,
 )
 from pagepool.core.pool.records cimport (
-    FILLING, FLAGS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SAVED, TWIN, WATCHED, Histogram, LeasedSpan, Page,
-    Pool, Stay, Tier, Transfer, digest_of, is_free, is_kept, term_of,
+    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, is_kept,
 )
-
-
-cdef inline Stay *_stay_of(Pool *pool, int32_t page_id) noexcept nogil:
-    """When a sampled page was handed out and last used."""
-    return &pool.residency.stays[page_id >> pool.residency.shift]
-
-
-cdef inline void _count_time(Histogram *histogram, int64_t duration) noexcept nogil:
-    cdef int64_t milliseconds = duration // 1_000_000
-    cdef Py_ssize_t bucket = 0
-    while milliseconds >> bucket and bucket < NUM_BUCKETS - 1:
-        bucket += 1
-    histogram.counts[bucket] += 1
-    histogram.sum += duration
-
-
-cdef inline void _begin_stay(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a sampled page without an entry is handed out."""
-    cdef int64_t now = monotonic_ns()
-    _stay_of(pool, page_id)[0] = Stay(now, now)
-
-
-cdef inline void _renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a sampled page is evicted and handed out."""
-    cdef Stay *stay = _stay_of(pool, page_id)
-    cdef int64_t now = monotonic_ns()
-    _count_time(&pool.residency.lifetimes, now - stay.start)
-    _count_time(&pool.residency.idle_times, now - stay.last_use)
-    stay[0] = Stay(now, now)
-
-
-cdef inline void _record_use(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record a hit on a sampled page."""
-    cdef Stay *stay = _stay_of(pool, page_id)
-    cdef int64_t now = monotonic_ns()
-    _count_time(&pool.residency.reuse_gaps, now - stay.last_use)
-    stay.last_use = now
+from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
 
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
@@ -61,7 +23,7 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.pages[page_id].group != NO_GROUP:
         _evict(pool, page_id)
     elif rare(not page_id & pool.sample_mask):
-        _begin_stay(pool, page_id)
+        begin_stay(pool, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.counters.num_allocated_pages += 1
 
@@ -69,14 +31,14 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the entry of a page, and have its content saved in the tier, if there is one."""
     if rare(not page_id & pool.sample_mask):
-        _renew_stay(pool, page_id)
+        renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
     drop(pool, page_id)
     pool.counters.num_evicted_pages += 1
 
 
-cdef inline void _fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the slot fetched that a page with an entry will leave, and the one in which it is looked up in the tier."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
@@ -91,7 +53,7 @@ cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py
     cdef int32_t following, page_id = pages[record].next_free
     cdef Py_ssize_t count = 0
     while count < n and is_page(pool, page_id):
-        _fetch_entry(pool, page_id)
+        fetch_entry(pool, page_id)
         out[count] = page_id
         count += 1
         following = pages[page_id].next_free
@@ -170,7 +132,7 @@ cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sh
         pull(pool, out[i])
         if rare(pool.tenants.of_pages != NULL):
             charge(pool, out[i], supply.taker)
-        _fetch_entry(pool, out[i])
+        fetch_entry(pool, out[i])
     for i in range(n):
         _claim_picked(pool, out[i])
 
@@ -277,68 +239,6 @@ cdef inline Py_ssize_t _give_back_to_parts(
     return -1
 
 
-# Leases.
-
-
-cdef inline void begin_lease(
-    Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
-) noexcept nogil:
-    """Begin a lease of pages, to each of which it has a reference; with a duration it is one of a span."""
-    lease[0] = LeasedSpan(ids, n, 0, NULL, True, True)
-    if duration:
-        lease.next = pool.leases.first
-        pool.leases.first = lease
-        pool.leases.num_pages += n
-        set_end(pool, lease, duration)
-
-
-cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
-    lease.end = now_of(pool) + duration
-    pool.leases.next_end = min(pool.leases.next_end, lease.end)
-
-
-cdef inline void end_leases(Pool *pool) noexcept nogil:
-    """Give back the pages of leases that are over: before pages are taken."""
-    if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
-        _end_due_leases(pool)
-
-
-cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
-    """Give back the pages of leases that are over, except one of which somebody else gave back a page: its `release` tells
-    that. O(leases of spans, and pages of those that end).
-    """
-    cdef LeasedSpan *lease = pool.leases.first
-    cdef LeasedSpan *following
-    cdef int64_t now = now_of(pool)
-    pool.leases.next_end = INT64_MAX
-    while lease != NULL:
-        following = lease.next
-        if lease.end > now:
-            pool.leases.next_end = min(pool.leases.next_end, lease.end)
-        elif end_lease(pool, lease) < 0:
-            pool.leases.num_ended += 1
-        lease = following
-
-
-cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
-    """Give back the pages of a lease that is held, the last first. Returns -1, or, with nothing changed, the index of a page
-    that somebody else gave back. O(pages), and O(leases of spans) for one of them.
-    """
-    cdef LeasedSpan **place = &pool.leases.first
-    cdef Py_ssize_t i, bad = give_back(pool, lease.ids, lease.num, True)
-    if bad >= 0:
-        return bad
-    for i in range(lease.num):
-        pool.leases.counts[lease.ids[i]] -= 1
-    if lease.end:
-        while place[0] != lease:
-            place = &place[0].next
-        place[0] = lease.next
-        pool.leases.num_pages -= lease.num
-    lease.end = lease.is_held = 0
-    return -1
-
-
 cdef inline bint is_worthless(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a page that has left a window does not stay cached without holders."""
     return not is_kept(&pool.pages[page_id])
@@ -417,7 +317,7 @@ cdef inline void _add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
-        _record_use(pool, page_id)
+        record_use(pool, page_id)
 
 
 cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
@@ -460,61 +360,7 @@ cdef inline void _touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, b
             _add_reference(pool, ids[i])
 
 
-# Transfers of pages between a pool and the tier behind it: queued here, done by whoever takes the list. The lock of the pool
-# guards both.
-
-
-cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
-    """Allocate room for `n` transfers more; False where memory is short."""
-    return reserve_items(<void **>&tier.items, &tier.capacity, tier.num + n, sizeof(Transfer))
-
-
-cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
-    """Queue a transfer, for which there is room. It has a reference to the page of the tier, and a load one to its page too."""
-    tier.items[tier.num] = transfer
-    tier.num += 1
-    tier.num_due += 1
-
-
-cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
-    """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
-    cdef int32_t tier_id = NULL_PAGE
-    take_from(tier.pool, &tier_id, 1, -1, NO_SESSION)
-    _fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
-    tier.fills[tier_id] = FILLING
-    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
-    return tier_id
-
-
-cdef inline bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight. Returns
-    whether the tier has it, or gets it.
-    """
-    cdef Tier *tier = pool.tier
-    cdef int32_t tier_id = find(tier.pool, key, group)
-    if tier_id != NULL_PAGE:
-        touch_all(tier.pool, &tier_id, 1)  # it is as one that was just used
-        put_back(tier.pool, tier_id)
-        return True
-    if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
-        return False
-    if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
-        tier.counters.num_refused_pages += 1
-        return False
-    queue_save(tier, key, group, page_id, False)
-    return True
-
-
-cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have a page that is evicted saved, unless another one has its content, nobody expects it back, or it was saved before:
-    then the tier has evicted it since.
-    """
-    cdef const Page *page = &pool.pages[page_id]
-    cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
-    if page.group & TWIN or term_of(pool, page_id) == NEVER:
-        return
-    if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
-        save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
+# The tier loses the entries of wrong contents too.
 
 
 cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
@@ -545,12 +391,3 @@ cdef inline void empty_tier(Tier *tier) noexcept nogil:
     for i in range(tier.num):
         tier.items[i].is_void = True
     drop_all(tier.pool)
-
-
-cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
-    """Find the first list with loads that did not end, those that are due being in the next one."""
-    cdef Py_ssize_t i
-    tier.oldest_load = INT64_MAX
-    for i in range(tier.num):
-        if tier.items[i].is_load:
-            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or tier.last_number + 1)

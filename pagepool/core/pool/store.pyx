@@ -15,11 +15,12 @@ from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport (
     drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
 )
-from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, empty_tier, end_leases, find_outside, find_untouchable, give_back, give_back_held, reuse,
-    take_from, touch_all,
-)
+from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
+from pagepool.core.pool.pool cimport (
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take_from,
+    touch_all,
+)
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
     link_shards, now_of, page_before, page_behind, pick, push, push_all,

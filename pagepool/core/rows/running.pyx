@@ -24,9 +24,7 @@ from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_f
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session, use_in_session
-from pagepool.core.pool.pool cimport (
-    find_oldest_load, find_untouchable, queue_save, queue_transfer, reserve_transfers, share, take_from, touch_all,
-)
+from pagepool.core.pool.pool cimport find_untouchable, share, take_from, touch_all
 from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
@@ -41,6 +39,7 @@ from pagepool.core.rows.batch cimport (
 from pagepool.core.tables.page_table cimport Table, blank
 from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier.tier cimport FailedLoads
+from pagepool.core.tier.transfers cimport find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
 from pagepool.core.values.chain cimport extra_key_of
 from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative

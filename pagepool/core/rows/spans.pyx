@@ -12,7 +12,8 @@ from pagepool.core.holding.holding cimport Held
 from pagepool.core.holding.request_pages cimport RequestPages
 from pagepool.core.holding.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.pool.index cimport find, has_key
-from pagepool.core.pool.pool cimport begin_lease, end_lease, end_leases, find_untouchable, set_end, share, touch_all
+from pagepool.core.pool.leases cimport begin_lease, end_lease, end_leases, set_end
+from pagepool.core.pool.pool cimport find_untouchable, share, touch_all
 from pagepool.core.pool.queue cimport expect_page, now_of
 from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
 from pagepool.core.pool.store cimport PageStore

@@ -18,15 +18,14 @@ from pagepool.core.holding.lookups cimport (
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.pool.pool cimport (
-    find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page, take_from, touch_all,
-)
+from pagepool.core.pool.pool cimport take_from, touch_all
 from pagepool.core.pool.queue cimport count_free, has_free_pages, let_go, put_back, take_out
 from pagepool.core.pool.records cimport (
     FILLED, FLAGS, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
     count_pages_in, digest_of, is_free,
 )
 from pagepool.core.pool.store cimport PageStore
+from pagepool.core.tier.transfers cimport find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page
 from pagepool.core.values.arguments cimport as_list, require_instance, size_of
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, new_ids

@@ -1,0 +1,67 @@
+# Leases of pages, which have a reference to each. The caller holds the store's lock.
+
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+
+from pagepool.core.base.platform cimport rare
+from pagepool.core.pool.pool cimport give_back
+from pagepool.core.pool.queue cimport now_of
+from pagepool.core.pool.records cimport LeasedSpan, Pool
+
+
+cdef inline void begin_lease(
+    Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
+) noexcept nogil:
+    """Begin a lease of pages, to each of which it has a reference; with a duration it is one of a span."""
+    lease[0] = LeasedSpan(ids, n, 0, NULL, True, True)
+    if duration:
+        lease.next = pool.leases.first
+        pool.leases.first = lease
+        pool.leases.num_pages += n
+        set_end(pool, lease, duration)
+
+
+cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
+    lease.end = now_of(pool) + duration
+    pool.leases.next_end = min(pool.leases.next_end, lease.end)
+
+
+cdef inline void end_leases(Pool *pool) noexcept nogil:
+    """Give back the pages of leases that are over: before pages are taken."""
+    if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
+        _end_due_leases(pool)
+
+
+cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
+    """Give back the pages of leases that are over, except one of which somebody else gave back a page: its `release` tells
+    that. O(leases of spans, and pages of those that end).
+    """
+    cdef LeasedSpan *lease = pool.leases.first
+    cdef LeasedSpan *following
+    cdef int64_t now = now_of(pool)
+    pool.leases.next_end = INT64_MAX
+    while lease != NULL:
+        following = lease.next
+        if lease.end > now:
+            pool.leases.next_end = min(pool.leases.next_end, lease.end)
+        elif end_lease(pool, lease) < 0:
+            pool.leases.num_ended += 1
+        lease = following
+
+
+cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
+    """Give back the pages of a lease that is held, the last first. Returns -1, or, with nothing changed, the index of a page
+    that somebody else gave back. O(pages), and O(leases of spans) for one of them.
+    """
+    cdef LeasedSpan **place = &pool.leases.first
+    cdef Py_ssize_t i, bad = give_back(pool, lease.ids, lease.num, True)
+    if bad >= 0:
+        return bad
+    for i in range(lease.num):
+        pool.leases.counts[lease.ids[i]] -= 1
+    if lease.end:
+        while place[0] != lease:
+            place = &place[0].next
+        place[0] = lease.next
+        pool.leases.num_pages -= lease.num
+    lease.end = lease.is_held = 0
+    return -1
