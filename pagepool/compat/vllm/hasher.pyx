@@ -302,7 +302,10 @@ cdef bint agrees(object hash_function, bint is_cbor) except -1:
 
 def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
     """Return the digest of a block, or None if it is not encoded here. For tests."""
-    cdef BlockToHash block = BlockToHash(<const uint8_t *>PyBytes_AS_STRING(parent), len(parent), items_of(tokens), len(tokens))
+    cdef BlockToHash block = BlockToHash(
+        parent=<const uint8_t *>PyBytes_AS_STRING(parent), parent_size=len(parent), tokens=items_of(tokens),
+        num_tokens=len(tokens),
+    )
     cdef uint8_t *buffer
     if len(parent) > MAX_PARENT_SIZE or not 1 <= len(tokens) <= MAX_BLOCK_SIZE:
         return None

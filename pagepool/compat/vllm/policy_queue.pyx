@@ -34,7 +34,7 @@ cdef enum:
 
 cdef Digest digest_of_key(bytes key) noexcept:
     """Return the first 128 bits of a block's hash. The policy takes blocks with equal digests for the same content."""
-    cdef Digest digest = Digest(0, 0)
+    cdef Digest digest = Digest(lo=0, hi=0)
     cdef Py_ssize_t size = PyBytes_GET_SIZE(key) - GROUP_BYTES
     memcpy(&digest, PyBytes_AS_STRING(key), max(<Py_ssize_t>0, min(size, <Py_ssize_t>sizeof(Digest))))
     return digest
@@ -118,7 +118,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef void forget_ranking(self, int32_t page_id) noexcept:
-        self.rankings[page_id] = Ranking(UNKNOWN, 0)
+        self.rankings[page_id] = Ranking(num_ranked=UNKNOWN, num_unseen=0)
 
     # Taking.
 
@@ -245,14 +245,14 @@ cdef class PolicyQueue(FreeQueue):
         for i in range(num_first, num):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group == NO_GROUP:
-                enter(pool, page_id, Digest(page_id, 0), OWN_GROUP)
+                enter(pool, page_id, Digest(lo=page_id, hi=0), OWN_GROUP)
             push(pool, page_id)
         pool.counters.num_freed_pages += num
 
     # Caching.
 
     cdef int note_hash(self, Block block) except -1:
-        cdef Ranking ranking = Ranking(0, 0)
+        cdef Ranking ranking = Ranking(num_ranked=0, num_unseen=0)
         cdef int32_t page_id = self.id_of(block)
         if page_id != NULL_PAGE and not (self.is_entering and block._block_hash is not None):
             with self.store.lock:
@@ -283,7 +283,7 @@ cdef class PolicyQueue(FreeQueue):
 
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
         """Enter the blocks in order. The policy's ranking of the request is kept with the last one."""
-        cdef Ranking ranking = Ranking(<int32_t>start, 0)
+        cdef Ranking ranking = Ranking(num_ranked=<int32_t>start, num_unseen=0)
         cdef Py_ssize_t i
         cdef int32_t before = NULL_PAGE
         self.is_entering = False

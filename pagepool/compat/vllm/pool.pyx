@@ -185,11 +185,14 @@ def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks,
     cdef Filled filled
     hashes = request.block_hashes
     if type(hashes) is list and type(blocks) is list and "kv_cache_group_id" in options and num_cached_blocks >= 0:
-        filled = Filled(num_cached_blocks, num_full_blocks, block_size, block_size // self.hash_block_size)
+        filled = Filled(
+            start=num_cached_blocks, stop=num_full_blocks, block_size=block_size, stride=block_size // self.hash_block_size
+        )
         suffix = suffix_of(options["kv_cache_group_id"])
         if enter_blocks(self, blocks, hashes, filled, options.get("block_mask"), suffix):
             return
-    cache_as_vllm(self, request, blocks, Filled(num_cached_blocks, num_full_blocks, block_size, 0), options)
+    filled = Filled(start=num_cached_blocks, stop=num_full_blocks, block_size=block_size, stride=0)
+    cache_as_vllm(self, request, blocks, filled, options)
 
 
 cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled, dict options) except -1:

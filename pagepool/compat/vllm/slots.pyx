@@ -79,7 +79,7 @@ cdef bint has_partial_hit(Plan plan, object request_id) except -1:
 
 cdef object take_slots(object self, Plan plan, object request, const StepTokens *tokens):
     """Take the missing blocks, or return None if too few are free."""
-    cdef Missing missing = Missing(0, 0)
+    cdef Missing missing = Missing(num_needed=0, num_taken=0)
     request_id = request.request_id
     for group in plan.groups:
         add_missing(plan, <GroupPlan>group, request, request_id, tokens, &missing)
@@ -242,6 +242,7 @@ cdef bint cache_group(
     Plan plan, GroupPlan group, object request, object request_id, int64_t num_hashed, int64_t num_tokens
 ) except -1:
     """Cache a group's full blocks. Return False, with nothing done, to leave it to the group's manager."""
+    cdef Filled filled
     cdef int64_t num_cached = 0, num_full = min(num_tokens, num_hashed) // group.block_size
     cdef PyObject *found
     if not group.is_known:
@@ -253,7 +254,8 @@ cdef bint cache_group(
         if group.is_masked:
             return False
         stride = group.block_size // plan.hash_block_size
-        enter_filled(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
+        filled = Filled(start=num_cached, stop=num_full, block_size=group.block_size, stride=stride)
+        enter_filled(plan, group, request, filled)
     if group.has_partial_tail:
         group.manager._cache_partial_tail_block(request, num_tokens)
     return True

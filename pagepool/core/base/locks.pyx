@@ -63,7 +63,7 @@ cdef int start_lock_rings() except -1:
     if not has_lock(&ring_lock):
         raise MemoryError("a lock")
     for kind in range(NUM_LOCK_KINDS):
-        lock_rings[kind] = LockNode(&lock_rings[kind], &lock_rings[kind], NULL, False)
+        lock_rings[kind] = LockNode(prev=&lock_rings[kind], next=&lock_rings[kind], mutex=NULL, is_held=False)
     return 0
 
 
@@ -91,7 +91,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
     last = ring.prev
     while kind == TABLE_LOCK and last != ring and last > node:  # as in `in_lock_order`
         last = last.prev
-    node[0] = LockNode(last, last.next, mutex, False)
+    node[0] = LockNode(prev=last, next=last.next, mutex=mutex, is_held=False)
     last.next.prev = node
     last.next = node
     if is_locked:

@@ -77,7 +77,7 @@ cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t en
     elif rare(not reserve_items(<void **>&gainer.gained, &gainer.capacity, gainer.num_gained + 1, sizeof(GainedBlock))):
         gainer.is_incomplete = True
     else:
-        gainer.gained[gainer.num_gained] = GainedBlock(<uint32_t>(space - &table.spaces[0]), entry)
+        gainer.gained[gainer.num_gained] = GainedBlock(group=<uint32_t>(space - &table.spaces[0]), entry=entry)
         gainer.num_gained += 1
 
 

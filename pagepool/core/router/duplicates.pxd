@@ -52,7 +52,7 @@ cdef inline void _empty_duplicate(DuplicateTable *table, Py_ssize_t slot) noexce
         if (home <= slot or home > other) if slot < other else (other < home <= slot):
             table.slots[slot] = table.slots[other]
             slot = other
-    table.slots[slot] = Duplicate(0, 0)
+    table.slots[slot] = Duplicate(key=0, num=0)
     table.num -= 1
 
 
@@ -61,7 +61,7 @@ cdef inline int put_duplicate(DuplicateTable *table, uint64_t key, uint64_t num)
     cdef Py_ssize_t slot = find_duplicate(table, key)
     cdef bint is_new = table.slots[slot].key == 0
     if num:
-        table.slots[slot] = Duplicate(key, num)
+        table.slots[slot] = Duplicate(key=key, num=num)
         table.num += is_new
         return is_new
     if is_new:

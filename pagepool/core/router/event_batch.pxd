@@ -244,9 +244,9 @@ cdef inline Text _read_text(Reader *reader) noexcept nogil:
         size = _read_number(reader, 1 << (first - 0xc4))
     else:
         _fail(reader, "got another type, allowed: text")
-    text = Text(reader.at, <Py_ssize_t>size)
+    text = Text(at=reader.at, size=<Py_ssize_t>size)
     _skip_bytes(reader, size)
-    return text if reader.error == NULL else Text(NULL, 0)
+    return text if reader.error == NULL else Text(at=NULL, size=0)
 
 
 cdef inline bint _is_int(const Reader *reader) noexcept nogil:
@@ -268,7 +268,7 @@ cdef inline uint64_t _read_hash(Reader *reader) noexcept nogil:
         _fail(reader, "got a hash of less than 8 bytes")
     if reader.error != NULL:
         return 0
-    last = Reader(text.at + text.size - 8, text.at + text.size, NULL)
+    last = Reader(at=text.at + text.size - 8, end=text.at + text.size, error=NULL)
     return _read_number(&last, 8)
 
 

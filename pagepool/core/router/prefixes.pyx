@@ -67,12 +67,16 @@ cdef int view_payload(object payload, Py_buffer *view) except -1:
     return 0
 
 
+cdef inline Reader reader_of(const Py_buffer *view) noexcept:
+    return Reader(at=<const uint8_t *>view.buf, end=<const uint8_t *>view.buf + view.len, error=NULL)
+
+
 def time_of_batch(payload) -> float:
     """Return the time of an encoded batch in seconds since 1970; 0 if it has none. O(1)."""
     cdef Py_buffer view
     cdef Reader reader
     view_payload(payload, &view)
-    reader = Reader(<const uint8_t *>view.buf, <const uint8_t *>view.buf + view.len, NULL)
+    reader = reader_of(&view)
     seconds = read_seconds(&reader)
     PyBuffer_Release(&view)
     return seconds
@@ -126,7 +130,7 @@ cdef class PrefixTable:
         cdef const char *error
         cdef void *thread
         view_payload(payload, &view)
-        reader = Reader(<const uint8_t *>view.buf, <const uint8_t *>view.buf + view.len, NULL)
+        reader = reader_of(&view)
         thread = let_others_run(view.len // BYTES_OF_A_PAGE)
         read_batch(&reader, &batch)
         go_on(thread)
@@ -301,7 +305,7 @@ cdef bytes medium_of(object medium):
 
 
 cdef Text text_of(bytes name) noexcept:
-    return Text(<const uint8_t *><const char *>name, len(name))
+    return Text(at=<const uint8_t *><const char *>name, size=len(name))
 
 
 cdef object UINT64 = np.dtype(np.uint64)

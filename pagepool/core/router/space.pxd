@@ -102,7 +102,7 @@ cdef inline uint32_t find_entry(const Space *space, uint64_t block_hash, uint32_
 cdef inline void _append_free_entry(Space *space, uint32_t entry) noexcept nogil:
     """Put a free entry at the end of the ring."""
     cdef FreeEntry *ring = _free_entry_at(space, 0)
-    _free_entry_at(space, entry)[0] = FreeEntry(ring.prev, 0)
+    _free_entry_at(space, entry)[0] = FreeEntry(prev=ring.prev, next=0)
     _free_entry_at(space, ring.prev).next = entry
     ring.prev = entry
 
@@ -127,7 +127,7 @@ cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t gu
         entry = _free_entry_at(space, 0).next
     _unlink_free_entry(space, entry)
     entry_at(space, entry)[0] = block_hash
-    space.slots[slot] = BlockSlot(tag, entry)
+    space.slots[slot] = BlockSlot(tag=tag, entry=entry)
     space.num_blocks += 1
     return entry
 

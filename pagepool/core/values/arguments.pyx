@@ -35,7 +35,7 @@ cdef Digest digest_of_int(object value) except *:
         high = value >> 64
     except OverflowError:
         raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**128 - 1") from None
-    return Digest(PyLong_AsUnsignedLongLongMask(value), high)
+    return Digest(lo=PyLong_AsUnsignedLongLongMask(value), hi=high)
 
 
 cdef object ndarray = np.ndarray

@@ -108,7 +108,7 @@ cdef class HashChain:
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """`extend`, with the lock held; False, and nothing changed, where memory is short."""
         cdef Py_ssize_t num_pages = tokens.num // self.page_size
-        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
+        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(lo=0, hi=0)
         cdef void *thread
         if not reserve(self, num_pages, tokens.num):
             return False
