@@ -49,7 +49,7 @@ cdef inline bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t grou
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
     if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
-        tier.num_refused += 1
+        tier.counters.num_refused_pages += 1
         return False
     queue_save(tier, key, group, page_id, False)
     return True
