@@ -166,11 +166,16 @@ class RequestHashes:
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = ...) -> Self: ...
     def cut(self, num_pages: int) -> None: ...
 
+class RequestMaps:
+    held: Final[dict[str, RequestPages]]
+    hashes: Final[dict[str, RequestHashes]]
+    lock: Any
+
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
     def __init__(
         self,
-        registry: Any,  # a `RequestRegistry`
+        registry: RequestMaps,
         max_num_tokens: int,
         restores_states: bool,
         on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = ...,

@@ -27,7 +27,7 @@ from pagepool.core.rows.row_request import RowRequest
 from pagepool.core.rows.running import RunningRows, StepResult
 from pagepool.core.pool.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.pool.sessions import PageSessions
-from pagepool.core.holding.slots import CachePages, SlotAllocator
+from pagepool.core.holding.slots import CachePages, RequestMaps, SlotAllocator
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import COUNTERS, CachePage, PageStore, QueryCounter
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_windows

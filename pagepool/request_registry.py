@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pagepool._core import HashChain, PageSessions, QueryCounter, RequestHashes, RequestPages
+from pagepool._core import HashChain, PageSessions, QueryCounter, RequestHashes, RequestMaps, RequestPages
 from pagepool.arguments import id_of, read_count, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["RequestRegistry"]
 
 
-class RequestRegistry(KeyHolder):
+class RequestRegistry(KeyHolder, RequestMaps):
     """The requests of a manager. The native `SlotAllocator` and running batches ask the façade for nothing else.
 
-    ``held`` maps ids to the pages of requests, ``hashes`` to the hashes of their tokens. Callers hold ``lock``, except for
-    methods that take it themselves.
+    Callers hold ``lock``, except for methods that take it themselves.
     """
 
     __name__ = "CacheManager"  # the owner of the lock in errors of forked processes
@@ -32,12 +31,10 @@ class RequestRegistry(KeyHolder):
     def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher) -> None:
         """Start without requests."""
         self.page_pool, self.rules, self.hasher = page_pool, rules, hasher
-        self.held: dict[str, RequestPages] = {}
-        self.hashes: dict[str, RequestHashes] = {}
         self.sessions = PageSessions(page_pool.store)
         self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None
-        self.lock = make_lock(self, "lock", MANAGERS)  # reentrant: a request's attributes and finalizers may call back
+        self.lock = make_lock(self, "lock", MANAGERS)
 
     # Pages.
 

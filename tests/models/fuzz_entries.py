@@ -43,8 +43,8 @@ CONSTRUCTORS = {
     "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options interval num_external_tokens",
 }
 KEYED_BY_BYTES = {"siphash128"}
-NOT_FUZZED = {"SlotAllocator"}
-"""It works with objects of the façade; `argument_cases` calls `CacheManager.allocate_slots` with values of any kind."""
+NOT_FUZZED = {"RequestMaps", "SlotAllocator"}
+"""They work with objects of the façade; `argument_cases` calls `CacheManager.allocate_slots` with values of any kind."""
 NOT_CALLED = {"__doc__", "__module__", "__new__", "__init__", "__pyx_vtable__", "__setstate__"}
 
 

@@ -76,15 +76,27 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
 
 
 @cython.auto_pickle(False)
+cdef class RequestMaps:
+    """The requests of a manager by id: the pages they hold, and the hashes of their tokens. ``lock`` guards both."""
+
+    cdef readonly dict held         # request id -> RequestPages
+    cdef readonly dict hashes       # request id -> RequestHashes
+    cdef public object lock         # reentrant: a request's attributes and finalizers may call back
+
+    def __cinit__(self):
+        self.held, self.hashes = {}, {}
+
+
+@cython.auto_pickle(False)
 cdef class SlotAllocator:
     """The native half of `CacheManager`. What it asks of the façade is in a `RequestRegistry`."""
 
-    cdef object registry            # `RequestRegistry`
+    cdef RequestMaps registry       # a `RequestRegistry`
     cdef PageStore store
     cdef CacheGroups groups
-    cdef dict held                  # of the registry: request id -> RequestPages
-    cdef dict hashes                # of the registry: request id -> RequestHashes
-    cdef object sessions            # of the registry: `PageSessions`
+    cdef dict held                  # that of the registry, and so are the next two
+    cdef dict hashes
+    cdef object sessions            # `PageSessions`
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
@@ -96,7 +108,7 @@ cdef class SlotAllocator:
     cdef object on_too_large        # called for what can never fit, which then is None; None: it raises
     cdef bint hashes_natively
 
-    def __init__(self, registry, max_num_tokens, bint restores_states, on_too_large=None):
+    def __init__(self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
         rules = registry.rules
         self.registry, self.store, self.groups = registry, registry.page_pool.store, rules.groups
