@@ -1,8 +1,10 @@
-# At which numbers of tokens a later request can resume, and which pages of windows and chunks it needs there.
+# Boundaries: token counts at which a later request can resume, and the pages of windows and chunks that it needs there.
 #
-# A row or request has its `Boundaries` from its admission on. Always: they are multiples of `multiple`, so that a hit can end
-# there, and ascend. Where states are kept, hits end at checkpoints, so these are the boundaries. With eagle the other ones are
-# boundaries as well: a look-up passes the windows near the end before it reaches a checkpoint.
+# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints, so these are the
+# boundaries. With eagle the other ones are boundaries as well: a look-up passes the windows near the end before it reaches a
+# checkpoint.
+#
+# Always: boundaries ascend, and are multiples of `multiple`, so that a hit can end there.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memmove
@@ -16,26 +18,28 @@ cdef enum:
 cdef struct Boundaries:       # numbers of tokens
     int32_t[NUM_BOUNDARIES] tokens  # [num] ascending
     int32_t num
-    int32_t num_prompt        # that were known at admission
-    int32_t multiple          # hits have a multiple of these; 0: pages of windows and chunks stay cached, whatever their place
-    int32_t slack             # before a boundary, at which a request can resume as well
-    int32_t interval          # requests that part in the prompt at a multiple of it resume there, without slack; 0: none do
-    int32_t num_dropped       # shared tokens that are computed again at least, with eagle
-    int32_t num_uncertain     # shared tokens that are computed again beyond these if a request has hardly any others
+    int32_t num_prompt        # tokens known at admission
+    int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
+    int32_t slack             # a request can also resume up to this many tokens before a boundary
+    int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
+    int32_t num_dropped       # least number of shared tokens that are computed again, with eagle
+    int32_t num_uncertain     # further ones, if a request has hardly any tokens of its own, with eagle
     bint use_eagle
     bint has_checkpoints      # the last checkpoints of states are boundaries
     bint has_ends             # ends of prompts and answers, and places in prompts, are boundaries
 
 
 cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
-    """Return where a request resumes that shares `num_tokens` tokens with another, if all pages are cached; 0: nowhere."""
+    """Return where a request resumes if it shares `num_tokens` cached tokens with another one; 0: at its beginning."""
+    assert boundaries.multiple > 0
     num_tokens = max(<int64_t>0, num_tokens - boundaries.num_dropped)
     return <int32_t>(num_tokens - num_tokens % boundaries.multiple)
 
 
 cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogil:
-    """Add a multiple, unless it is 0, or there already. It takes the room of the least one, if there is no other."""
+    """Add a multiple, unless it is 0 or known. If there is no room, it replaces the least one."""
     cdef int32_t i = boundaries.num
+    assert boundaries.multiple > 0 and end % boundaries.multiple == 0
     while i and boundaries.tokens[i - 1] > end:
         i -= 1
     if end <= 0 or (i and boundaries.tokens[i - 1] == end) or (i == 0 and boundaries.num == NUM_BOUNDARIES):
@@ -47,10 +51,13 @@ cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogi
         memmove(boundaries.tokens + i + 1, boundaries.tokens + i, (boundaries.num - i) * sizeof(int32_t))
         boundaries.num += 1
     boundaries.tokens[i] = end
+    assert 0 <= i < boundaries.num <= NUM_BOUNDARIES
+    assert i == 0 or boundaries.tokens[i - 1] < end
+    assert i == boundaries.num - 1 or end < boundaries.tokens[i + 1]
 
 
 cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
-    """Return the pages of a window or chunk that a request needs which resumes at `end`, or up to `slack` tokens before."""
+    """Return the pages of a window or chunk that a request needs to resume at `end`, or up to `slack` tokens before it."""
     return Range(
         first_hit_page(&group.rules, max(0, end - slack), boundaries.use_eagle),
         <int32_t>((end + <int64_t>group.num_read_behind) // group.rules.page_size),
@@ -58,8 +65,8 @@ cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, in
 
 
 cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, int32_t place) noexcept nogil:
-    """Find the next pages of a window or chunk, from `place` on, that a request needs which resumes at a boundary; none before
-    them is needed. O(1).
+    """Find the next pages of a window or chunk, from `place` on, that a request needs to resume at a boundary. It needs no page
+    between. O(1).
     """
     cdef int32_t i, end, first = <int32_t>max(<int64_t>0, <int64_t>place * group.rules.page_size - group.num_read_behind)
     cdef int64_t num_shared
@@ -77,4 +84,5 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
             if pages.start < needed.start:
                 needed = pages
     needed.start = max(needed.start, place)
+    assert place <= needed.start and 0 <= needed.stop
     return needed

@@ -1,4 +1,4 @@
-"""The cache groups of a model, and which pages a request needs in each."""
+"""The cache groups of a model, and the number of pages that a request needs in them."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -20,19 +20,19 @@ from pagepool.errors import ArgumentTypeError
 
 cdef int64_t MAX_PERIOD = 1 << 20
 
-cdef struct Peak:             # a request, and its steps
+cdef struct Peak:             # the arguments of `count_peak_pages`
     const Group *groups       # [num_groups]
     Py_ssize_t num_groups
     int64_t num_tokens
-    int64_t num_new           # in a step, at most
-    int64_t num_ahead         # lookahead: slots behind the new tokens
+    int64_t num_new           # most new tokens of a step
+    int64_t num_ahead         # lookahead slots behind the new tokens
     int64_t max_num_slots
 
 
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageRules:
-    """Which pages a request needs in one cache group.
+    """The rules by which a request needs pages in one cache group.
 
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
     many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
@@ -122,7 +122,7 @@ cdef class CacheGroups:
 
 
 cdef list list_periods(const Group *group):
-    """List the numbers of tokens after which a group takes and skips pages at the same distances again."""
+    """List the periods, in tokens, of a group's steps: it takes and skips pages at the same distances again."""
     return [] if is_state(&group.rules) else [group.rules.page_size, group.rules.chunk or 1, group.end_step or 1]
 
 
@@ -137,9 +137,9 @@ cdef int64_t count_pages_after(const Peak *peak, int64_t num_computed) noexcept 
 
 
 cdef int64_t find_peak(const Peak *peak, int64_t num_last, int64_t period) noexcept nogil:
-    """Find the most pages of any step. Later steps than the one after `num_last` tokens end where that does, and hold no more.
-    Steps that are a `period` earlier hold no more either, and among the others only one that takes the first token of a page
-    can hold more than the step a token earlier.
+    """Find the most pages of any step. Steps after `num_last` tokens end where that step does, and hold no more. Steps that are
+    a `period` earlier hold no more either. Of the others, only a step that takes the first token of a page can hold more than
+    the step one token earlier.
     """
     cdef int64_t num_computed, size, most = count_pages_after(peak, 0)
     cdef Py_ssize_t g
@@ -188,9 +188,9 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
 
 
 cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
-    """Compute which pages of windows and chunks a request needs that resumes behind others' tokens: `find_longest` shortens a
-    hit kind by kind, and with eagle each but states drops a page, and what is left of a multiple. The first drops a whole
-    multiple if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`.
+    """Compute the pages of windows and chunks that a request needs to resume behind others' tokens. `find_longest` shortens a
+    hit kind by kind. With eagle each kind but states drops a page, and the rest of a multiple; the first drops a whole multiple
+    if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`.
     """
     cdef Kinds *kinds = &groups.kinds
     cdef Boundaries *boundaries = &groups.boundaries

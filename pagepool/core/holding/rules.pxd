@@ -5,21 +5,21 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.pool.records cimport NO_GROUP
 
-cdef struct Rules:            # which pages a cache group needs
-    int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page
-    int32_t window            # tokens that one attends to; 0: no sliding window
+cdef struct Rules:            # numbers of tokens
+    int32_t page_size         # MAX_TOKENS: a state, which has one page
+    int32_t window            # tokens that a token attends to, itself included; 0: no sliding window
     int32_t chunk             # tokens that attend to each other; 0: not chunked
-    int32_t hit_tokens        # hits have a multiple of these; 0: any number
+    int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
 
-cdef struct Group:            # a cache group
+cdef struct Group:            # layers that need the same pages
     Rules rules
     int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
-    int32_t stride            # hashes of a page
-    const Group *next_alike   # another group that hits alike, in `CacheGroups`
-    int32_t num_read_behind   # tokens behind a hit whose pages its look-up reads and drops, with eagle
-    int32_t end_step          # tokens between ends at which another request can resume; 0: no pages are held for these
-    int32_t num_dropped       # tokens between such an end and the computed ones at least, with eagle
+    int32_t stride            # hashes per page
+    const Group *next_alike   # next group of the same kind, in `CacheGroups`
+    int32_t num_read_behind   # tokens behind a hit that its look-up reads and drops, with eagle
+    int32_t end_step          # another request can resume at multiples of this many tokens; 0: no pages are held for that
+    int32_t num_dropped       # least number of computed tokens behind such an end, with eagle
     int32_t num_step_pages    # pages of `end_step` tokens
     int32_t num_run_pages     # pages of a window that a hit needs
 
@@ -29,28 +29,30 @@ cdef inline bint is_state(const Rules *rules) noexcept nogil:
 
 
 cdef inline bint has_window(const Rules *rules) noexcept nogil:
-    """Whether pages are skipped, because a window or a chunk leaves them."""
+    """Whether a window or chunk leaves pages behind."""
     return rules.window or rules.chunk
 
 
 cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept nogil:
-    """Count the places that tokens take, including those of skipped pages."""
+    """Count the pages of tokens, skipped ones included."""
     if num_tokens <= MAX_TOKENS:  # a 32-bit division is faster
         return (<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size
     return 1 if is_state(rules) else (num_tokens + rules.page_size - 1) // rules.page_size
 
 
 cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    assert num_tokens >= 0 and rules.page_size > 0
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.page_size)
 
 
 cdef inline int32_t full_entries(const Rules *rules, int32_t num_tokens) noexcept nogil:
-    """Count the prefix entries that tokens make: full pages, or checkpoints of a state."""
+    """Count the prefix entries of tokens: full pages, or checkpoints of a state."""
+    assert num_tokens >= 0 and rules.entry_size > 0
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.entry_size)
 
 
 cdef inline Py_ssize_t last_hash(const Group *group, Py_ssize_t place) noexcept nogil:
-    """Index of the last hash page of a page, or of a checkpoint: its digest is the key of both."""
+    """Return the index of the hash whose digest is the key of a page, or checkpoint, at a place."""
     return (place + 1) * group.stride - 1
 
 
@@ -70,8 +72,8 @@ cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, 
 
 
 cdef inline int32_t first_held_page(const Group *group, int32_t num_computed, int32_t num_cached) noexcept nogil:
-    """Return the first page that a holder of `num_computed` computed tokens keeps: its next tokens attend to it, or a request
-    that goes on where this one may end. That end is a multiple of all page sizes, so its window may begin earlier.
+    """Return the first page that a holder of `num_computed` computed tokens keeps. Its next tokens attend to the page, or a
+    request does that goes on where this one may end. That end is a multiple of all page sizes, so its window may begin earlier.
     """
     cdef const Rules *rules = &group.rules
     cdef int32_t num = max(0, num_computed - group.num_dropped)
@@ -87,6 +89,7 @@ cdef inline int32_t next_skip(const Group *group, int32_t num_skipped) noexcept 
     """Return the least number of computed tokens at which one more page may be skipped; MAX_TOKENS: never."""
     cdef const Rules *rules = &group.rules
     cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
+    assert num_skipped >= 0
     if rules.window and group.end_step:
         stop = num_skipped + <int64_t>1 + group.num_run_pages
         if group.num_step_pages > 1:
@@ -113,20 +116,21 @@ cdef inline int32_t _count_window_pages(const Rules *rules) noexcept nogil:
 
 
 cdef inline int32_t count_run_pages(const Rules *rules, bint use_eagle) noexcept nogil:
-    """Count the pages before the end of a hit that a window needs. With eagle the last page of the hit, if any, was dropped."""
+    """Count the pages that a window needs before the end of a hit. With eagle the hit's last page, if any, was dropped."""
     return max(0 if use_eagle else 1, _count_window_pages(rules))
 
 
 cdef inline int32_t first_hit_page(const Rules *rules, int32_t num_tokens, bint use_eagle) noexcept nogil:
-    """Return the first page of attention that a request needs of a hit of so many tokens."""
+    """Return the first page that a request needs from a hit of `num_tokens` tokens."""
     if rules.window:
         return max(0, full_pages(rules, num_tokens) - count_run_pages(rules, use_eagle))
     return first_useful_page(rules, num_tokens, 0)
 
 
 cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:
-    """Whether a hit may need a page of a group with a window or chunks: the shortest hit that reaches it does, or none."""
+    """Whether any hit may need a page of a window or chunk. If the shortest hit that reaches the page does not, none does."""
     cdef int64_t stop, num_tokens = (page + <int64_t>1) * rules.page_size
+    assert page >= 0
     if not rules.hit_tokens:
         return True
     num_tokens = (num_tokens + rules.hit_tokens - 1) // rules.hit_tokens * rules.hit_tokens
@@ -139,7 +143,7 @@ cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept no
 
 
 cdef inline int64_t count_step_pages(const Group *group, int64_t num_computed, int64_t num_slots) noexcept nogil:
-    """Count the pages that a request with `num_computed` tokens, all entered, holds once `num_slots` tokens have slots."""
+    """Count the pages that a request with `num_computed` cached tokens holds once `num_slots` tokens have slots."""
     cdef const Rules *rules = &group.rules
     cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
     cdef int32_t num_cached = 0 if group.id == NO_GROUP else full_pages(rules, num)

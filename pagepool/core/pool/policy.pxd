@@ -1,15 +1,17 @@
-# The adaptive policy: it learns at which age pages of each part are used again, and evicts the page from which it expects the
-# fewest hits a page and time. Its unit of time is the epoch, a sixteenth of the pool's pages put into the queue.
+# The adaptive policy. It learns at which age pages of each part are used again, and evicts the page that promises the fewest
+# hits a page and time. Its unit of time is the epoch: the time in which a sixteenth of the pool's pages enter the queue.
 #
-# It counts, in buckets of ages and for each part, the pages in the queue that are used again, and a sample of those that were
-# evicted. The value of an age is the highest rate of hits that keeping a page to any later age gives, an index like that of
-# Gittins (Bandit Processes and Dynamic Allocation Indices, 1979). Beside the blank part there are three: pages that were used
-# once, and pages used again, when least-recently-used (LRU) eviction would have kept them, or would have lost them.
+# For each part and bucket of ages it counts the queued pages that are used again, and a sample of the evicted ones. The value
+# of an age is the highest rate of hits that keeping a page to any later age gives, an index like that of Gittins (Bandit
+# Processes and Dynamic Allocation Indices, 1979). Three parts follow the blank one: pages used once; pages used again that
+# least-recently-used (LRU) eviction would have kept; pages used again that it would have lost.
 #
-# Each page has a mark: its part in the lowest 2 bits, and, while it is free, the stamp of the call that released it behind
-# that. A held page's mark names the part that it will be put into. Pages without an entry are in the blank part, and marks of
-# that part are `BLANK`. The ghost remembers keys of evicted pages: each stands once, in the set that its tag leads to. A
-# snapshot has the marks, the ghost, the counts and what was learned, so a loaded pool evicts what the saved one would have.
+# Each page has a mark. Its lowest 2 bits name the page's part; in a held page, the part that it will be put into. In a free
+# page the other bits are the stamp of the call that released it. The ghost remembers keys of evicted pages. A snapshot has
+# the marks, the ghost, the counts and the learned values, so a loaded pool evicts what the saved one would have.
+#
+# Always: pages without an entry are in the blank part, and marks of that part are `BLANK`. A key stands in the ghost once, in
+# the set that its tag leads to. `epoch` is `num_released // epoch_pages`. The counts and values pass `is_right`.
 
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -19,88 +21,88 @@ from pagepool.core.base.platform cimport CACHE_LINE, raw_calloc, raw_free
 from pagepool.core.base.siphash cimport Digest
 
 cdef enum:
-    BLANK = 0                 # part of the queue for pages without an entry: they are evicted first
-    NEW = 1                   # part for pages that were used once
-    AGAIN = 2                 # part for pages that were used again in time
-    LATE = 3                  # part for pages that were used again, and LRU would have lost them
-    PART = 3                  # bits of a mark
+    BLANK = 0                 # part of pages without an entry: they are evicted first
+    NEW = 1                   # part of pages used once
+    AGAIN = 2                 # part of pages used again in time
+    LATE = 3                  # part of pages used again after LRU would have lost them
+    PART = 3                  # mask of a mark's bits
     NUM_PARTS = 4
     NUM_CLASSES = 3           # parts without the blank one
     NUM_AGES = 14             # buckets
-    HORIZON = 128             # epochs; older pages are not counted any more
-    NUM_EPOCHS = 256          # for which pages are counted: a power of 2
+    HORIZON = 128             # epochs; older pages are not counted
+    NUM_EPOCHS = 256          # ring of counted epochs: a power of 2
     LAST_COUNTED = NUM_EPOCHS - 1
     EPOCHS_A_POOL = 16
-    FIRST_HAZARD = 6          # percent of the pages of the first age are used again, as long as nothing is known
-    MARGIN = 70               # percent of the value of LRU's choice that a page evicted in its place has at most
-    HALF_LIFE = 64            # epochs, in which counts lose half of their weight
-    HALF_LIFE_REQUESTS = 512  # at least
-    REQUESTS_A_WEIGHT = 4     # pages of a prior: those of so many requests
-    REGRET_A_POOL = 12        # hits that LRU would have had more, to a pool's pages, from which on it decides for a while
-    MAX_PAUSE = 64            # pools
-    KNOWN_SHARE = 75          # percent of the pages of a request that goes on with one that was seen
-    MAX_VALUE = 2             # of a page that is surely used again within an epoch
-    STAMP_SHIFT = 2           # of a mark: part, then the call, then the epoch
+    FIRST_HAZARD = 6          # prior: percent of pages used again at the first age
+    MARGIN = 70               # a page is evicted in place of LRU's choice if its value is below this percentage of the choice's
+    HALF_LIFE = 64            # epochs in which counts lose half of their weight
+    HALF_LIFE_REQUESTS = 512  # requests that must come meanwhile, too
+    REQUESTS_A_WEIGHT = 4     # a prior weighs as much as the pages of this many requests
+    REGRET_A_POOL = 12        # LRU takes over for a while once it would have had num_pages / 12 more hits
+    MAX_PAUSE = 64            # longest such while, in pools of released pages
+    KNOWN_SHARE = 75          # a request goes on with one that was seen if this percentage of its pages is known
+    MAX_VALUE = 2             # value of a page that is surely used again within an epoch
+    STAMP_SHIFT = 2           # a mark is part, call and epoch, from the lowest bits up
     EPOCH_SHIFT = 18
     LAST_CALL = (1 << 16) - 1
     LAST_EPOCH = (1 << 14) - 1
-    SAMPLE_INTERVAL = 8       # keys, of which the ghost remembers one: a power of 2
-    GHOST_SIZE = 6            # pools of evicted pages, of which the ghost has a sample; a smaller one forgets keys too early
-    SET_SIZE = 8              # entries of a ghost
-    NUM_POLICY_COUNTS = 8     # from `Policy.num_in_part` on
+    SAMPLE_INTERVAL = 8       # the ghost remembers one key in this many: a power of 2
+    GHOST_SIZE = 6            # pools of evicted pages that the ghost samples; with fewer it forgets keys too early
+    SET_SIZE = 8              # entries of a set
+    NUM_POLICY_COUNTS = 8     # int64 counts from `Policy.num_in_part` on
 
 cdef struct GhostEntry:       # an evicted page
-    uint32_t tag              # hash of its key and group; 0: none
-    uint32_t mark             # as it was in the queue
+    uint32_t tag              # hash of its key and group; 0: empty
+    uint32_t mark             # its last mark in the queue
 
-cdef struct Ghost:            # the keys of pages that were evicted last, in sets, each first in, first out
+cdef struct Ghost:            # keys of the pages evicted last, in sets, each first in, first out
     GhostEntry *entries       # [num_sets, SET_SIZE], each set in a cache line
-    void *memory              # that they are in
+    void *memory              # the allocation around `entries`
     uint32_t num_sets
 
-cdef struct Decision:         # which pages are evicted, until a page is hit or one with another stamp is met
-    int32_t part              # BLANK: none
+cdef struct Decision:         # the pages to evict until a page is hit, or a page with another mark comes up
+    int32_t part              # BLANK: no decision
     int32_t shard
-    bint is_newest            # the newest call's pages, the first that it released first; else the oldest page
+    bint is_newest            # True: pages of the latest release, in its order; False: the oldest pages
     uint32_t mark
 
-cdef struct Learned:          # what a snapshot keeps
+cdef struct Learned:          # saved in snapshots
     int64_t num_released      # pages put into the queue
     int64_t epoch
-    int64_t call              # of this epoch
-    int64_t num_requests_then  # at the last tick
-    int64_t alive[NUM_CLASSES][NUM_EPOCHS]  # pages that an epoch released and that were not used since
-    double exposed[NUM_CLASSES][NUM_AGES]  # pages that came to an age
-    double reused[NUM_CLASSES][NUM_AGES]  # pages that were used again at it
+    int64_t call              # number within the epoch
+    int64_t num_requests_then  # `num_requests` when the epoch began
+    int64_t alive[NUM_CLASSES][NUM_EPOCHS]  # pages released in an epoch and not used since
+    double exposed[NUM_CLASSES][NUM_AGES]  # pages that reached an age
+    double reused[NUM_CLASSES][NUM_AGES]  # pages used again at an age
     double values[NUM_CLASSES][NUM_AGES]
-    int64_t lru_age           # epochs from which on LRU would have lost a page
-    int64_t regret            # hits that LRU would have had, less those that there were
-    int64_t pause             # pools
-    int64_t paused_until      # releases; up to then LRU decides
+    int64_t lru_age           # age in epochs at which LRU would have lost a page
+    int64_t regret            # hits that LRU would have had, less the actual ones; at least 0
+    int64_t pause             # pools of released pages for which LRU decides
+    int64_t paused_until      # LRU decides while `num_released` is below this
     Decision decision
 
 cdef struct Policy:
     uint32_t *marks           # [num_pages]
     Ghost ghost
     int64_t num_in_part[NUM_PARTS]  # free pages without a term; this and the next four are copied together
-    int64_t num_requests      # that took pages
-    int64_t num_shared_hits   # on held pages
+    int64_t num_requests      # requests that took pages
+    int64_t num_shared_hits   # hits on held pages
     int64_t num_free_hits
-    int64_t num_lru_hits      # pages that LRU would have had, without those that were held; estimated
+    int64_t num_lru_hits      # estimated hits of LRU on free pages
     Learned learned
     int64_t num_pages
-    int64_t epoch_pages       # in an epoch
+    int64_t epoch_pages       # pages released in an epoch
     int32_t edges[NUM_AGES + 1]  # epochs at which the buckets of ages begin: 0 1 2 3 4 6 8 12 16 24 ... 96, and the horizon
-    uint8_t buckets[HORIZON]  # of ages in epochs
-    int32_t first_part        # of the tenant for which the decision was made
-    int32_t newest[NUM_PARTS]  # in each part the first page of the newest call that released any, as far as it still is
+    uint8_t buckets[HORIZON]  # bucket of each age in epochs
+    int32_t first_part        # first part of the tenant that the decision is about
+    int32_t newest[NUM_PARTS]  # first page that the latest release put into each part, while it is there
 
 
-# The ghost: what a policy remembers of a sample of the pages that were evicted.
+# The ghost: a sample of the evicted keys.
 
 
 cdef inline uint64_t hash_key(Digest key, int32_t group) noexcept nogil:
-    """The hash of a key and group: the same in each process, so that a policy's choices are."""
+    """Return the hash of a key and group. It is the same in each process, and so are a policy's choices."""
     cdef uint64_t word = key.lo ^ key.hi * <uint64_t>0x9E3779B97F4A7C15 ^ <uint64_t>(group + 1) * <uint64_t>0xC2B2AE3D27D4EB4F
     word = (word ^ word >> 32) * <uint64_t>0xD6E8FEB86659FD93
     word = (word ^ word >> 32) * <uint64_t>0xD6E8FEB86659FD93
@@ -108,7 +110,7 @@ cdef inline uint64_t hash_key(Digest key, int32_t group) noexcept nogil:
 
 
 cdef inline bint is_sampled(uint64_t word) noexcept nogil:
-    """Whether a key with this hash is remembered."""
+    """Whether the ghost remembers keys with this hash."""
     return word & (SAMPLE_INTERVAL - 1) == 0
 
 
@@ -121,7 +123,7 @@ cdef inline GhostEntry *set_of(const Ghost *ghost, uint32_t tag) noexcept nogil:
 
 
 cdef inline GhostEntry *_find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
-    """The entry of a key, or NULL."""
+    """Return the entry of a key, or NULL."""
     cdef uint32_t tag = _tag_in_ghost(word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i
@@ -132,8 +134,8 @@ cdef inline GhostEntry *_find_ghost(const Ghost *ghost, uint64_t word) noexcept 
 
 
 cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept nogil:
-    """Add a key as the last of its set. It takes the place of its own entry, if nobody asked for the key since it was evicted
-    before, else of the first that left a gap, else of the oldest.
+    """Add a key as the newest of its set. It replaces its own entry, if an earlier eviction left one; else it takes the first
+    gap; else it replaces the oldest entry.
     """
     cdef uint32_t tag = _tag_in_ghost(word)
     cdef GhostEntry *own = _find_ghost(ghost, word)
@@ -143,10 +145,11 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
         i += 1
     memmove(entries + 1, entries, i * sizeof(GhostEntry))
     entries[0] = GhostEntry(tag, mark)
+    assert _find_ghost(ghost, word) == entries
 
 
 cdef inline bint _make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
-    """Make room for a sample of the pages that were evicted last; False where memory is short."""
+    """Allocate an empty ghost; False where memory is short."""
     cdef double size_in_sets = <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL / SET_SIZE
     ghost.num_sets = 1 + <uint32_t>min(<double>(UINT32_MAX - 1), size_in_sets)
     ghost.memory = raw_calloc(<size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
@@ -155,7 +158,7 @@ cdef inline bint _make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
 
 
 cdef inline uint32_t _stamp_of(const Policy *policy) noexcept nogil:
-    """The stamp of pages that are released now."""
+    """Return the stamp of pages that are released now."""
     return <uint32_t>(policy.learned.epoch & LAST_EPOCH) << EPOCH_SHIFT | <uint32_t>policy.learned.call << STAMP_SHIFT
 
 
@@ -168,18 +171,19 @@ cdef inline int32_t _bucket_of(const Policy *policy, int64_t age) noexcept nogil
 
 
 cdef inline uint32_t age_of(const Policy *policy, uint32_t mark) noexcept nogil:
-    """How long ago a page was released, in calls and epochs: only the order matters."""
+    """Return the time since a page was released, as a number that only orders pages."""
     return _stamp_of(policy) - (mark & ~<uint32_t>PART)
 
 
 cdef inline double value_of(const Policy *policy, uint32_t mark) noexcept nogil:
+    assert mark & PART != BLANK
     return policy.learned.values[(mark & PART) - 1][_bucket_of(policy, _epochs_since(policy, mark))]
 
 
 # Learning.
 
 cdef inline void _rate_ages(Policy *policy) noexcept nogil:
-    """Compute the value of each age from what was counted, with the mean of all parts, and the age before, as prior."""
+    """Compute the value of each age from the counts. The prior is the mean of all parts, and the age before."""
     cdef double[NUM_AGES] prior
     cdef double num_reused, num_exposed, weight = 1
     cdef Py_ssize_t c, j
@@ -211,6 +215,7 @@ cdef inline void _rate_class(Policy *policy, Py_ssize_t c, const double *prior, 
             surviving *= 1 - hazard[j]
             best = max(best, hits / time)
         policy.learned.values[c][start] = best
+        assert 0 <= best <= MAX_VALUE
 
 
 cdef inline void free_policy(Policy *policy) noexcept nogil:
@@ -238,12 +243,13 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
     for age in range(HORIZON):
         bucket += age == policy.edges[bucket + 1]
         policy.buckets[age] = <uint8_t>bucket
+        assert policy.edges[bucket] <= age < policy.edges[bucket + 1]
     _rate_ages(policy)
     return policy
 
 
 cdef inline void _begin_epoch(Policy *policy) noexcept nogil:
-    """Count the pages that come to the next ages."""
+    """Count the pages that reach the next ages."""
     cdef Py_ssize_t c, j
     cdef int64_t num_alive
     policy.learned.epoch += 1
@@ -255,10 +261,11 @@ cdef inline void _begin_epoch(Policy *policy) noexcept nogil:
 
 
 cdef inline void _decay(Policy *policy, double epochs) noexcept nogil:
-    """Let what was counted before weigh less."""
+    """Let earlier counts weigh less."""
     cdef double requests = <double>(policy.num_requests - policy.learned.num_requests_then)
     cdef double share = pow(2.0, -min(epochs / HALF_LIFE, requests / HALF_LIFE_REQUESTS))
     cdef Py_ssize_t c, j
+    assert 0 <= share <= 1
     for c in range(NUM_CLASSES):
         for j in range(NUM_AGES):
             policy.learned.exposed[c][j] *= share
@@ -267,7 +274,7 @@ cdef inline void _decay(Policy *policy, double epochs) noexcept nogil:
 
 
 cdef inline int64_t _find_lru_age(const Policy *policy, int64_t num_free) noexcept nogil:
-    """The age at which LRU would lose pages: as many were released since, and not used, as it has room for."""
+    """Return the age at which LRU loses pages: since then as many were released, and not used, as the queue has room for."""
     cdef int64_t age = 0, count = 0
     cdef Py_ssize_t c
     while age < HORIZON and age <= policy.learned.epoch:
@@ -280,10 +287,11 @@ cdef inline int64_t _find_lru_age(const Policy *policy, int64_t num_free) noexce
 
 
 cdef inline void count_release(Policy *policy, int64_t num_pages, int64_t num_free) noexcept nogil:
-    """Count a call that is about to put pages into the queue, which has `num_free`."""
+    """Count a call that is about to put pages into the queue. `num_free` pages are in it now."""
     cdef int64_t epoch = policy.learned.epoch
     policy.learned.num_released += num_pages
     policy.learned.call = min(policy.learned.call + 1, <int64_t>LAST_CALL)
+    assert num_pages >= 0 and num_free >= 0
     if policy.learned.num_released // policy.epoch_pages == epoch:
         return
     policy.learned.call = 0
@@ -297,20 +305,23 @@ cdef inline void count_release(Policy *policy, int64_t num_pages, int64_t num_fr
         policy.learned.pause = min(max(<int64_t>2, 2 * policy.learned.pause), <int64_t>MAX_PAUSE)
         policy.learned.paused_until = policy.learned.num_released + policy.learned.pause * policy.num_pages
         policy.learned.regret = 0
+    assert is_right(policy)
 
 
 cdef inline void stamp_page(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
-    """Mark a page with an entry that is put into a part now."""
+    """Mark a page with an entry, which is put into a part now."""
+    assert 0 < page_id < policy.num_pages and BLANK < part < NUM_PARTS
     policy.marks[page_id] = _stamp_of(policy) | part
     policy.learned.exposed[part - 1][0] += 1
     policy.learned.alive[part - 1][policy.learned.epoch & LAST_COUNTED] += 1
 
 
 cdef inline uint32_t _count_reuse(Policy *policy, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
-    """Count that a page with this mark was used again, and return the part that it belongs to now."""
+    """Count the reuse of a page with this mark, and return the page's new part."""
     cdef int64_t age = _epochs_since(policy, mark)
     cdef Py_ssize_t c = (mark & PART) - 1
     cdef bint is_in_time = age < policy.learned.lru_age
+    assert mark & PART != BLANK
     policy.num_lru_hits += weight * is_in_time
     policy.learned.regret = max(<int64_t>0, policy.learned.regret + weight * (is_in_time - is_hit))
     if age < HORIZON:
@@ -320,20 +331,21 @@ cdef inline uint32_t _count_reuse(Policy *policy, uint32_t mark, int64_t weight,
 
 
 cdef inline void count_demand(Policy *policy, uint32_t mark) noexcept nogil:
-    """Count that a page in the queue, with this mark, was asked for, though it stays there."""
+    """Count the demand for a queued page with this mark. The page stays in the queue."""
     cdef int64_t age = _epochs_since(policy, mark)
     if mark != BLANK and age < HORIZON:
         policy.learned.reused[(mark & PART) - 1][_bucket_of(policy, age)] += 1
 
 
 cdef inline void pass_part(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
-    """Let a held page that is a new one go into another part, that of its request."""
+    """Let a held page of the new part go into its request's part instead."""
+    assert part < NUM_PARTS
     if part > NEW and policy.marks[page_id] & PART == NEW:
         policy.marks[page_id] = part
 
 
 cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noexcept nogil:
-    """Mark a page that was hit and gets a holder, or one more. It has left the queue if it `was_free`."""
+    """Mark a page that was hit. If it `was_free`, it has left the queue."""
     cdef uint32_t *mark = &policy.marks[page_id]
     if was_free:
         policy.learned.decision.part = BLANK
@@ -343,16 +355,17 @@ cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noex
 
 
 cdef inline uint32_t recall(Policy *policy, uint64_t word) noexcept nogil:
-    """The part for the page of a sampled key, known by its hash, that enters the index; BLANK where the key is forgotten."""
+    """Forget a sampled key that is cached again, and return its page's part; BLANK if the ghost does not have the key."""
     cdef GhostEntry *entry = _find_ghost(&policy.ghost, word)
     if entry == NULL:
         return BLANK
     entry.tag = 0
+    assert _find_ghost(&policy.ghost, word) == NULL and entry.mark & PART != BLANK
     return _count_reuse(policy, entry.mark, SAMPLE_INTERVAL, False)
 
 
 cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
-    """Count a page in the queue no more that loses its entry other than by eviction, or is put into the queue again."""
+    """Stop counting a queued page, which is uncached without eviction, or queued anew."""
     cdef uint32_t mark = policy.marks[page_id]
     cdef int64_t age = _epochs_since(policy, mark)
     if mark != BLANK and age < HORIZON:
@@ -360,15 +373,15 @@ cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint is_right(const Policy *policy) noexcept nogil:
-    """Whether what was learned can be: after a snapshot was loaded, and when the pool is checked."""
+    """Whether the learned values can be real, in a loaded snapshot or a pool that is checked."""
     cdef const Learned *learned = &policy.learned
     cdef bint is_fine = learned.num_released >= 0 and learned.epoch == learned.num_released // policy.epoch_pages
-    cdef int64_t most = INT64_MAX // 8  # so that sums of counts are counts too
+    cdef int64_t most = INT64_MAX // 8  # sums of counts must not overflow
     cdef Py_ssize_t c, j
     is_fine &= 0 <= learned.call <= LAST_CALL and 0 <= learned.lru_age <= HORIZON and learned.regret >= 0
     is_fine &= 0 <= learned.num_requests_then <= policy.num_requests and learned.paused_until >= 0
     is_fine &= 0 <= learned.pause <= MAX_PAUSE and BLANK <= learned.decision.part <= PART
-    is_fine &= learned.decision.shard >= -1  # it may be of a shard that the pool had before it was divided otherwise
+    is_fine &= learned.decision.shard >= -1  # the pool may have had more shards then
     for c in range(NUM_CLASSES):
         for j in range(NUM_AGES):  # neither is NaN
             is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE
