@@ -215,7 +215,6 @@ cdef inline void _rate_class(Policy *policy, Py_ssize_t c, const double *prior, 
             surviving *= 1 - hazard[j]
             best = max(best, hits / time)
         policy.learned.values[c][start] = best
-        assert 0 <= best <= MAX_VALUE
 
 
 cdef inline void free_policy(Policy *policy) noexcept nogil:
@@ -243,7 +242,6 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
     for age in range(HORIZON):
         bucket += age == policy.edges[bucket + 1]
         policy.buckets[age] = <uint8_t>bucket
-        assert policy.edges[bucket] <= age < policy.edges[bucket + 1]
     _rate_ages(policy)
     return policy
 
