@@ -25,7 +25,8 @@ from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.row_request import RowRequest
 from pagepool.core.rows.running import RunningRows, StepResult
-from pagepool.core.pool.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
+from pagepool.core.pool.saving import find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, RequestMaps, SlotAllocator
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of

@@ -6,18 +6,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore, copy_records, find_policy_fault, follow
+from pagepool._core import CONSTANTS, PageStore, copy_records, find_policy_fault, follow
 from pagepool.errors import IntegrityError
 
 __all__ = ["GROUP", "KEPT", "PART", "Records", "check_store"]
 
-NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
-BLANK, PART = 0, 3
-NEVER = 19  # the last term
-SECOND, MAX_IDLE = 16, 1 << 31  # on the clock of stamps
-SHARED = -1
-COMMON, MAX_TENANTS, NO_TENANT = 0, 64, 255
-TWIN, KEPT, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, 1 << 28, ~(7 << 28), (1 << 28) - 1, (1 << 31) - 2
+NOT_FREE, NO_GROUP, NOT_NEW, NOT_FIRST = CONSTANTS.NOT_FREE, CONSTANTS.NO_GROUP, CONSTANTS.NOT_NEW, CONSTANTS.NOT_FIRST
+TWIN, KEPT, GROUP, MAX_GROUP = CONSTANTS.TWIN, CONSTANTS.KEPT, ~CONSTANTS.FLAGS, CONSTANTS.MAX_GROUP
+BLANK, PART, NEVER, MAX_REF_CNT = CONSTANTS.BLANK, CONSTANTS.PART, CONSTANTS.NEVER, CONSTANTS.MAX_REF_CNT
+SHARED, MAX_TENANTS, NO_TENANT = CONSTANTS.SHARED, CONSTANTS.MAX_TENANTS, CONSTANTS.NO_TENANT
+MAX_IDLE = 1 << 31  # on the clock of stamps
 
 Array = npt.NDArray[Any]
 
@@ -80,12 +78,13 @@ class Records(SimpleNamespace):
         if found != counted:
             raise IntegrityError(f"{found} {text}, the pool counts {counted}")
 
-    def walk(self, name: str, links: Array, first_ids: Any) -> Array:
+    def walk(self, name: str, links: Array, first_ids: Any, ends: tuple[str, str] = ("prev", "next")) -> Array:
         """Return the ids in the rings that start at `first_ids`."""
-        ids, is_whole = follow(links["prev"].copy(), links["next"].copy(), first_ids)
+        before, behind = (links[end].copy() for end in ends)
+        ids, is_whole = follow(before, behind, first_ids)
         if not is_whole:
             last = ids[len(ids) - 1]
-            raise IntegrityError(f"page {links['next'][last]} follows {self.describe(last)} in {name}, and does not link back")
+            raise IntegrityError(f"page {behind[last]} follows {self.describe(last)} in {name}, and does not link back")
         return ids.to_array()
 
     def require_order(self, name: str, links: Array, ids: Array, keys: Array) -> tuple[Array, Array]:
@@ -102,7 +101,7 @@ class Records(SimpleNamespace):
         """Check that each page is held or in the free queue, and that the null page closes the queue."""
         links, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
         self.pages = pages = links[:num_pages]
-        ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev"], pages["next"], pages["group"].copy()
+        ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev_free"], pages["next_free"], pages["group"].copy()
         is_free = (before >= 0) & (before < len(links)) & (behind >= 0) & (behind < len(links))
         is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= self.is_pool) & (ref_cnt <= MAX_REF_CNT)
         is_wrong = ~(is_free | is_held) | (self.group < NO_GROUP)
@@ -110,7 +109,7 @@ class Records(SimpleNamespace):
         self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)
         text = ": allowed: links from 0 to {}, or 1 to {} references and links {}; groups up to {}; the null page is free"
         self.refuse(is_wrong, ids, text, len(links) - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
-        self.queue = self.walk("the free queue", links, [0])[1:]
+        self.queue = self.walk("the free queue", links, [0], ("prev_free", "next_free"))[1:]
         self.free_ids = self.queue[self.queue < num_pages]
         self.require_count(len(self.free_ids), self.num_free, f"pages are in the free queue, up to page {before[0]}")
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
@@ -128,7 +127,7 @@ class Records(SimpleNamespace):
         self.refuse(idle > MAX_IDLE, self.free_ids, " is free since {}, it is {}", stamps, self.now)
         expected = self.terms.take(self.free_ids)
         num_free = np.bincount(expected, minlength=NEVER + 1)
-        self.require_count([0, *num_free[1:].tolist()], self.num_free_by_term, "free pages have terms")
+        self.require_count([0, *num_free[1:].tolist()], self.num_free_by_term.tolist(), "free pages have terms")
         in_use = sum(1 << term for term in range(1, NEVER + 1) if num_free[term])
         self.require_count(in_use, self.free_terms, "is the set of terms of free pages")
         is_next = (self.queue[1:] < self.num_pages) & (self.queue[:-1] < self.num_pages)
@@ -172,20 +171,25 @@ class Records(SimpleNamespace):
         text = " is charged to tenant {}, allowed: up to {}, or {} in the blank part"
         self.refuse(is_wrong, range(1, self.num_pages), text, tenants, MAX_TENANTS - 1, NO_TENANT)
         counts = np.bincount(tenants[charged], minlength=MAX_TENANTS).tolist()
-        self.require_count(counts, self.num_charged, "pages are charged to the tenants")
+        self.require_count(counts, self.num_charged.tolist(), "pages are charged to the tenants")
         of_free = self.tenants.take(self.free_ids)
         counts = np.bincount(of_free[of_free != NO_TENANT], minlength=MAX_TENANTS).tolist()
-        self.require_count(counts, self.num_free_by_tenant, "of them are free")
+        self.require_count(counts, self.num_free_by_tenant.tolist(), "of them are free")
 
-    def words_of(self, keys: Array) -> Any:
-        """Return products whose upper halves are the tags of keys and groups."""
-        return (keys["low"] ^ keys["group"].astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
+    def words_of(self, low: Array, groups: Array) -> Any:
+        """Return products whose upper halves are the tags of keys, by their lower halves, and groups."""
+        return (low ^ groups.astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
 
-    def has_key(self, page_ids: Array, keys: Array) -> Any:
-        """Return whether cached pages have these keys and groups."""
+    def has_key(self, page_ids: Array, low: Array, high: Array, groups: Array) -> Any:
+        """Return whether cached pages have keys with these lower and upper halves, and these groups."""
         pages = self.pages.take(page_ids)
-        is_same = (pages["group"] != NO_GROUP) & (pages["group"] & GROUP == keys["group"] & GROUP)
-        return is_same & (pages["low"] == keys["low"]) & (pages["high"] == keys["high"])
+        is_same = (pages["group"] != NO_GROUP) & (pages["group"] & GROUP == groups & GROUP)
+        return is_same & (pages["key_lo"] == low) & (pages["key_hi"] == high)
+
+    def is_twin(self, page_ids: Array, others: Array) -> Any:
+        """Return whether cached pages have the keys and groups of others."""
+        pages = self.pages.take(others)
+        return self.has_key(page_ids, pages["key_lo"], pages["key_hi"], pages["group"])
 
     def check_slots(self) -> None:
         """Check that each slot names a cached page whose key leads to the slot, and that keys are distinct."""
@@ -196,16 +200,16 @@ class Records(SimpleNamespace):
         self.refuse((ids < 0) | (ids >= self.num_pages), None, text, places, ids, self.num_pages - 1)
         pages = self.pages.take(ids)
         pages["group"] &= GROUP
-        words = self.words_of(pages)
+        words = self.words_of(pages["key_lo"], pages["group"])
         tags = (words >> np.uint64(32)).astype(np.int64)
         text = " is named by slot {} of the prefix index, "
         is_wrong = (self.group.take(ids) == NO_GROUP) | (self.slots["tag"].take(places) != tags)
         self.refuse(is_wrong, ids, text + "which is not its own", places)
-        self.words = words ^ pages["high"]
+        self.words = words ^ pages["key_hi"]
         ordered = np.sort(self.words)
         if True in (ordered[1:] == ordered[:-1]):
             is_again = np.ones(len(ids), dtype=bool)
-            keys = np.column_stack((pages["low"], pages["high"], pages["group"].astype(np.uint64)))
+            keys = np.column_stack((pages["key_lo"], pages["key_hi"], pages["group"].astype(np.uint64)))
             is_again[np.unique(keys, axis=0, return_index=True)[1]] = False
             self.refuse(is_again, ids, text + "and another slot has its hash", places)
         empties = (slots == 0).nonzero()[0]
@@ -222,11 +226,11 @@ class Records(SimpleNamespace):
         self.cached = self.pages.take(ids)
         self.rings = np.bincount(self.first_ids, minlength=self.num_pages).take(ids).cumsum() - 1
         firsts = self.first_ids.take(self.rings)
-        is_wrong = ~self.has_key(ids, self.pages.take(firsts)) | ((twins["next"].take(ids) == ids) != is_alone.take(ids))
+        is_wrong = ~self.is_twin(ids, firsts) | ((twins["next"].take(ids) == ids) != is_alone.take(ids))
         self.refuse(is_wrong, ids, " is among the pages of equal content of page {}", firsts)
         is_lost = (self.group != NO_GROUP) & (np.bincount(ids, minlength=self.num_pages) == 0)
         for lost_id in is_lost.nonzero()[0][:1]:
-            found = ids[self.has_key(ids, self.pages[lost_id])].tolist()
+            found = ids[self.is_twin(ids, lost_id)].tolist()
             raise IntegrityError(f"{self.describe(lost_id)}: look-ups of its hash find pages {found}, allowed: this one too")
         self.require_count(len(ids), self.num_entries, "pages are cached")
         self.page_tokens = self.page_tokens.reshape(self.num_pages, -1)
@@ -239,26 +243,25 @@ class Records(SimpleNamespace):
         """Check that each shard has its free pages and its twins, in the pool's order, and the rings of first twins."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
         num_records = 1 + self.num_parts  # in the queue of each shard, besides pages
-        num_links, num_remembered = num_pages + n * num_records, n * 2 if len(self.marks) else 0
         records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         shards = np.where(records < num_pages, records // (num_pages // n), copies)
         ids = np.where(records < num_pages, records, shards * num_records + records + 1).astype(np.int32)
         ends = np.arange(n, dtype=np.int32)
         shards, ids = np.concatenate((ends, shards)), np.concatenate((num_pages + ends * num_records, ids)).astype(np.int32)
-        self.require_order("the free pages of its shard", links[:num_links], ids, shards)
-        counts, counted = np.bincount(shards) - num_records, links[num_links:].view(np.int32)
-        self.refuse(counts != counted[:n], None, "shard {} has {} free pages, the pool counts {}", range(n), counts, counted)
+        self.require_order("the free pages of its shard", links, ids, shards)
+        counts, counted = np.bincount(shards) - num_records, self.shard_num_free
+        self.refuse(counts != counted, None, "shard {} has {} free pages, the pool counts {}", range(n), counts, counted)
         is_twin = self.group.take(self.cached_ids) >= TWIN
         if not is_twin.any():
             return
-        twins, firsts = links[num_links + n + num_remembered :].reshape(2, num_pages)
+        twins, firsts = self.shard_twins, self.shard_firsts
         keys = self.rings * n + self.cached_ids // (num_pages // n)
         ids, is_first = self.require_order("the twins of its shard", twins, self.cached_ids[is_twin], keys[is_twin])
         first_ids = self.first_ids[self.group.take(self.first_ids) >= TWIN]
         heads = self.walk("the ring of the first in each shard", firsts, first_ids)
         rings = np.bincount(first_ids, minlength=num_pages).take(heads).cumsum() - 1
-        is_wrong = ~self.has_key(heads, self.pages.take(first_ids.take(rings)))
+        is_wrong = ~self.is_twin(heads, first_ids.take(rings))
         self.refuse(is_wrong, heads, " is in the ring of the first in each shard of others")
         is_head, found = np.bincount(heads, minlength=num_pages).take(ids), firsts.take(ids)
         is_wrong = np.where(is_first, is_head == 0, (found["prev"] != NOT_FIRST) | (found["next"] != NOT_FIRST))
@@ -294,21 +297,21 @@ class Records(SimpleNamespace):
         """Check that each cached page has a place and a context in use, that new keys are in the index, and removed keys are
         not.
         """
-        notes, ids = self.notes, self.cached_ids
+        origins, links, ids = self.notes["origin"], self.notes["new"], self.cached_ids
         users, holders = self.contexts["num_users"], self.contexts["num_holders"]
         text = "context {} has {} users and {} holders, allowed: at least 0"
         self.refuse((users < 0) | (holders < 0), None, text, range(len(users)), users, holders)
         if users.sum(dtype=np.int64) < len(ids):
             raise IntegrityError(f"the contexts have {users.sum()} users, {len(ids)} pages are cached")
-        places, contexts = notes["place"].take(ids), notes["context"].take(ids)
+        places, contexts = origins["place"].take(ids), origins["context"].take(ids)
         text = " has place {} and context {}, allowed: at least 0, and 0 to {}"
         is_wrong = (places < 0) | (contexts < 0) | (contexts >= len(users))
         self.refuse(is_wrong, ids, text, places, contexts, len(users) - 1)
-        ids = self.walk("the journal", notes, [0])[1:]
+        ids = self.walk("the journal", links, [0])[1:]
         is_lost = np.bincount(self.first_ids, minlength=self.num_pages).take(ids) == 0
         self.refuse(is_lost, ids, " is in the journal, and no look-up finds it")
-        self.require_count(len(ids), self.num_new, f"keys are in the journal, up to page {notes['prev'][0]}")
-        num_linked = np.count_nonzero((notes["next"] != NOT_NEW) | (notes["prev"] != NOT_NEW)) - 1
+        self.require_count(len(ids), self.num_new, f"keys are in the journal, up to page {links['prev'][0]}")
+        num_linked = np.count_nonzero((links["next"] != NOT_NEW) | (links["prev"] != NOT_NEW)) - 1
         self.require_count(num_linked, self.num_new, "pages have links of the journal")
         if not 0 <= self.num_removed <= (0 if self.is_cleared else self.num_pages - 1):
             raise IntegrityError(f"the journal counts {self.num_removed} keys that went, allowed: fewer than pages, or none")
@@ -316,7 +319,8 @@ class Records(SimpleNamespace):
         self.require_count(num_new, self.num_keys, "keys of the prefix index are new since all went")
         if len(self.words) and self.num_removed:
             removed, order = self.removed[: self.num_removed], self.words.argsort()
-            words = self.words_of(removed) ^ removed["high"]
+            low, high, groups = removed["key"]["lo"], removed["key"]["hi"], removed["group"]
+            words = self.words_of(low, groups) ^ high
             found = self.first_ids.take(order.take(self.words.searchsorted(words, sorter=order), mode="clip"))
-            is_wrong = self.has_key(found, removed) & (notes["next"].take(found) == NOT_NEW)
+            is_wrong = self.has_key(found, low, high, groups) & (links["next"].take(found) == NOT_NEW)
             self.refuse(is_wrong, found, " is in the journal as gone")

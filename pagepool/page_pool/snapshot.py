@@ -50,7 +50,11 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "free_page_ids": (np.int32, (None,), _list_free_ids),
     "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
     "cached_group_ids": (np.int32, (None,), lambda records: records.cached["group"] & GROUP),
-    "cached_keys": (np.uint64, (None, 2), lambda records: np.column_stack((records.cached["low"], records.cached["high"]))),
+    "cached_keys": (
+        np.uint64,
+        (None, 2),
+        lambda records: np.column_stack([records.cached[half] for half in ("key_lo", "key_hi")]),
+    ),
     "cached_kept": (np.uint8, (None,), lambda records: records.cached["group"] & KEPT != 0),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
     "names": (np.uint8, (None,), None),
@@ -61,7 +65,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "policy_marks": (np.uint32, (None,), lambda records: records.marks),
     "policy_ghosts": (np.uint32, (None, 2), lambda records: records.ghosts.view(np.uint32).reshape(-1, 2)),
     "policy_counts": (np.int64, (None,), _count_parts),
-    "policy_learned": (np.uint8, (None,), lambda records: records.learned),
+    "policy_learned": (np.uint8, (None,), lambda records: records.learned.view(np.uint8)),
     "checksum": (np.uint8, (32,), None),
 }
 """Type and shape of each array, None for any length, and a function for values that come from checked records alone."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
+import numpy as np
 import pytest
 from argument_cases import SPEC
 from hybrids import WINDOW, make_manager
@@ -26,16 +26,46 @@ from pagepool import (
     PageTable,
     RunningBatch,
 )
-from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, TokenSpan
+from pagepool._core import (
+    CONSTANTS,
+    CacheGroups,
+    EntryJournal,
+    HashChain,
+    PageIds,
+    PageRules,
+    TokenSpan,
+    locate_records,
+)
 from pagepool.errors import ArgumentError, IntegrityError
 
-NO_GROUP = NOT_FREE = -1
-TWIN = 1 << 30
-PART, SET_SIZE = 3, 8
+NO_GROUP, NOT_FREE, TWIN, NEVER = CONSTANTS.NO_GROUP, CONSTANTS.NOT_FREE, CONSTANTS.TWIN, CONSTANTS.NEVER
+PART, SET_SIZE = CONSTANTS.PART, CONSTANTS.SET_SIZE
 NUM_PAGES, NUM_SHARDS = 16, 4
 EQUAL_PAGES = (1, 2, 3, 8)
 FIRST_PAGES = (1, 8)
 """The pages cached first in their shards."""
+
+
+class PoolMemory:
+    """The memory of a pool: arrays by the names of `copy_records`, with fields as attributes, and numbers."""
+
+    arrays: dict[str, Any]
+
+    def __init__(self, store: Any) -> None:
+        self.__dict__["arrays"] = {name: array_at(*place) for name, place in locate_records(store).items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.arrays[name] if self.arrays[name].ndim else self.arrays[name].item()
+
+    def __setattr__(self, name: str, value: int) -> None:
+        self.arrays[name][()] = value
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array of this memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
+    return np.frombuffer(memory, dtype).reshape(shape).view(np.recarray if dtype.names else np.ndarray)
 
 
 def make_struct(**fields: Any) -> Any:
@@ -48,59 +78,6 @@ def of_type(field_type: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), field_type)
 
 
-Record = make_struct(key_lo=c_uint64, key_hi=c_uint64, **of_type(c_int32, "ref_cnt prev_free next_free group"))  # a page
-Slot = make_struct(tag=c_uint32, page_id=c_int32)  # of the prefix index
-Links = make_struct(prev=c_int32, next=c_int32)  # places in a ring
-NoteMemory = make_struct(parent=c_uint64 * 2, place=c_int32, context=c_int32, new=Links)
-RemovalMemory = make_struct(key_lo=c_uint64, key_hi=c_uint64, group=c_int32)
-ContextMemory = make_struct(num_users=c_int32, num_holders=c_int32)
-JournalMemory = make_struct(
-    notes=POINTER(NoteMemory),
-    removed=POINTER(RemovalMemory),
-    contexts=POINTER(ContextMemory),
-    **of_type(c_int32, "num_contexts num_new num_removed"),
-    is_cleared=c_uint8,
-)
-GhostMemory = make_struct(tag=c_uint32, mark=c_uint32)  # an evicted page that a policy remembers
-PolicyMemory = make_struct(
-    marks=POINTER(c_uint32),
-    ghosts=POINTER(GhostMemory),
-    ghost_memory=c_void_p,
-    num_sets=c_uint32,
-    counts=c_int64 * 8,
-    learned=c_int64 * (4 + 3 * 256 + 3 * 3 * 14),  # see `LEARNED`
-)
-PoolMemory = make_struct(
-    pages=POINTER(Record),
-    slots=POINTER(Slot),
-    **of_type(POINTER(Links), "twins shard_links"),
-    shard_num_free=POINTER(c_int32),
-    policy=POINTER(PolicyMemory),
-    **of_type(c_int32, "num_parts num_parts_each is_divided"),
-    shard_newest=POINTER(c_int32),
-    **of_type(POINTER(Links), "shard_twins shard_firsts"),
-    page_tokens=POINTER(c_int32),
-    tokens_width=c_ssize_t,
-    multiplier=c_uint64,
-    **of_type(c_uint32, "mask home_shift"),
-    **of_type(c_int32, "num_pages num_free num_shards pages_per_shard num_keys num_entries sample_mask num_held_free"),
-    counters=c_int64 * 9,
-    journal=JournalMemory,
-    residency=c_void_p,
-    is_restored=c_uint8,
-    terms=POINTER(c_uint8),
-    stamps=POINTER(c_uint32),
-    num_free_by_term=c_int32 * 20,
-    free_terms=c_uint32,
-    times=c_int64 * 4,
-    **of_type(c_void_p, "lease_counts first_lease"),
-    leases=c_int64 * 3,
-    **of_type(c_void_p, "owners owner_links sessions"),
-    session_counts=c_int64 * 3,
-    tenants=POINTER(c_uint8),
-    num_charged=c_int32 * 64,
-    num_free_by_tenant=c_int32 * 64,
-)
 GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
 HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
 BatchMemory = make_struct(
@@ -153,60 +130,50 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
     assert TokenSpan().of_request(pool.store, CacheGroups([(PageRules(1), 1, 1)]), chain, 2).expect(3.0) == 1
-    memory = memory_of(pool.store, PoolMemory)
+    memory = PoolMemory(pool.store)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
-    assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()
+    assert memory.pages.ref_cnt[:NUM_PAGES].tolist() == pool.ref_counts().tolist()
     pool.check()
     return pool, memory
 
 
-def fields_of(item: Any) -> list[tuple[Any, Any]]:
-    return [(item, name) for name, _ in item._fields_]
+Number = tuple[Any, Any]
+"""An array, and an index."""
 
 
-def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each number with the object that holds it, and its name or index."""
-    for page_id in range(NUM_PAGES):
-        page = memory.pages[page_id]
-        is_cached, is_twin = page.group != NO_GROUP, page.group != NO_GROUP and page.group & TWIN
-        yield from fields_of(page)[0 if is_cached else 2 :]
-        for links in (memory.twins, memory.shard_twins, memory.shard_firsts):
-            yield from fields_of(links[page_id]) if is_twin else ()
-        yield from fields_of(memory.shard_links[page_id]) if page.next_free != NOT_FREE and page_id else ()
-    for record in range(NUM_SHARDS * (1 + memory.num_parts)):
-        yield from fields_of(memory.shard_links[NUM_PAGES + record])
-    for shard in range(NUM_SHARDS):
-        yield memory.shard_num_free, shard
-    for part in range(memory.num_parts):
-        yield from ((memory.pages[NUM_PAGES + part], name) for name in ("prev_free", "next_free"))
-    for i in range(memory.mask + 1):
-        yield from fields_of(memory.slots[i])[0 if memory.slots[i].page_id else 1 :]
-    yield memory, "num_free"
-    yield memory, "num_keys"
-    yield memory, "num_entries"
-    yield memory, "num_held_free"
-    yield memory, "free_terms"
-    for term in range(1, 20):
-        yield memory.num_free_by_term, term
+def numbers_in(array: Any, names: str, is_chosen: Any) -> Iterator[Number]:
+    """Yield the numbers of chosen items."""
+    yield from ((array[name], i) for i in np.flatnonzero(is_chosen).tolist() for name in names.split())
 
 
-def read(number: tuple[Any, Any]) -> int:
-    owner, name = number
-    value: int = getattr(owner, name) if isinstance(name, str) else owner[name]
-    return value
+def numbers_that_matter(memory: PoolMemory) -> Iterator[Number]:
+    """Yield the numbers of a pool that others contradict."""
+    pages = memory.pages[:NUM_PAGES]
+    is_cached, is_free = pages.group != NO_GROUP, (pages.next_free != NOT_FREE) & (np.arange(NUM_PAGES) > 0)
+    is_twin = is_cached & (pages.group & TWIN != 0)
+    yield from numbers_in(pages, "key_lo", is_cached)
+    yield from numbers_in(pages, "key_hi", is_twin)  # the upper half of a key stands only in its page, unless others are equal
+    yield from numbers_in(pages, "ref_cnt group", [True] * NUM_PAGES)
+    yield from numbers_in(memory.pages, "prev_free next_free", [True] * len(memory.pages))
+    for links in (memory.twins, memory.shard_twins, memory.shard_firsts):
+        yield from numbers_in(links, "prev next", is_twin)
+    yield from numbers_in(memory.shard_links, "prev next", [*is_free, *[True] * (len(memory.shard_links) - NUM_PAGES)])
+    yield from numbers_in(memory.slots, "tag", memory.slots.page_id > 0)
+    yield from numbers_in(memory.slots, "page_id", [True] * len(memory.slots))
+    yield from ((memory.shard_num_free, shard) for shard in range(NUM_SHARDS))
+    yield from ((memory.num_free_by_term, term) for term in range(1, NEVER + 1))
+    yield from ((memory.arrays[f"num_{name}"], ()) for name in ("free", "keys", "entries", "held_free"))
+    yield memory.arrays["free_terms"], ()
 
 
-def write(number: tuple[Any, Any], value: int) -> None:
-    owner, name = number
-    if isinstance(name, str):
-        setattr(owner, name, value)
-    else:
-        owner[name] = value
+def write(number: Number, value: float) -> None:
+    array, i = number
+    array[i] = np.array(value).astype(array.dtype)
 
 
-def assert_found(pool: PagePool, number: tuple[Any, Any], value: int) -> None:
+def assert_found(pool: PagePool, number: Number, value: float) -> None:
     """Assert that a wrong value is found, and that all is right again without it."""
-    old = read(number)
+    old = number[0][number[1]].item()
     write(number, value)
     with pytest.raises(IntegrityError) as caught:
         pool.check()
@@ -222,18 +189,17 @@ def share_of(values: Iterable[Any]) -> Iterator[Any]:
     return itertools.islice(values, 0, None, max(1, 100_000 // NUM_OPERATIONS))
 
 
-def can_be(number: tuple[Any, Any], value: int) -> bool:
-    """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
-    stands only in its page, unless others are equal, and any that is first in its shard may be first of all.
+def can_be(memory: PoolMemory, number: Number, value: int) -> bool:
+    """Whether nothing contradicts that value: the number of holders is known to them alone, and any page that is first in its
+    shard may be first of all.
     """
-    (owner, name), old = number, read(number)
-    if ctypes.c_uint32(value).value == ctypes.c_uint32(old).value:
+    array, i = number
+    old = array[i].item()
+    if np.array(value).astype(array.dtype) == old:
         return True
-    if name == "ref_cnt":
+    if np.shares_memory(array, memory.pages.ref_cnt):
         return old > 0 and 0 < value < (1 << 31) - 1
-    if name == "key_hi":
-        return not owner.group & TWIN
-    return name == "page_id" and {old, value} <= set(FIRST_PAGES)
+    return np.shares_memory(array, memory.slots.page_id) and {old, value} <= set(FIRST_PAGES)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
@@ -241,7 +207,7 @@ def test_each_number_that_is_overwritten_is_found(eviction: str) -> None:
     pool, memory = make_pool(eviction)
     values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1, TWIN, TWIN + 1, (1 << 31) - 1]
     for number, value in share_of(itertools.product(numbers_that_matter(memory), values)):
-        if not can_be(number, value):
+        if not can_be(memory, number, value):
             assert_found(pool, number, value)
 
 
@@ -253,8 +219,8 @@ def test_each_number_of_tenants_that_is_overwritten_is_found() -> None:
         assert manager.allocate_slots(request, SPEC.page_size) is not None
         if i != 1:
             manager.free(request)
-    pool, memory = manager.page_pool, memory_of(manager.page_pool.store, PoolMemory)
-    charged = [memory.tenants[page_id] for page_id in range(1, 8)]
+    pool, memory = manager.page_pool, PoolMemory(manager.page_pool.store)
+    charged = memory.tenants[1:].tolist()
     assert sorted(charged) == [0, 1, 1, 2, 255, 255, 255]
     for page_id, value in itertools.product(range(1, 8), (0, 1, 2, 3, 63, 64, 254, 255)):
         if charged[page_id - 1] != value:
@@ -264,67 +230,55 @@ def test_each_number_of_tenants_that_is_overwritten_is_found() -> None:
             assert_found(pool, (counts, tenant), value)
 
 
-def numbers_of_policy(memory: Any) -> Iterator[tuple[Any, Any, Any]]:
+def numbers_of_policy(memory: PoolMemory) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the numbers of a policy that others contradict, and whether a value cannot be.
 
     Marks are parts, and times above them; those of held pages are the parts to come.
     """
-    policy = memory.policy.contents
-    parts = range(memory.num_parts)
     for page_id in range(NUM_PAGES):
-        is_free, part = page_id and memory.pages[page_id].next_free != NOT_FREE, policy.marks[page_id] & PART
-        allowed = [part] if is_free else parts
-        yield (
-            policy.marks,
-            page_id,
-            lambda mark, allowed=allowed: mark & PART not in allowed or mark & PART == 0 != mark,
-        )
-    for i in range(SET_SIZE * policy.num_sets):
-        ghost = policy.ghosts[i]
-        if ghost.tag:
-            yield ghost, "tag", lambda tag, home=i // SET_SIZE: tag and tag * policy.num_sets >> 32 != home
-            yield ghost, "mark", lambda mark: mark & PART == 0
+        is_free, part = page_id and memory.pages.next_free[page_id] != NOT_FREE, memory.marks[page_id] & PART
+        allowed = [part] if is_free else range(memory.num_parts)
+        yield memory.marks, page_id, lambda mark, allowed=allowed: mark & PART not in allowed or mark & PART == 0 != mark
+    num_sets = len(memory.ghosts) // SET_SIZE
+    for i in np.flatnonzero(memory.ghosts.tag).tolist():
+        yield memory.ghosts.tag, i, lambda tag, home=i // SET_SIZE: tag and tag * num_sets >> 32 != home
+        yield memory.ghosts.mark, i, lambda mark: mark & PART == 0
     for i in range(PART + 1):
-        yield policy.counts, i, lambda count: True
-    at_least = [policy.learned[3], 0, 0, 0]  # requests up to the last tick
+        yield memory.policy_counts, i, lambda count: True
+    at_least = [memory.learned.num_requests_then.item(), 0, 0, 0]
     for i, least in enumerate(at_least, PART + 1):
-        yield policy.counts, i, lambda count, least=least: not least <= count < 1 << 60
+        yield memory.policy_counts, i, lambda count, least=least: not least <= count < 1 << 60
 
 
 def test_each_number_of_a_policy_that_is_overwritten_is_found() -> None:
     pool, memory = make_pool("adaptive")
-    assert any(memory.policy.contents.ghosts[i].tag for i in range(SET_SIZE * memory.policy.contents.num_sets))
+    assert memory.ghosts.tag.any()
     values = [0, 1, 2, 3, 4, 5, 7, 1 << 18, (1 << 18) + 1, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1]
-    for owner, name, is_wrong in numbers_of_policy(memory):
-        old = read((owner, name))
-        for value in values if isinstance(owner, ctypes.Array) else values[:-2]:
+    for array, i, is_wrong in numbers_of_policy(memory):
+        old = array[i].item()
+        for value in values if array.dtype.itemsize == 8 else values[:-2]:
             if value != old and is_wrong(value):
-                assert_found(pool, (owner, name), value)
+                assert_found(pool, (array, i), value)
                 continue
-            write((owner, name), value)
+            write((array, i), value)
             pool.check()
-            write((owner, name), old)
+            write((array, i), old)
 
 
-def bits_of(number: float) -> int:
-    bits: int = struct.unpack("q", struct.pack("d", number))[0]
-    return bits
-
-
-LEARNED: dict[range, list[int]] = {
-    range(4): [-1, (1 << 63) - 1],  # releases, epoch, call, requests
-    range(4, 4 + 3 * 256): [-(1 << 63), (1 << 63) - 1],  # pages by epoch
-    range(4 + 3 * 256, 4 + 3 * 256 + 3 * 3 * 14): [*map(bits_of, (-1.0, 1e30, math.inf, math.nan))],  # rates and values
+LEARNED: dict[str, list[float]] = {
+    "num_released epoch call num_requests_then": [-1, (1 << 63) - 1],
+    "alive": [-(1 << 63), (1 << 63) - 1],
+    "exposed reused values": [-1.0, 1e30, math.inf, math.nan],
 }
-"""What cannot have been learned: values by their places, of 8 bytes each."""
+"""What cannot have been learned: values of fields."""
 
 
 def test_what_a_policy_cannot_have_learned_is_found() -> None:
     pool, memory = make_pool("adaptive")
-    learned = memory.policy.contents.learned
-    for places, values in LEARNED.items():
-        for i, value in share_of(itertools.product(places, values)):
-            old, learned[i] = learned[i], value
+    for names, values in LEARNED.items():
+        places = [(memory.learned[name].reshape(-1), i) for name in names.split() for i in range(memory.learned[name].size)]
+        for (learned, i), value in share_of(itertools.product(places, values)):
+            old, learned[i] = learned[i].item(), value
             with pytest.raises(IntegrityError, match=r"^what the eviction policy 'adaptive' has counted cannot be$"):
                 pool.check()
             learned[i] = old
@@ -351,8 +305,8 @@ DAMAGES = {
     "pool.pages[8].next_free, pool.pages[0].prev_free = 0, 8": (
         "^7 pages are in the free queue, up to page 8, the pool counts 10$"
     ),
-    "journal.notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
-    "journal.notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
+    "journal.notes[3].origin.place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
+    "journal.notes[3].origin.context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
     "journal.contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
     "journal.contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
     "journal.notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
@@ -378,9 +332,9 @@ def test_what_is_wrong_is_named(assignments: str) -> None:
 def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
     """Its home slot is empty, and it replaces the slot before that one, which ends the longest probe sequence."""
     pool, memory = make_pool()
-    slots = [memory.slots[i] for i in range(memory.mask + 1)]
+    slots = list(memory.slots)
     taken = next(slot for slot in slots if slot.page_id == 9)
-    home = taken.tag >> memory.home_shift
+    home = int(taken.tag) >> memory.home_shift
     place = next(i % len(slots) for i in range(home - 1, home - len(slots), -1) if not slots[i].page_id)
     slots[place].tag, slots[place].page_id, taken.page_id = taken.tag, 9, 0
     with pytest.raises(
@@ -391,7 +345,7 @@ def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
 
 def test_a_page_cached_without_prefix_caching_is_found() -> None:
     pool = PagePool(8, False)
-    memory_of(pool.store, PoolMemory).pages[3].group = 0
+    PoolMemory(pool.store).pages.group[3] = 0
     with pytest.raises(IntegrityError, match=r"^page 3 .*: look-ups of its hash find pages \[\], allowed: this one too$"):
         pool.check()
 
@@ -410,36 +364,29 @@ def make_journal() -> tuple[PagePool, Any]:
     EntryJournal(pool.store).take_changes()
     pool.store.drop([2, 5])
     pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 0, context)
-    memory = memory_of(pool.store, PoolMemory).journal
+    memory = PoolMemory(pool.store)
     assert (memory.num_contexts, memory.num_new, memory.num_removed, memory.is_cleared) == (2, 3, 2, 0)
-    assert (memory.contexts[context].num_users, memory.notes[8].place, memory.notes[0].new.next) == (6, 5, 7)
+    assert (memory.contexts[context].num_users, memory.notes[8].origin.place, memory.notes[0].new.next) == (6, 5, 7)
     pool.check()
     return pool, memory
 
 
-def numbers_of_journal(memory: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the numbers of a journal that others contradict."""
-    for page_id in (0, 6, 7, 8, 9):
-        yield from fields_of(memory.notes[page_id].new)
-    yield memory, "num_new"
-    yield memory, "num_contexts"
-    yield memory.contexts[1], "num_users"
-
-
 def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
     pool, memory = make_journal()
+    numbers = list(numbers_in(memory.notes.new, "prev next", np.isin(np.arange(NUM_PAGES), (0, 6, 7, 8, 9))))
+    counts = [(memory.arrays["num_contexts"], ()), (memory.contexts.num_users, 1)]
     values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, (1 << 31) - 1]
-    for number, value in itertools.product(numbers_of_journal(memory), values):
-        old = read(number)
-        if value == old or (number[1] in ("num_users", "num_contexts") and value > old):
+    for (array, i), value in itertools.product([*numbers, (memory.arrays["num_new"], ()), *counts], values):
+        old = array[i].item()
+        if value == old or (value > old and any(array is count for count, _ in counts)):
             continue  # rows may have a context too, and what is behind the end of an array is no context
-        assert_found(pool, number, value)
+        assert_found(pool, (array, i), value)
 
 
 def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
     pool, memory = make_journal()
     key, _ = pool.store.key_of(3)
-    memory.removed[0].key_lo, memory.removed[0].key_hi = key & ((1 << 64) - 1), key >> 64
+    memory.removed[0].key.lo, memory.removed[0].key.hi = key & ((1 << 64) - 1), key >> 64
     with pytest.raises(IntegrityError, match=r"^page 3 .* is in the journal as gone$"):
         pool.check()
 

@@ -76,7 +76,7 @@ class TierBooks:
     def read_entries(self, store: Any) -> dict[int, Content]:
         """Return the contents under whose keys the tier has pages."""
         records = copy_records(store, "pages", of_tier=True)["pages"][: self.tier.num_pages]
-        columns = (records[name].tolist() for name in ("low", "high", "group"))
+        columns = (records[name].tolist() for name in ("key_lo", "key_hi", "group"))
         keys = [
             (high << 64 | low, group & GROUP_BITS) if group >= 0 else None for low, high, group in zip(*columns, strict=True)
         ]

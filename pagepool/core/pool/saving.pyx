@@ -1,19 +1,17 @@
-"""A pool copied, to be checked or saved, and loaded."""
+"""Checks of a policy, and pools loaded from a snapshot."""
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport enter, keep_tokens
+from pagepool.core.pool.layouts cimport Item, Items, find_item, list_items, pool_of
 from pagepool.core.pool.policy cimport (
-    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Learned, Policy, is_right, set_of,
+    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Policy, is_right, set_of,
 )
-from pagepool.core.pool.queue cimport now_of, pull, push, push_marked, put_back
-from pagepool.core.pool.records cimport (
-    KEPT, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links,
-    count_remembered, is_free, num_slots_of,
-)
+from pagepool.core.pool.queue cimport pull, push, push_marked, put_back
+from pagepool.core.pool.records cimport KEPT, NO_GROUP, NULL_PAGE, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
@@ -21,120 +19,9 @@ from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
 import numpy as np
 
 from pagepool.core.pool.store import COUNTERS
-from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
+from pagepool.errors import ArgumentTypeError, SnapshotError
 
-LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
-DTYPES = {                        # in the order of `list_arrays`; notes have the key of the parent
-    "pages": np.dtype([*KEY, ("ref_cnt", "i4"), *LINKS, ("group", "i4")]),
-    "slots": np.dtype([("tag", "u4"), ("page_id", "i4")]), "twins": np.dtype(LINKS), "shard_links": np.dtype(LINKS),
-    "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
-    "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
-    "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
-    "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
-    "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
-    "terms": np.dtype("u1"), "stamps": np.dtype("u4"), "owners": np.dtype("i4"), "owner_links": np.dtype(LINKS),
-    "sessions": np.dtype(
-        [(name, "i4") for name in ("first", "num_pages", "num_closed", "num_holders", "main")] + [("tenant", "u1"), ("", "V3")]
-    ),
-    "tenants": np.dtype("u1"),
-}
-cdef enum:
-    NUM_ARRAYS = 18
-    FIRST_OF_POLICY = 8       # of its four arrays
-
-cdef struct Array:
-    void *start
-    Py_ssize_t size           # bytes
-
-cdef Policy NO_POLICY         # of zeros
 cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
-
-
-def copy_records(PageStore store not None, str names=None, bint of_tier=False) -> dict:
-    """Copy the records of a pool, or of the tier behind it: its numbers, and the arrays with these `names`, divided by blanks
-    (None: all), as in `Pool` and `Journal`. Other arrays are empty. O(num_pages).
-    """
-    cdef const Pool *source = pool_of(store, of_tier)
-    cdef Py_ssize_t[NUM_ARRAYS + 1] stops
-    cdef bint[NUM_ARRAYS] is_wanted
-    cdef Py_ssize_t i, size = -1, num_bytes = 0
-    cdef uint8_t[::1] memory
-    cdef uint8_t *start
-    cdef Pool pool
-    for i, name in enumerate(DTYPES):
-        is_wanted[i] = names is None or name in names.split()
-    while size != num_bytes:  # at first, and when the pool grew
-        size = num_bytes
-        memory = array = np.empty(size + 1, np.uint8)
-        start = &memory[0]
-        with store.lock:
-            pool = source[0]
-            with nogil:
-                num_bytes = copy_arrays(&pool, is_wanted, stops, start, size)
-    return dict(
-        {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
-        num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
-        num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
-        tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
-        num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
-        num_plain_parts=count_plain_parts(&pool), num_free_by_term=list(pool.expected.num_free),
-        free_terms=pool.expected.free_terms, now=now_of(&pool),
-        num_parts_each=pool.num_parts_each, num_charged=list(pool.tenants.num_charged),
-        num_free_by_tenant=list(pool.tenants.num_free), num_live=pool.sessions.num_live, counters=pool.counters,
-    )
-
-
-cdef Pool *pool_of(PageStore store, bint of_tier) except NULL:
-    if of_tier and store.pool.tier == NULL:
-        raise ArgumentError("of_tier: got True, allowed for a pool without a host tier: False")
-    return store.pool.tier.pool if of_tier else &store.pool
-
-
-cdef Py_ssize_t count_shard_links(const Pool *pool) noexcept nogil:
-    """Links for which the memory of `shard_links` has room."""
-    cdef Py_ssize_t n = pool.num_shards, num_twins = 0 if pool.shard_twins == NULL else pool.num_pages
-    return count_queue_links(pool, n) + n + count_remembered(pool, n) + 2 * num_twins
-
-
-cdef void list_arrays(const Pool *pool, Array *arrays) noexcept nogil:
-    """List the arrays of a pool in the order of `DTYPES`. Those that it does not have are empty."""
-    cdef Py_ssize_t i, n = pool.num_pages
-    cdef bint has_policy = pool.policy != NULL
-    cdef const Policy *policy = pool.policy if has_policy else &NO_POLICY
-    cdef const void **starts = [
-        pool.pages, pool.slots, pool.twins, pool.shard_links,
-        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
-        policy.marks, policy.ghost.entries, &policy.num_in_part[0], &policy.learned,
-        pool.expected.terms, pool.expected.stamps, pool.sessions.owners, pool.sessions.links, pool.sessions.items,
-        pool.tenants.of_pages,
-    ]
-    cdef Py_ssize_t *sizes = [
-        (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
-        count_shard_links(pool) * sizeof(Links),
-        n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
-        n * pool.tokens_width * sizeof(int32_t),
-        n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
-        (NUM_POLICY_COUNTS if has_policy else 0) * sizeof(int64_t), sizeof(Learned) if has_policy else 0,
-        n * sizeof(uint8_t), n * sizeof(uint32_t), n * sizeof(int32_t), n * sizeof(Links), pool.sessions.num * sizeof(Session),
-        n * sizeof(uint8_t),
-    ]
-    for i in range(NUM_ARRAYS):
-        arrays[i] = Array(<void *>starts[i], sizes[i]) if starts[i] != NULL else Array(pool.pages, 0)  # memcpy takes no NULL
-
-
-cdef Py_ssize_t copy_arrays(
-    const Pool *pool, const bint *is_wanted, Py_ssize_t *stops, uint8_t *out, Py_ssize_t size
-) noexcept nogil:
-    """Copy arrays, each from one of `stops` to the next, unless they have another size. Returns the size in bytes."""
-    cdef Array[NUM_ARRAYS] arrays
-    cdef Py_ssize_t i
-    list_arrays(pool, arrays)
-    stops[0] = 0
-    for i in range(NUM_ARRAYS):
-        stops[i + 1] = stops[i] + (arrays[i].size if is_wanted[i] else 0)
-    for i in range(NUM_ARRAYS if stops[NUM_ARRAYS] == size else 0):
-        memcpy(out + stops[i], arrays[i].start, stops[i + 1] - stops[i])
-    return stops[NUM_ARRAYS]
 
 
 def follow(prev_ids, next_ids, first_ids) -> tuple:
@@ -284,16 +171,18 @@ cdef list load_policy(Pool *pool, object arrays):
     """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned. Without a policy
     the arrays must be empty. Returns the numbers of free pages in the parts, which are 0 now.
     """
-    cdef Array[NUM_ARRAYS] targets
+    cdef Items items
+    cdef Item *target
     cdef Py_ssize_t i
     cdef bytes source
-    list_arrays(pool, targets)
-    marks, ghosts, counts, learned = arrays
-    for i, array in enumerate((marks, ghosts, counts, learned), FIRST_OF_POLICY):
+    list_items(pool, &items)
+    for name, array in zip((b"marks", b"ghosts", b"policy_counts", b"learned"), arrays, strict=True):
         source = bytes_of(array)
-        if len(source) != targets[i].size:
-            raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {targets[i].size}")
-        memcpy(targets[i].start, <const char *>source, targets[i].size)
+        target = find_item(&items, name)
+        if len(source) != target.size:
+            raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {target.size}")
+        if target.size:
+            memcpy(target.start, <const char *>source, target.size)
     i = find_wrong_mark(pool) if pool.policy != NULL else -1
     if i >= 0:
         raise SnapshotError(describe_mark(pool, i))
