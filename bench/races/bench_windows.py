@@ -96,7 +96,7 @@ def test_decode(race: Race, num_before: int) -> None:
 )
 def test_prompt(race: Race, num_tokens: int, num_computed: int, num_full: int, num_windows: int) -> None:
     layout = f"{num_full} full and {num_windows} windows" if num_full else f"{num_windows} windows alone"
-    name = f"prompt of {num_tokens:,} tokens, of which {num_computed:,} are computed, {layout}"
+    name = f"prompt of {num_tokens:,} tokens, {num_computed:,} computed, {layout}"
     work = Work(name, "page of the prompt", num_tokens // PAGE_SIZE, NUM_TURNS, suite=WINDOWS)
     contenders = {
         windows: Prompt(windows, num_tokens, num_computed, num_full, num_windows) for windows in (*WINDOWS.rivals, WINDOWS.ours)
