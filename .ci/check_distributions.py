@@ -1,6 +1,6 @@
-"""Check that a folder has all files of a release, and nothing else: `python .ci/check_distributions.py FOLDER`.
+"""Check that a folder has exactly the files of a release: `python .ci/check_distributions.py FOLDER`.
 
-These are the source distribution and a wheel for each Python and platform below, all of the version in pagepool/_version.py.
+These are the source distribution and a wheel for each Python and platform below, with the version of pagepool/_version.py.
 """
 
 import sys
@@ -21,7 +21,7 @@ PLATFORMS = (
 
 
 def find_faults(names: list[str], version: str) -> list[str]:
-    """Return a line for each file that is missing, there twice, or unexpected."""
+    """Return a line for each missing, repeated or unexpected file."""
     patterns = [f"pagepool-{version}.tar.gz"]
     patterns += [f"pagepool-{version}-{python}-{platform}.whl" for python in PYTHONS for platform in PLATFORMS]
     found = {pattern: matching(names, pattern) for pattern in patterns}

@@ -1,7 +1,7 @@
 """Print the release notes for a tag: the section of CHANGELOG.md for its version.
 
-`python .ci/release_notes.py v1.2.3` fails unless the tag is `v` and the version in pagepool/_version.py, and the section is
-there, dated (`## 1.2.3 (2026-01-31)`) and not empty.
+`python .ci/release_notes.py v1.2.3` fails unless the tag is `v` and the version in pagepool/_version.py, and the section
+exists, is dated (`## 1.2.3 (2026-01-31)`) and is not empty.
 """
 
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def read_version(source: str) -> str:
-    """Return the version that a `_version.py` assigns, without importing it."""
+    """Return the version assigned by a `_version.py`, without importing it."""
     found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if not found:
         raise ValueError("pagepool/_version.py assigns no version")
@@ -21,7 +21,7 @@ def read_version(source: str) -> str:
 
 
 def extract_section(changelog: str, version: str) -> str:
-    """Return the text below the version's heading, which must have a date."""
+    """Return the text below the version's heading. Raise ValueError unless the heading has a date and the text is not empty."""
     found = re.search(rf"^## {re.escape(version)} \(([^\n)]*)\)$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
     if not found:
         raise ValueError(f"CHANGELOG.md has no section '## {version} (YYYY-MM-DD)'")

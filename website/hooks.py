@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: URLs of pyproject.toml, pages that lie outside docs/, links from one place to the other."""
+"""Hooks for settings that mkdocs.yml cannot express: URLs of pyproject.toml, pages outside docs/, links between both places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take the URLs of the project."""
+    """Set the URLs of the project."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     config.site_url, config.repo_url = f"{urls['Documentation'].rstrip('/')}/", urls["Repository"]
     config.repo_name = "/".join(config.repo_url.split("/")[-2:])
@@ -29,8 +29,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages beside docs/, that of the API, which `make docs` writes, and what draws diagrams: without it pages load it
-    from another host.
+    """Add the pages beside docs/, the page of the API written by `make docs`, and mermaid for diagrams. Without it pages
+    load mermaid from another host.
     """
     paths = {page: ROOT / source for source, page in BESIDE.items()} | {path.name: path for path in (API, MERMAID)}
     for name, path in paths.items():
@@ -40,8 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages, also where documents name the site for readers of the repository, or to the repository; mark
-    examples as such, since their prompts are not to be copied.
+    """Point links to pages of the site, also links that name the site for readers of the repository, and other links to the
+    repository. Mark examples with prompts, so that copying omits the prompts.
     """
     source = SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -60,13 +60,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Leave the class out before the names of its members, in the table of contents."""
+    """Shorten the table of contents: omit the class before the names of its members."""
     for heading in page.toc:
         shorten(heading)
 
 
 def shorten(heading: AnchorLink) -> None:
-    """Leave the title of a heading out where those below it begin with it."""
+    """Omit the title of a heading at the beginning of the titles below it."""
     for child in heading.children:
         child.title = child.title.removeprefix(f"{heading.title}.")
         shorten(child)
