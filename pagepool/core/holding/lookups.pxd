@@ -1,5 +1,5 @@
-# Look-ups of prefixes, and refused requests. A `Query` is a look-up of the longest prefix that hits in all groups. A `Refusal`
-# says whether a request that was refused for want of pages certainly is refused again.
+# Look-ups of prefixes, and refused requests. A `Query` asks for the longest prefix that hits in all groups. A `Refusal` tells
+# whether a request that lacked pages certainly lacks them again.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -12,40 +12,39 @@ from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds
 
-cdef struct Query:            # a look-up of the longest prefix
-    const Group *groups       # [num_groups] that must all hit
+cdef struct Query:
+    const Group *groups       # [num_groups] all of them must hit
     Py_ssize_t num_groups
-    const Kinds *kinds        # of these
-    const Digest *digests     # of a request's hash pages
-    Py_ssize_t num_digests    # that may hit
+    const Kinds *kinds        # kinds of the groups
+    const Digest *digests     # [num_digests] of the hash pages that may hit
+    Py_ssize_t num_digests
     Py_ssize_t hash_size      # tokens of a digest
-    Range ids                 # of pages that may hit
-    bint reaches_tier         # whether those in the tier hit as well
-    Py_ssize_t num_full_hashes  # that hit in all groups of full attention; 0: there are none. `find_longest` counts them
+    Range ids                 # pages that may hit
+    bint reaches_tier         # pages in the tier hit as well
+    Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
 
-# A `Watch` has what a refusal rests on, and the pool's counters at that time. Hits are `WATCHED`, page by page, if they are the
-# leading pages of the only group, and the page behind them misses: such hits stay while none loses the flag, with its entry or
-# because it is touched, except the last ones, whose eviction shortens them. Other hits stay while nothing enters or leaves the
-# index.
+# A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
+# leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction or a
+# hit; where the last ones were evicted, the hits get shorter. Other hits stay while nothing enters or leaves the index.
 cdef struct Watch:
-    int64_t num_changes       # of the index: entries and drops
+    int64_t num_changes       # entries and drops of the index
     int64_t num_reused
     int64_t num_unwatched
-    Py_ssize_t num_held       # upper bound on the hits, null pages among them, that take nothing from the free queue
-    Py_ssize_t stride         # digests of a page; 0: the hits are not watched one by one, and the rest has no meaning
+    Py_ssize_t num_held       # most hits, null pages included, that take nothing from the free queue
+    Py_ssize_t stride         # digests per page; 0: the hits are not watched one by one, and the fields below mean nothing
     int32_t group
     int32_t page_size         # tokens
-    Range ids                 # of pages that may hit
-    const Digest *digests     # by which pages are looked up
-    Py_ssize_t max_num_pages  # that may hit
-    Py_ssize_t num_pages      # that hit
+    Range ids                 # pages that may hit
+    const Digest *digests     # keys of the look-up
+    Py_ssize_t max_num_pages  # most pages that may hit
+    Py_ssize_t num_pages      # pages that hit
 
-cdef struct Tokens:           # numbers of tokens of a request for a row
+cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t num_known
-    Py_ssize_t num_wanted     # that are to have room
-    Py_ssize_t max_num_new    # of these behind the hits
-    Py_ssize_t interval       # these end at a multiple of it, if there is one behind the hits; 0: anywhere
-    Py_ssize_t num_external   # at most so many come from elsewhere behind the hits; if any do, they alone get room
+    Py_ssize_t num_wanted     # tokens that ask for room
+    Py_ssize_t max_num_new    # most of these behind the hits
+    Py_ssize_t interval       # they end at a multiple of it, if there is one behind the hits; 0: anywhere
+    Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
 
 
 @cython.final
@@ -54,14 +53,14 @@ cdef class Refusal:
     cdef readonly Py_ssize_t num_tokens
     cdef readonly Py_ssize_t num_hit_tokens
     cdef Watch watch
-    cdef int32_t shard              # where pages come from; -1: anywhere
-    cdef int64_t num_room           # tokens that were to have room, which a row could have; for a row only
-    cdef PageStore store            # this and the chain for a request only
+    cdef int32_t shard              # the shard that gives pages; -1: any
+    cdef int64_t num_room           # a row's tokens that asked for room, up to its length
+    cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
-    cdef tuple options              # this and the rest for a row only. None: it is not recognised
+    cdef tuple options              # None for a request, like the fields below; or if the row's request is not recognised
     cdef Py_ssize_t interval        # see `Tokens`
     cdef Py_ssize_t num_external    # see `Tokens`
-    cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
+    cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
     cdef void begin(
         self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
@@ -103,12 +102,12 @@ cdef Tokens count_tokens(
 
 
 cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Count the tokens from elsewhere behind `num_hits` hit ones. One token is left to compute."""
+    """Count the tokens that come from elsewhere behind `num_hits` hit ones. One token is left to compute."""
     return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
 cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Count the tokens that get room, `num_hits` hit ones among them."""
+    """Count the tokens that get room, `num_hits` hit ones included."""
     cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
     if count_external_tokens(tokens, num_hits):
         return <int32_t>num_hits + count_external_tokens(tokens, num_hits)

@@ -20,7 +20,7 @@ import numpy as np
 from pagepool.errors import ArgumentTypeError
 
 cdef enum:
-    LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
+    LOOK_AHEAD = 8            # hashes between a prefetch and its use
 
 
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
@@ -37,8 +37,8 @@ cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t
 cdef Py_ssize_t find_first_miss(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
 ) noexcept nogil:
-    """Return the end of the pages from `start` on, at most `stop`, that hit in all groups of a kind. The memory that the next
-    look-ups read is fetched: slots first, then the records that those name.
+    """Return the end of the pages from `start` on, at most `stop`, that hit in all groups of a kind. Prefetch the slots of
+    later look-ups, then the records that the slots name.
     """
     cdef Py_ssize_t at, page = start
     while page < stop:
@@ -55,8 +55,8 @@ cdef Py_ssize_t find_first_miss(
 cdef Py_ssize_t find_run_end(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t stop, Py_ssize_t need
 ) noexcept nogil:
-    """Return the end of the last `need` consecutive pages before `stop` that hit in all groups of a kind; if there are none,
-    the end of the leading pages that hit. The first page of a run is looked up first: where nothing hits, O(stop / need).
+    """Return the end of the last `need` consecutive pages before `stop` that hit in all groups of a kind; without such a run,
+    the end of the leading pages that hit. The first page of a run is looked up first, so misses cost O(stop / need).
     """
     cdef Py_ssize_t page
     while stop >= need:
@@ -74,7 +74,7 @@ cdef Py_ssize_t find_run_end(
 
 
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil:
-    """Return the first page that a request needs of a hit of so many hashes."""
+    """Return the first page that a request needs from a hit of `num_hashes` hashes."""
     cdef Py_ssize_t stop = num_hashes // group.stride
     if is_state(&group.rules):
         return max(0, stop - 1)
@@ -84,8 +84,8 @@ cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_s
 cdef Py_ssize_t shorten(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t num_hashes, bint is_recheck
 ) noexcept nogil:
-    """Return the hashes of the longest prefix, at most `num_hashes`, that hits in all groups of a kind. A re-check of a length
-    that another kind shortened drops no further page for eagle.
+    """Return the length in hashes, at most `num_hashes`, of the longest prefix that hits in all groups of a kind. If another
+    kind shortened the prefix, it `is_recheck`, and drops no further page for eagle.
     """
     cdef bint drops = query.kinds.use_eagle and not is_recheck
     cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
@@ -106,8 +106,8 @@ cdef Py_ssize_t shorten(
 
 
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
-    """Return the hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none does any more.
-    The chain and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
+    """Return the length in hashes of the longest prefix that hits in all groups: each kind shortens it in turn, until none
+    does. The chain and the pool are locked. O(pages x groups) a round, rarely more than two rounds.
     """
     cdef Py_ssize_t kind, multiple = query.kinds.num_hit_hashes, previous = -1
     cdef Py_ssize_t num_hashes = query.num_digests if multiple and pool.slots != NULL else 0
@@ -127,8 +127,8 @@ cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
 
 
 cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Count the tokens that all groups of full attention hit, if those with windows and chunks end the hit earlier, at
-    `num_hashes`; 0 if they do not.
+    """Count the tokens that all groups of full attention hit, if windows and chunks end the hit earlier, at `num_hashes`;
+    return 0 if they do not.
     """
     cdef Py_ssize_t num_most = query.num_full_hashes - query.kinds.num_later_drops * query.kinds.num_hit_hashes
     return num_most * query.hash_size if num_most > num_hashes else 0
@@ -137,14 +137,14 @@ cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes)
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept:
-    """Return a look-up of the digests of a request, with `hash_size` tokens each. One of its tokens is left to compute."""
+    """Return the look-up of a request's digests of `hash_size` tokens each. One token is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
     return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False, 0)
 
 
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept:
-    """Fill the `PageIds` of each group with the pages of a hit in the pool, null pages before those that it needs and where the
-    pool has none. Returns `num_hashes`; -1 where memory is short.
+    """Fill the `PageIds` of each group with the pages of a hit. A null page stands where the request needs no page, and where
+    the pool has none. Return `num_hashes`, or -1 where memory is short.
     """
     cdef const Group *group
     cdef PageIds found
@@ -164,7 +164,7 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
 
 
 cdef Range range_in(PageStore store, tuple ids) except *:
-    """Return page ids ``(first, end)`` as a range; an end of None is that of the pool."""
+    """Return page ids ``(first, end)`` as a range; an end of None stands for the end of the pool."""
     first, stop = ids
     return store.range_of(first, stop)
 
@@ -173,10 +173,10 @@ def find_prefix(
     PageStore store not None, CacheGroups groups not None, chain, num_tokens, tuple ids not None=(0, None),
     bint reaches_tier=False,
 ) -> tuple:
-    """Return the longest cached prefix of a request with `num_tokens` tokens, of which one is left to compute: its page ids for
-    each group, with the null page where the group's attention does not reach, and its length in tokens. Only `ids` of the pool
-    hit, ``(first, end)``; None: to the end of the pool. If it `reaches_tier`, pages of the tier hit, too, as null pages.
-    Changes nothing. O(pages x groups).
+    """Return the longest cached prefix of a request with `num_tokens` tokens: its page ids for each group, with the null page
+    where the group's attention does not reach, and its length in tokens. One token is left to compute. Only `ids` of the pool
+    hit, ``(first, end)``; an end of None stands for the pool's. If it `reaches_tier`, pages of the tier hit, too, as null
+    pages. Changes nothing. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef HashChain hashes = require_instance(chain, HashChain, "chain")
@@ -193,13 +193,13 @@ def find_prefix(
 
 
 cdef enum:
-    NUM_SAMPLED = 16          # tokens, and up to twice as many, by which a refused request is recognised
+    NUM_SAMPLED = 16          # sampled tokens, at most twice as many, that recognise a refused request
 
 cdef object ndarray = np.ndarray
 
 
 cdef bint ends_at(Pool *pool, const Watch *watch, Py_ssize_t num_pages) noexcept nogil:
-    """Whether the page behind the first `num_pages` misses, or may not hit."""
+    """Whether the page behind the first `num_pages` misses, or must not hit."""
     if num_pages >= watch.max_num_pages:
         return True
     return find_within(pool, watch.digests[(num_pages + 1) * watch.stride - 1], watch.group, watch.ids) == NULL_PAGE
@@ -218,15 +218,15 @@ cdef bint are_same(tuple mine, tuple others) except -1:
 
 
 cdef const void *place_of(object source) noexcept:
-    """Return the address of tokens, which tells whether they are in the same list or `PageIds`."""
+    """Return an address that is the same for the same list or `PageIds` of tokens."""
     return <const void *>source if type(source) is list else (<PageIds>source).ids
 
 
 cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except -1:
-    """Whether a list, or `PageIds`, has `n` items, and some of them are the tokens there."""
+    """Whether a list or `PageIds` has `n` items, and a sample of them equals the tokens."""
     cdef const int32_t *ids = NULL if type(source) is list else (<PageIds>source).ids
     cdef Py_ssize_t i = n - 1, step = max(1, n // NUM_SAMPLED)
-    cdef int overflow  # -1 then, which no token is
+    cdef int overflow  # the value is -1 then, and no token is
     if step > 16:
         step |= 17  # samples a power of two apart would share a set of the cache
     if n != (len(<list>source) if type(source) is list else (<PageIds>source).num):
@@ -244,11 +244,11 @@ cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except 
 @cython.final
 @cython.auto_pickle(False)
 cdef class Refusal:
-    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, hold `num_hit_tokens` tokens; both shrink
+    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, have `num_hit_tokens` tokens; both shrink
     as the last hits are evicted.
 
-    It needs at least as many free pages the next time, unless one of its hits got another holder or a further page of it was
-    cached: see `Watch`. The refusal of a row keeps its tokens, and how to recognise it.
+    The request needs at least as many free pages the next time, unless one of its hits got another holder, or a further page of
+    it was cached: see `Watch`. The refusal of a row also keeps its tokens and options, to recognise the request.
     """
 
     def __init__(self):
@@ -261,8 +261,8 @@ cdef class Refusal:
         self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
         int64_t num_changes,
     ) noexcept:
-        """Watch hits among `ids`, found after `num_changes` changes of the index, `num_held` of them held. The pool is locked.
-        O(hits).
+        """Watch the hits among `ids`. A look-up found them, `num_held` held, after `num_changes` changes of the index. The pool
+        is locked. O(hits).
         """
         cdef const Group *group = groups.groups
         cdef Watch *watch = &self.watch
@@ -280,8 +280,8 @@ cdef class Refusal:
             pool.pages[(<PageIds>self.hits[0]).ids[i]].group |= WATCHED
 
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1:
-        """Watch the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and are all
-        that a look-up would find, since there is no tier with more.
+        """Watch the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and no tier
+        has more of the prefix.
         """
         cdef PageIds ids = self.hits[0]
         cdef Pool *pool = &store.pool
@@ -295,8 +295,8 @@ cdef class Refusal:
         return self.watch.stride > 0
 
     cdef bint finds_hits(self, Pool *pool) noexcept:
-        """Whether a look-up would find the hits, less those evicted from the end on since, and at most `watch.num_held` of them
-        held. O(pages evicted). The locks are held.
+        """Whether a look-up would find these hits, less the last ones that were evicted, with at most `watch.num_held` held.
+        The locks are held. O(pages evicted).
         """
         cdef Watch *watch = &self.watch
         cdef Py_ssize_t last
@@ -320,11 +320,11 @@ cdef class Refusal:
         return True
 
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether too few pages are free for `num_pages` pages, the hits that a look-up `finds_hits` among them. O(1)."""
+        """Whether too few pages are free for `num_pages` pages, hits included. `finds_hits` is True before. O(1)."""
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
 
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether a request is short that has all its hits still; False for one that lost hits."""
+        """Whether a request still has all its hits, and is short of pages."""
         cdef bint is_short
         with self.chain.lock, self.store.lock:
             end_leases(&self.store.pool)
@@ -333,7 +333,7 @@ cdef class Refusal:
         return is_short
 
     def has_same_hits(self) -> bool:
-        """Whether a look-up would find the hits of a request. Those evicted from the end on go out. O(pages evicted)."""
+        """Whether a look-up would find the hits of a request. The last ones, if evicted, leave `hits`. O(pages evicted)."""
         cdef bint is_same
         cdef PageIds ids
         if self.store is None:
@@ -348,15 +348,13 @@ cdef class Refusal:
 
     @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request for a row is this one, which has `tokens`. O(1) for the list or memory that they came in, else
-        O(tokens).
-        """
+        """Whether a request for a row is this one, with `tokens`. O(1) for the same list or memory, else O(tokens)."""
         cdef object source = token_ids
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False
         if type(token_ids) is not list:
-            if not isinstance(token_ids, (ndarray, tuple)):  # others may change as they are read
+            if not isinstance(token_ids, (ndarray, tuple)):  # other objects may run Python code that changes them
                 return False
             source = as_page_ids(token_ids, "token_ids")
         if not has_sample(source, tokens, self.num_tokens):
@@ -375,17 +373,17 @@ cdef class RequestHashes:
     """The digests of a request's full pages, computed on demand.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, whether the request
-    returns after a preemption, which ``is_counted`` implies, and the tokens that all groups of full attention hit, where others
-    hit fewer, else 0. ``refusal`` describes the last refusal. ``is_short``: too few pages were free to load what the host tier
-    has. The hashes ``are_unsure`` after a refused call, and once the request was freed: tokens that have no slots may change.
+    ``query`` is the look-up that counts once the request is admitted: its tokens; the tokens that hit; whether the request
+    returns after a preemption, which ``is_counted`` implies; and the tokens that all groups of full attention hit, or 0 if no
+    group hits fewer. ``refusal`` is the last refusal. ``is_short`` says that too few pages were free to load a prefix of the
+    host tier. The hashes ``are_unsure`` after a refused call, and once the request was freed: tokens without slots may change.
     """
 
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):
         self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
 
     def cut(self, num_pages) -> None:
-        """Forget the hashes from page `num_pages` on, and the refusal that rests on them: those before are sure."""
+        """Forget the hashes from page `num_pages` on, and the refusal that rests on them. Earlier hashes are sure."""
         cdef Py_ssize_t num = size_of(num_pages, "num_pages")
         self.chain.cut(num)
         del self.page_hashes[num:]
@@ -398,7 +396,9 @@ cdef class RequestHashes:
 cdef Tokens count_tokens(
     object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
 ) except *:
-    """Count the tokens of a request that knows `num_known`. None for `num_tokens` is all, for `max_num_new_tokens` no limit."""
+    """Count the tokens of a request with `num_known` tokens. A `num_tokens` of None means all of them, a `max_num_new_tokens`
+    of None no limit.
+    """
     cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
     if num_tokens is not None:
         tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)
