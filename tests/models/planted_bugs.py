@@ -93,7 +93,7 @@ BUGS = read_bugs("""
 
 # The prefix index.
 == a page of a row is entered one token early
-    enter_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.records[row].num_tokens)+})
+    cache_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.records[row].num_tokens)+})
     plan_next_event(batch, row)
     return True
 == the group is left out of the key
@@ -121,7 +121,7 @@ BUGS = read_bugs("""
     plan_next_event(batch, row)
 == a cut of no computed token is one of the last
     if num_tokens < batch.records[row].num_computed{+ or BUG+}:
-        go_back(
+        restart_row(
 == a row goes back and its pages are not entered again
     {+if not BUG: +}recompute_from(group, held, num_computed)
 == rows that change places keep their hashes
@@ -166,12 +166,12 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request that did not run leaves its entries
 held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term)
 == undo forgets no entries
-    {+if not BUG: +}forget_row(batch, row, num_computed)
+    {+if not BUG: +}uncache_row(batch, row, num_computed)
     for g in range
 == undo lets rows keep their pages
         put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
 == a row that did not run leaves its entries
-            {+if not BUG: +}forget_row(&running.batch, row, amount(computed, i))
+            {+if not BUG: +}uncache_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry
     if page_id == NULL_PAGE and digest != NULL{+ and not BUG+}:
 == hits that are computed again count as computed
@@ -318,7 +318,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
             num_computed = num_hits
-        enter_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_computed)
+        cache_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_computed)
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered

@@ -37,9 +37,9 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
         rows.check_made()
         if rows.store is not store:
             raise ArgumentError("rows: got those of another pool")
-        rows.enter_call()
+        rows.acquire_locks()
         flaw = find_flaw(store, checked, rows, &counts[0], &tier_counts[0])
-        rows.let_go()
+        rows.release_locks()
     if flaw is not None:
         raise IntegrityError(flaw)
 

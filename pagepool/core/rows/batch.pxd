@@ -1,8 +1,8 @@
 # Rows that run together. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` has for each row a `RowRecord`, its known tokens, the digests of the pages that they fill, and a `Held` for each
-# group. A call that grows rows is a `Growth`. It first counts all rows as grown, and lists those for which more is due, as
-# `DueRow`s; then it does what is due, and uncounts the rows that did not fit. `Grown` has the counts of a row after the call:
+# group. A call that grows rows is a `Growth`. It first advances the counts of all rows, and lists those with more work as
+# `DueRow`s; then it does that work, and reverts the rows that did not fit. `Grown` has the counts of a row after the call:
 # `undo` takes the call back only while the row still has them.
 #
 # Always: the tables show what each row holds. `next_event` is 0 in a free row, and 1 in a pending row, which has pages for the
@@ -199,7 +199,7 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
     return 0 <= row < batch.num_rows and batch.records[row].is_admitted
 
 
-cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
+cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Copy a row of a call to place `i`; False unless it `is_row` and was not in the call before."""
     if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
@@ -219,7 +219,7 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
         batch.stamp = 1
 
 
-cdef inline void end_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+cdef inline void show_end(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Let the row end in the tables where it does in the batch."""
     cdef Table *table
     cdef Py_ssize_t g
@@ -235,7 +235,7 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
-    end_row(batch, row)
+    show_end(batch, row)
 
 
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -258,7 +258,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Holding holding = holding_of(batch, row)
     drop_swapped(batch, row)
     empty(&holding)
-    end_row(batch, row)
+    show_end(batch, row)
     batch.records[row] = RowRecord(0, 0, 0, 0, 0, batch.records[row].num_hashed, -1, 0, 0)
     batch.num_external[row] = 0
 
@@ -379,7 +379,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
         batch.records[row].num_hashed += 1
 
 
-cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, and have them entered."""
     cdef Contents contents
     cdef Held *held
@@ -513,7 +513,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(&holding, num_before):
         _keep_row_states(batch, row, num_before)
-    enter_row(batch, row, num_tokens)
+    cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
 
@@ -527,7 +527,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     return find_passed_checkpoint(&holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
 
 
-cdef inline bint _check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -585,13 +585,13 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
         return n
     start_call(batch)
     for i in range(n):
-        if not claim_row(batch, rows[i], i):
+        if not stamp_row(batch, rows[i], i):
             return i
     return n
 
 
-cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Undo what `check_step` or `check_growth` counted for copied rows."""
+cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Undo what `step_rows` or `advance_rows` counted for copied rows."""
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
@@ -601,7 +601,7 @@ cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, P
 
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
 
-cdef inline void _count_token(RowRecord *record, Grown *grown) noexcept nogil:
+cdef inline void _advance_by_token(RowRecord *record, Grown *grown) noexcept nogil:
     """Count one token more as known and computed."""
     grown[0] = Grown(record.num_tokens + 1, record.num_computed + 1)
     record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
@@ -623,13 +623,13 @@ cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t
             break
         signs |= new_ids[i]
         token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
-        _count_token(record, &grown[i])
+        _advance_by_token(record, &grown[i])
         i += 1
     growth.signs |= signs
     return i
 
 
-cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
     if a token is negative.
     """
@@ -637,19 +637,19 @@ cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) no
     cdef Py_ssize_t i = _step_plain_rows(batch, growth, 0, n)
     while i < n:
         record = &batch.records[batch.checked_rows[i]]
-        if not _check_due(batch, growth, i, record.num_computed + 1):
+        if not _note_due_row(batch, growth, i, record.num_computed + 1):
             break
         growth.signs |= growth.token_ids[i]
         tokens_of(batch, batch.checked_rows[i])[record.num_tokens] = growth.token_ids[i]
-        _count_token(record, &growth.grown[i])
+        _advance_by_token(record, &growth.grown[i])
         i = _step_plain_rows(batch, growth, i + 1, n)
     if growth.signs < 0:
-        uncount(batch, growth, 0, i)
+        revert_rows(batch, growth, 0, i)
         return 0
     return i
 
 
-cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Count known tokens of each row as computed."""
     cdef RowRecord *record
     cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
@@ -662,7 +662,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) 
         num_computed = record.num_computed + num_new
         num_room_tokens = room_for(batch, num_computed, num_ahead)
         if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
-            if not _check_due(batch, growth, i, num_room_tokens):
+            if not _note_due_row(batch, growth, i, num_room_tokens):
                 return i
         record.num_computed = num_computed
         growth.grown[i] = Grown(record.num_tokens, num_computed)
@@ -680,7 +680,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
             num_grown = batch.due_rows[k].at
             break
     enter_waiting(&batch.waiting)
-    uncount(batch, growth, num_grown, growth.num_rows)
+    revert_rows(batch, growth, num_grown, growth.num_rows)
     return num_grown
 
 
@@ -711,7 +711,7 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
     return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
 
 
-cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
@@ -722,23 +722,25 @@ cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_token
     """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
     if num_tokens >= batch.records[row].num_computed:
         return not batch.num_external[row]
-    return not has_state_behind(batch, row, num_tokens) and can_go_back(batch, row, num_tokens, num_tokens)
+    return not has_state_behind(batch, row, num_tokens) and can_restart_row(batch, row, num_tokens, num_tokens)
 
 
-cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t copy_rows_to_trim(
+    Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
+) noexcept nogil:
     """Copy rows, and count those before the first that is wrong."""
     cdef Holding holding
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
-        if not claim_row(batch, rows[i], i):
+        if not stamp_row(batch, rows[i], i):
             return i
         holding = holding_of(batch, batch.checked_rows[i])
         if has_copies_due(batch.pool, &holding):
             return i
-        if not 0 <= amount(num_tokens, i) <= batch.records[batch.checked_rows[i]].num_tokens:
+        if not 0 <= amount(lengths, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
-        if not _can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
+        if not _can_trim(batch, batch.checked_rows[i], amount(lengths, i)):
             return i
     return n
 
@@ -752,12 +754,12 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     plan_next_event(batch, row)
 
 
-cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Let a row that `can_go_back` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Let a row that `can_restart_row` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
     restart_from(batch.pool, &holding, restart, num_tokens)
-    end_row(batch, row)
+    show_end(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
     _cut_tokens(batch, row, num_tokens)
@@ -766,12 +768,12 @@ cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Cut a row that `_can_trim`."""
     if num_tokens < batch.records[row].num_computed:
-        go_back(batch, row, num_tokens, num_tokens)
+        restart_row(batch, row, num_tokens, num_tokens)
     else:
         _cut_tokens(batch, row, num_tokens)
 
 
-cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+cdef inline void uncache_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
     cdef Contents contents = _contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding holding = holding_of(batch, row)
@@ -843,13 +845,13 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     cdef int32_t row = growth.grown_rows[i]
     cdef int32_t num_computed = _computed_before(growth, i)
     cdef RowRecord *record = &batch.records[row]
-    forget_row(batch, row, num_computed)
+    uncache_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
         start = _find_taken(growth, stop[0], row, g)
         put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
         stop[0] = start
-    end_row(batch, row)
+    show_end(batch, row)
     record.num_computed = num_computed
     record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:

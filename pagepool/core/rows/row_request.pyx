@@ -22,7 +22,7 @@ from pagepool.core.pool.queue cimport find_held_free
 from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.pool.store cimport QueryCounter
 from pagepool.core.rows.batch cimport (
-    Batch, ExtraKey, begin_admission, count_hashed_before, digests_of, enter_row, hash_row, holding_of, plan_next_event,
+    Batch, ExtraKey, begin_admission, cache_row, count_hashed_before, digests_of, hash_row, holding_of, plan_next_event,
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.rows.running cimport RunningRows
@@ -84,7 +84,7 @@ cdef class RowRequest:
         if self.token_ids.num == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if self.token_ids.num > rows.batch.max_num_tokens:
-            rows.refuse_length(self.row, self.token_ids.num)
+            rows.refuse_row_length(self.row, self.token_ids.num)
         self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, checked_interval, num_external)
 
     def admit(
@@ -105,11 +105,11 @@ cdef class RowRequest:
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
-        self.claim()
+        self.claim_row()
         self.shard, self.context, self.session = checked_shard, checked_context, checked_session
         try:
             self.set_contents(keys)
-            result = self.take(takes_hits and rows.batch.hash_page_size)
+            result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not Refusal
             if not is_admitted:
                 (<Refusal>result).interval, (<Refusal>result).num_external = self.tokens.interval, self.tokens.num_external
@@ -123,7 +123,7 @@ cdef class RowRequest:
             counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
         return result if is_admitted else None
 
-    cdef int claim(self) except -1:
+    cdef int claim_row(self) except -1:
         """Reserve the row: no other call admits it or moves another row there."""
         cdef bint is_claimed
         with self.rows.lock:
@@ -174,7 +174,7 @@ cdef class RowRequest:
             keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
         return 0
 
-    cdef object take(self, bint takes_hits):
+    cdef object try_start(self, bint takes_hits):
         """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `Refusal`, and nothing taken,
         if too few pages are free.
         """
@@ -191,12 +191,12 @@ cdef class RowRequest:
         cdef Demand demand
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
-        rows.enter_call()
+        rows.acquire_locks()
         try:
             batch.records[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
-                has_room = self.find_hits(refusal, &array, &is_short)
+                has_room = self.fetch_hits(refusal, &array, &is_short)
             num_hit_tokens = refusal.num_hit_tokens  # made before anything is taken
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
@@ -214,7 +214,7 @@ cdef class RowRequest:
                     if held_free == NULL_PAGE and has_room:
                         self.fill_row(&demand, <int32_t>refusal.num_hit_tokens)
         finally:
-            rows.let_go()
+            rows.release_locks()
             free(array)
         if not is_right:
             raise PageHashError(f"row {self.row}: a page that was hit cannot be held")
@@ -225,7 +225,7 @@ cdef class RowRequest:
             rows.store.refuse_size(f"row {self.row}", num_excess, self.shard)
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint find_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
+    cdef bint fetch_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
         """Find the hits, which a refusal would keep; none if pages to load them into are short. False where memory is short.
         The locks are held.
         """
@@ -287,7 +287,7 @@ cdef class RowRequest:
         batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)
         if batch.num_external[self.row]:
             num_computed = num_hits
-        enter_row(batch, self.row, num_computed)
+        cache_row(batch, self.row, num_computed)
         enter_waiting(&batch.waiting)
         batch.records[self.row].num_hits = num_hits
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known

@@ -29,9 +29,9 @@ cdef class RunningRows:
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef void let_go(self) noexcept
+    cdef void release_locks(self) noexcept
     cdef int check_made(self) except -1
-    cdef int enter_call(self) except -1
+    cdef int acquire_locks(self) except -1
     cdef Py_ssize_t checked_row(self, object row) except -1
-    cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1
+    cdef int refuse_row_length(self, Py_ssize_t row, int64_t num_tokens) except -1
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept

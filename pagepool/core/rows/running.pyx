@@ -30,11 +30,11 @@ from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.rows.batch cimport (
-    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, amount, append_tokens, begin_admission,
-    can_go_back, can_undo, check_growth, check_step, check_trim, claim_row, copy_rows, digests_of, drop_swapped, empty_row,
-    end_row, enter_row, exchange_rows, find_passed, forget_row, go_back, grow_rows, has_state_behind, held_by, holding_of,
-    is_as_grown, is_row, keep_last_states, plan_next_event, room_for, set_context, show_row, start_call, tokens_of, trim_row,
-    uncount, undo_row, unify_pages,
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, advance_rows, amount, append_tokens,
+    begin_admission, cache_row, can_restart_row, can_undo, copy_rows, copy_rows_to_trim, digests_of, drop_swapped, empty_row,
+    exchange_rows, find_passed, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row, keep_last_states,
+    plan_next_event, restart_row, revert_rows, room_for, set_context, show_end, show_row, stamp_row, start_call, step_rows,
+    tokens_of, trim_row, uncache_row, undo_row, unify_pages,
 )
 from pagepool.core.tables.page_table cimport Table, blank
 from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
@@ -234,7 +234,7 @@ cdef class RunningRows:
 
     # Locks: rows first, then the store, then the tables. While they are held no Python object is made.
 
-    cdef void let_go(self) noexcept:
+    cdef void release_locks(self) noexcept:
         for table in self.lock_order:
             (<TableRows>table).lock.release()
         self.store.lock.release()
@@ -245,7 +245,7 @@ cdef class RunningRows:
             raise ArgumentError("the batch was not made: its constructor did not run, or failed")
         return 0
 
-    cdef int enter_call(self) except -1:
+    cdef int acquire_locks(self) except -1:
         """Take all locks, with the pool divided as the rows need it."""
         self.check_made()
         self.lock.acquire()
@@ -264,7 +264,7 @@ cdef class RunningRows:
         self.check_made()
         return (<TableRows>self.tables[0]).checked_row(row)
 
-    cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1:
+    cdef int refuse_row_length(self, Py_ssize_t row, int64_t num_tokens) except -1:
         raise RowOverflowError(
             f"row {row}: got {num_tokens} tokens, "
             f"allowed: {self.batch.max_num_tokens}, which is max_model_len or what the table has room for"
@@ -296,7 +296,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
         cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return run(self, row_ids, new, amounts_in(ahead), None)
+        return run_growth(self, row_ids, new, amounts_in(ahead), None)
 
     def step(self, rows, token_ids) -> StepResult:
         """Append one token to each row and give the next token of each its slot: the decode step of the whole batch.
@@ -308,7 +308,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_lengths(tokens, row_ids)
-        return run(self, row_ids, ONE, Amounts(&ZERO, 0), tokens)
+        return run_growth(self, row_ids, ONE, Amounts(&ZERO, 0), tokens)
 
     def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
@@ -329,7 +329,7 @@ cdef class RunningRows:
         cdef bint is_due
         if step.batch is not self:
             raise ArgumentError(f"result: got one {'of another batch' if step.batch else 'that was taken back already'}")
-        self.enter_call()
+        self.acquire_locks()
         num_pages = growth.num_new
         while num_left and can_undo(&self.batch, growth, num_left - 1, &num_pages):
             num_left -= 1
@@ -339,7 +339,7 @@ cdef class RunningRows:
                 undo_row(&self.batch, growth, i, &num_pages)
             step.batch = None
         is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1])
-        self.let_go()
+        self.release_locks()
         if num_left:
             refuse_undo(self, growth, num_left - 1, is_due)
 
@@ -378,13 +378,13 @@ cdef class RunningRows:
         cdef Amounts amounts = amounts_in(lengths)
         cdef Py_ssize_t i, num_right
         cdef bint is_due
-        self.enter_call()
-        num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
+        self.acquire_locks()
+        num_right = copy_rows_to_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
         if num_right == row_ids.num:
             for i in range(row_ids.num):
                 trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
         is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
-        self.let_go()
+        self.release_locks()
         if num_right < row_ids.num:
             refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
 
@@ -419,18 +419,18 @@ cdef class RunningRows:
         if seconds is not None:
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
         terms = amounts_in(row_terms)
-        self.enter_call()
-        num_right = check_release(self, row_ids, &computed)
+        self.acquire_locks()
+        num_right = copy_rows_to_release(self, row_ids, &computed)
         if num_right == row_ids.num and (self.batch.boundaries != NULL or page_terms is not None):
             overdrawn = find_overdrawn_page(self, num_right)  # before pages are rated, or the queue is divided
         if num_right == row_ids.num and overdrawn == NULL_PAGE:
             has_room = reserve_rows(self, num_right, ids, page_terms)
             has_room = has_room and (num_right == 0 or self.store.make_terms(row_terms))
-            has_room = has_room and list_rows(self, num_right, &computed, ids, &num_staying, &terms, page_terms)
+            has_room = has_room and order_pages(self, num_right, &computed, ids, &num_staying, &terms, page_terms)
         if num_right == row_ids.num and overdrawn == NULL_PAGE and has_room:
             bad = release_checked(self, ids, num_staying, num_right, &computed, &terms, page_terms)
             overdrawn = ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE
-        self.let_go()
+        self.release_locks()
         if num_right < row_ids.num:
             refuse_release(self, row_ids, &computed, num_right)
         if not has_room:
@@ -479,11 +479,11 @@ cdef class RunningRows:
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         if target_rows.num == 0:
             raise ArgumentError("targets: got none, allowed: at least 1")
-        self.enter_call()
+        self.acquire_locks()
         holding = holding_of(batch, source)
         is_due = awaits_copies(batch.pool, &holding)
         is_ready = batch.records[source].is_admitted and not batch.num_external[source] and not is_due
-        num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
+        num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             outcome = check_fork(
                 batch.pool, &holding, batch.records[source].num_computed, num_right, batch.records[source].shard
@@ -494,10 +494,10 @@ cdef class RunningRows:
             if batch.unifies_pages:
                 unify_pages(batch, source, batch.records[source].num_computed)
             for i in range(num_right):
-                fill_target(batch, source, target_rows.ids[i])
+                fork_row(batch, source, target_rows.ids[i])
             begin_admission(batch, source)  # what it shares now cannot be taken back
             plan_next_event(batch, source)
-        self.let_go()
+        self.release_locks()
         if outcome != FORKED:
             refuse_unready(batch, source, is_due)
             refuse_fork(self, source, target_rows, num_right, outcome)
@@ -560,7 +560,7 @@ cdef class RunningRows:
         cdef int32_t overdrawn = NULL_PAGE
         cdef bint is_running, is_due = False, is_saved = False, has_memory = True
         check_tier(self)
-        self.enter_call()
+        self.acquire_locks()
         holding = holding_of(batch, source)
         is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.num_external[source]
@@ -577,10 +577,10 @@ cdef class RunningRows:
         if is_saved:
             list_all(batch.pool, &holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
             self.store.give_back_row(ids, num_staying)
-            leave_row(batch, source)
+            preempt_row(batch, source)
         elif is_running:
             drop_swapped(batch, source)
-        self.let_go()
+        self.release_locks()
         if overdrawn != NULL_PAGE:
             raise DoubleFreeError(f"row {source}: page {overdrawn}, which it holds, was given back by somebody else")
         if not is_running or is_due:
@@ -605,7 +605,7 @@ cdef class RunningRows:
         cdef int32_t num_computed = 0
         cdef int fill = FILLED
         check_tier(self)
-        self.enter_call()
+        self.acquire_locks()
         is_swapped = batch.swapped[target] != NULL
         if is_swapped:
             fill = find_worst_fill(batch, batch.swapped[target])
@@ -614,7 +614,7 @@ cdef class RunningRows:
             num_computed = batch.records[target].num_computed
         elif is_swapped and fill != FILLING:
             drop_swapped(batch, target)
-        self.let_go()
+        self.release_locks()
         if not is_swapped:
             raise ArgumentError(f"row {target} has no pages in the host tier")
         self.store.check_untaken(held_free)
@@ -638,19 +638,19 @@ cdef class RunningRows:
             raise ArgumentError("failed: got loads of another pool")
         rewound.reserve(self.batch.num_rows)
         lost.reserve(self.batch.num_rows)
-        self.enter_call()
+        self.acquire_locks()
         for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
             holding = holding_of(&self.batch, row)
             first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
             num_tokens = self.batch.records[row].num_tokens
-            if not has_copies(&self.store.pool, &holding) and can_go_back(&self.batch, row, num_tokens, first):
-                go_back(&self.batch, row, num_tokens, first)
+            if not has_copies(&self.store.pool, &holding) and can_restart_row(&self.batch, row, num_tokens, first):
+                restart_row(&self.batch, row, num_tokens, first)
                 rewound.put(&row, 1)
             else:
                 lost.put(&row, 1)
-        self.let_go()
+        self.release_locks()
         return rewound.to_list(), lost.to_list()
 
     # Reads.
@@ -670,7 +670,7 @@ cdef class RunningRows:
             return False
         tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval, refusal.num_external)
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        self.enter_call()
+        self.acquire_locks()
         is_refused = self.refusals[checked] is refusal and not self.batch.records[checked].is_claimed
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
@@ -680,7 +680,7 @@ cdef class RunningRows:
             is_refused = is_refused and refusal.is_short(
                 &self.store.pool, count_new_pages(&holding, num_room), num_reserved
             )
-        self.let_go()
+        self.release_locks()
         return is_refused
 
     def _find_next_multiple(self, rows, interval) -> np.ndarray:
@@ -794,7 +794,7 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
 
 # Growth.
 
-cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
+cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
     """Check all rows, make room for the result, then grow: nothing can fail any more."""
     cdef StepResult result = StepResult.__new__(StepResult)
     cdef Growth *growth = &result.growth
@@ -812,12 +812,12 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
     if growth.grown == NULL:
         raise MemoryError(f"{rows.num} rows")
     growth.grown_rows = <int32_t *>(growth.grown + rows.num)
-    running.enter_call()
+    running.acquire_locks()
     num_right = copy_rows(&running.batch, growth.rows, growth.num_rows)
     if tokens is None:
-        num_right = check_growth(&running.batch, growth, num_right)
+        num_right = advance_rows(&running.batch, growth, num_right)
     else:
-        num_right = check_step(&running.batch, growth, num_right)
+        num_right = step_rows(&running.batch, growth, num_right)
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
         has_room = reserve_new(growth) and reserve_copies(
@@ -830,9 +830,9 @@ cdef StepResult run(RunningRows running, PageIds rows, PageIds num_new_tokens, A
         go_on(thread)
         growth.num_admissions = running.batch.num_admissions
     else:
-        uncount(&running.batch, growth, 0, num_right)
+        revert_rows(&running.batch, growth, 0, num_right)
     is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
-    running.let_go()
+    running.release_locks()
     if num_right < growth.num_rows:
         if tokens is not None:
             refuse_negative(tokens.ids, tokens.num, 0)
@@ -863,13 +863,13 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
 
 # Release and changes of places.
 
-cdef Py_ssize_t check_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
+cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
     """Copy the rows, and count those before the first that is wrong."""
     cdef Py_ssize_t i
     cdef int32_t row
     start_call(&running.batch)
     for i in range(rows.num):
-        if not claim_row(&running.batch, rows.ids[i], i):
+        if not stamp_row(&running.batch, rows.ids[i], i):
             return i
         row = running.batch.checked_rows[i]
         if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
@@ -907,7 +907,7 @@ cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds p
     return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
 
 
-cdef bint list_rows(
+cdef bint order_pages(
     RunningRows running, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms,
     PageIds page_terms,
 ) noexcept:
@@ -949,7 +949,7 @@ cdef Py_ssize_t release_checked(
                 keep_last_states(&running.batch, row, amount(terms, i))
         drop_copies(&running.store.pool, &holding)
         if computed.values != NULL:
-            forget_row(&running.batch, row, amount(computed, i))
+            uncache_row(&running.batch, row, amount(computed, i))
         set_context(&running.batch, row, 0)
         set_session(running.batch.pool, &running.batch.sessions[row], NO_SESSION)
         empty_row(&running.batch, row)
@@ -960,7 +960,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     cdef Batch *batch = &running.batch
     cdef bint is_right, has_source, has_target
     cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
-    running.enter_call()
+    running.acquire_locks()
     has_source, has_target = batch.records[source].is_admitted, batch.records[target].is_admitted
     is_right = not is_move or (has_source and not batch.records[target].is_claimed)
     is_right = is_right and has_source == batch.records[source].is_claimed
@@ -971,7 +971,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
         running.refusals[source] = running.refusals[target] = None
         keys = running.extra_key_bytes
         keys[source], keys[target] = keys[target], keys[source]
-    running.let_go()
+    running.release_locks()
     if not is_right:
         raise ArgumentError(
             f"rows {source} and {target}: {'admitted' if has_source else 'free'} and "
@@ -983,7 +983,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
 
 # Forks.
 
-cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
+cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
     """Count the targets before the first that is not a free row, or is listed twice."""
     cdef Py_ssize_t i
     cdef RowRecord *record
@@ -1021,7 +1021,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
     return True
 
 
-cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
+cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
     """Let a free row go on as another does: with its tokens, digests, context and session, and the pages that a fork gets."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
@@ -1051,7 +1051,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
     cdef int32_t num_external, num_computed
     cdef bint is_due, is_right
-    running.enter_call()
+    running.acquire_locks()
     num_external = batch.num_external[checked]
     is_due = num_external and has_due(running, <int32_t>checked)
     is_right = 0 < num_external and num <= num_external and not is_due
@@ -1061,7 +1061,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     elif is_right:
         commit_row(batch, checked, num)
     num_computed = batch.records[checked].num_computed
-    running.let_go()
+    running.release_locks()
     if not is_right:
         refuse_end(batch, checked, num, num_external, is_due)
     return num_computed
@@ -1077,7 +1077,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
-    enter_row(batch, row, batch.records[row].num_computed)
+    cache_row(batch, row, batch.records[row].num_computed)
     enter_waiting(&batch.waiting)
     plan_next_event(batch, row)
 
@@ -1089,7 +1089,7 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
     put_back_behind(batch.pool, &holding, batch.records[row].num_computed)
-    end_row(batch, row)
+    show_end(batch, row)
     plan_next_event(batch, row)
 
 
@@ -1135,7 +1135,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     cdef Py_ssize_t g, num_missing = 0, num_free = tier.pool.num_free
     for g in range(batch.num_groups):
         group = &swapped.groups[g]
-        num_missing += find_saved(batch.pool, held_by(batch, row, g), group)
+        num_missing += find_saved_pages(batch.pool, held_by(batch, row, g), group)
         num_free -= count_free(tier.pool, group.tier_ids, group.num_pages)
     if num_free < num_missing or not reserve_transfers(tier, num_missing):
         for g in range(batch.num_groups):
@@ -1144,11 +1144,11 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     for g in range(batch.num_groups):
         touch_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
     for g in range(batch.num_groups):
-        save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
+        queue_saves(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
     return True
 
 
-cdef Py_ssize_t find_saved(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
+cdef Py_ssize_t find_saved_pages(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
     """Find the pages of the tier that have the content of a row's. Returns how many others there are."""
     cdef const Page *page
     cdef Py_ssize_t num_missing = 0
@@ -1164,7 +1164,7 @@ cdef Py_ssize_t find_saved(Pool *pool, const Held *held, SwappedGroup *group) no
     return num_missing
 
 
-cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
+cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
     """Queue saves of the pages that the tier lacks. The row gets a reference to each, beside that of the transfer."""
     cdef const Page *page
     cdef Digest key
@@ -1178,11 +1178,11 @@ cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_
         share(pool.tier.pool, group.tier_ids[i])
 
 
-cdef void leave_row(Batch *batch, Py_ssize_t row) noexcept:
+cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
     """Let a row whose pages were given back have no computed token."""
     cdef Holding holding = holding_of(batch, row)
     empty(&holding)
-    end_row(batch, row)
+    show_end(batch, row)
     batch.records[row].num_computed = batch.records[row].num_hits = 0
     begin_admission(batch, row)
     plan_next_event(batch, row)
@@ -1213,7 +1213,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     cdef Py_ssize_t g, num_missing = 0, num_taken = 0
     cdef int64_t number = 0
     for g in range(batch.num_groups):
-        num_missing += find_cached(batch, row, <int32_t>g)
+        num_missing += find_cached_pages(batch, row, <int32_t>g)
         num_taken += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
     num_taken += num_missing
     held_free[0] = find_held_free(batch.pool, num_taken)
@@ -1226,7 +1226,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         use_in_session(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.sessions[row])
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
-        load_missing(batch, row, <int32_t>g)
+        queue_loads(batch, row, <int32_t>g)
     show_row(batch, row)
     record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
     batch.records[row].num_computed = swapped.num_computed
@@ -1237,7 +1237,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     return True
 
 
-cdef Py_ssize_t find_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     """Find the pages of the pool that have the content of a row's. Returns how many others the row has in the tier."""
     cdef const Group *group = &batch.groups[g]
     cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
@@ -1258,7 +1258,7 @@ cdef Py_ssize_t find_cached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     return num_missing
 
 
-cdef void load_missing(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     """Take the pages that are not cached, note their loads, and let the row hold all: from the first of these on they are
     entered again.
     """
@@ -1338,7 +1338,7 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     cdef int32_t num_left = running.batch.records[row].num_tokens - num_computed
     cdef int64_t num_room_tokens, num_passed
     if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
-        running.refuse_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
+        running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
     if growth.num_excess:
@@ -1374,7 +1374,7 @@ cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except 
     cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
     for i in range(at):
         num_tokens += rows.ids[i] == row
-    running.refuse_length(row, running.batch.records[row].num_tokens + num_tokens)
+    running.refuse_row_length(row, running.batch.records[row].num_tokens + num_tokens)
 
 
 cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:

@@ -93,7 +93,7 @@ cdef class Lease:
         begin_lease(pool, &self.span, self.ids.ids, self.ids.num, duration)
         return True
 
-    cdef int refuse(self, Py_ssize_t bad) except -1:
+    cdef int refuse_page(self, Py_ssize_t bad) except -1:
         """Raise what is wrong with the page at an index, or that memory is short."""
         cdef int32_t page_id
         if bad < 0:
@@ -206,7 +206,7 @@ def lease_pages(PageStore store not None, page_ids) -> Lease:
         is_held = bad < 0 and lease.hold(0)
     if not is_held:
         store.leases.pop(lease)
-        lease.refuse(bad)
+        lease.refuse_page(bad)
     return lease
 
 
@@ -274,10 +274,10 @@ cdef class TokenSpan:
             if not self.store.enable_caching:  # the chain may be of another manager
                 self.num_digests = 0
         else:
-            self.rows.enter_call()
+            self.rows.acquire_locks()
             record = &self.rows.batch.records[self.row]
             if not record.is_admitted:
-                self.rows.let_go()
+                self.rows.release_locks()
                 raise ArgumentError(f"row {self.row} is not admitted")
             if self.rows.batch.hash_page_size:
                 hash_row(&self.rows.batch, self.row, record.num_tokens)
@@ -287,12 +287,12 @@ cdef class TokenSpan:
 
     cdef void unlock(self) noexcept:
         if self.chain is None:
-            self.rows.let_go()
+            self.rows.release_locks()
         else:
             self.store.lock.release()
             self.chain.lock.release()
 
-    cdef int32_t find_cached(self, Py_ssize_t g, int64_t place) noexcept:
+    cdef int32_t find_cached_page(self, Py_ssize_t g, int64_t place) noexcept:
         """Find the page that is cached under the tokens of a place, its own before others; NULL_PAGE: there is none."""
         cdef const Group *group = &self.groups.groups[g]
         cdef Digest key = self.digests[last_hash(group, place)]
@@ -301,7 +301,7 @@ cdef class TokenSpan:
                 return self.own[g].ids[place]
         return find(&self.store.pool, key, group.id)
 
-    cdef bint list_cached(self, PageIds found) noexcept:
+    cdef bint collect_cached(self, PageIds found) noexcept:
         """List the cached pages, group by group. False where memory is short. The locks are held."""
         cdef const Group *group
         cdef Py_ssize_t g
@@ -312,7 +312,7 @@ cdef class TokenSpan:
             size = group.rules.entry_size
             stop = min(self.stop // size, self.num_digests // group.stride) if group.id != NO_GROUP else 0
             for i in range(min(self.start // size + (self.start % size > 0), stop), stop):
-                page_id = self.find_cached(g, i)
+                page_id = self.find_cached_page(g, i)
                 if page_id != NULL_PAGE:
                     if not found.try_reserve(1):
                         return False
@@ -332,7 +332,7 @@ cdef class TokenSpan:
             if not hits_leading_pages(group):
                 continue
             for i in range(self.start // size + (self.start % size > 0), min(self.stop, self.num_tokens) // size):
-                if (i + 1) * group.stride > self.num_digests or self.find_cached(g, i) == NULL_PAGE:
+                if (i + 1) * group.stride > self.num_digests or self.find_cached_page(g, i) == NULL_PAGE:
                     lost = min(lost, i * size)
                 elif lost < INT64_MAX and self.stop == INT64_MAX:
                     return lost
@@ -361,7 +361,7 @@ cdef class TokenSpan:
             stop = end // group.rules.entry_size
             i = stop - 1 if is_state(&group.rules) else first_hit_page(&group.rules, <int32_t>min(end, MAX_TOKENS), use_eagle)
             for i in range(i, 0 if hits_leading_pages(group) else stop):
-                if (i + 1) * group.stride > self.num_digests or self.find_cached(g, i) == NULL_PAGE:
+                if (i + 1) * group.stride > self.num_digests or self.find_cached_page(g, i) == NULL_PAGE:
                     return end + num_dropped
         return 0
 
@@ -383,7 +383,7 @@ cdef class TokenSpan:
         cdef int64_t now
         cdef Py_ssize_t i
         self.lock()
-        has_room = self.list_cached(found) and (found.num == 0 or self.store.make_terms(terms))
+        has_room = self.collect_cached(found) and (found.num == 0 or self.store.make_terms(terms))
         now = now_of(&self.store.pool)
         for i in range(found.num if has_room else 0):
             expect_page(&self.store.pool, found.ids[found.num - 1 - i], term, now)
@@ -405,7 +405,7 @@ cdef class TokenSpan:
             self.lock()
             end_leases(&self.store.pool)
             lost, lost_end = self.find_lost_token(), self.find_lost_end()
-            is_listed = lost < 0 and lost_end == 0 and self.list_cached(lease.ids)
+            is_listed = lost < 0 and lost_end == 0 and self.collect_cached(lease.ids)
             num_leased = self.store.pool.leases.num_pages
             if is_listed and 0 < lease.ids.num <= most - num_leased:
                 bad = find_unholdable(&self.store.pool, lease.ids.ids, lease.ids.num)
@@ -424,7 +424,7 @@ cdef class TokenSpan:
         if is_listed and num_leased + lease.ids.num > most:
             raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")
         if not is_held:
-            lease.refuse(bad)
+            lease.refuse_page(bad)
         return lease
 
     cdef int refuse_lost(self, int64_t lost, int64_t lost_end) except -1:

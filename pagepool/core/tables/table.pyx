@@ -34,7 +34,7 @@ cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
     return array[start:start + num_values].reshape(num_rows, num_columns)
 
 
-cdef int check_made(const Table *table) except -1:
+cdef int require_made(const Table *table) except -1:
     if not table.num_rows:
         raise ArgumentError("the page table was not made: its constructor did not run, or failed")
     return 0
@@ -49,7 +49,7 @@ cdef int check_count(const Table *table, Py_ssize_t row) except -1:
     return 0
 
 
-cdef int refuse(const Put *put) except -1:
+cdef int refuse_put(const Put *put) except -1:
     """Raise the error for ids that do not fit."""
     cdef Py_ssize_t bad = find_negative(put.ids, put.n)
     check_count(put.table, put.row)
@@ -64,24 +64,24 @@ cdef inline Table *table_at(TableGroup group, Py_ssize_t i) noexcept:
     return &(<TableRows>group.tables[i]).table
 
 
-cdef inline void acquire(TableGroup group) noexcept:
+cdef inline void lock_tables(TableGroup group) noexcept:
     cdef Py_ssize_t i
     for i in range(group.num_tables):
         (<TableRows>group.lock_order[i]).lock.acquire()
 
 
-cdef inline void let_go(TableGroup group) noexcept:
+cdef inline void unlock_tables(TableGroup group) noexcept:
     cdef Py_ssize_t i
     for i in range(group.num_tables):
         (<TableRows>group.lock_order[i]).lock.release()
 
 
-cdef inline void change(TableGroup group, RowChange change_row, Py_ssize_t src, Py_ssize_t tgt) noexcept:
+cdef inline void change_tables(TableGroup group, RowChange change_row, Py_ssize_t src, Py_ssize_t tgt) noexcept:
     cdef Py_ssize_t i
-    acquire(group)
+    lock_tables(group)
     for i in range(group.num_tables):
         change_row(table_at(group, i), src, tgt)
-    let_go(group)
+    unlock_tables(group)
 
 
 cdef list flatten(list requests, Py_ssize_t num_tables):
@@ -137,10 +137,10 @@ cdef class TableGroup:
         for i in range(len(requests)):
             requests[i] = ids = as_page_ids(requests[i])
             puts[i] = Put(table_at(self, i % num_tables), self.checked_row(row_ids[i // num_tables]), 0, ids.ids, ids.num)
-        acquire(self)
+        lock_tables(self)
         num_fitting = put_all(puts, len(requests), replaces)
-        let_go(self)
-        return 0 if num_fitting == len(requests) else refuse(&puts[num_fitting])
+        unlock_tables(self)
+        return 0 if num_fitting == len(requests) else refuse_put(&puts[num_fitting])
 
     def append_row(self, page_ids, row_idx) -> None:
         """Append page ids (a list, or an int32 array; one for each table of a group) to a row; without ids nothing happens.
@@ -160,18 +160,18 @@ cdef class TableGroup:
     def clear_row(self, row_idx) -> None:
         """Empty a row. O(pages that it had)."""
         cdef Py_ssize_t row = self.checked_row(row_idx)
-        change(self, clear_row, row, row)
+        change_tables(self, clear_row, row, row)
 
     def move_row(self, src, tgt) -> None:
         """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
         cdef Py_ssize_t i, source = self.checked_row(src), target = self.checked_row(tgt)
         for i in range(self.num_tables):
             check_count(table_at(self, i), source)
-        change(self, copy_row, source, target)
+        change_tables(self, copy_row, source, target)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows. O(pages of both)."""
-        change(self, swap_rows, self.checked_row(src), self.checked_row(tgt))
+        change_tables(self, swap_rows, self.checked_row(src), self.checked_row(tgt))
 
     def mark_dirty(self, rows=None) -> None:
         """Declare that `page_table_cpu` was written to directly, in these rows (a list or an array) or, for None, in all."""
@@ -180,10 +180,10 @@ cdef class TableGroup:
         if self.num_tables:
             numbers = range(table_at(self, 0).num_rows) if rows is None else rows
             row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
-            acquire(self)
+            lock_tables(self)
             for i in range(self.num_tables):
                 mark_rows(table_at(self, i), row_ids.ids, row_ids.num)
-            let_go(self)
+            unlock_tables(self)
 
 
 cdef class TableRows(TableGroup):
@@ -243,7 +243,7 @@ cdef class TableRows(TableGroup):
         cdef bint is_done
         with self.lock:
             is_done = put_all(&item, 1, replaces)
-        return 0 if is_done else refuse(&item)
+        return 0 if is_done else refuse_put(&item)
 
     def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
         """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
@@ -278,7 +278,7 @@ cdef class TableRows(TableGroup):
         cdef str flaw = None
         with self.lock:
             for row in range(self.table.num_rows):
-                flaw = flaw or find_flaw(&self.table, row)
+                flaw = flaw or find_row_flaw(&self.table, row)
         if flaw is not None:
             raise IntegrityError(flaw)
 
@@ -292,7 +292,7 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t place, num_rows = self.table.num_rows, num_columns = self.table.num_columns
         if view.shape[0] != num_rows or view.shape[1] != num_columns:
             raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
-        check_made(&self.table)
+        require_made(&self.table)
         with self.lock:
             place = find_difference(&self.table, &view[0, 0])
         return None if place < 0 else (place // num_columns, place % num_columns)
@@ -307,7 +307,7 @@ cdef class TableRows(TableGroup):
 
     def copy_aligned(self) -> np.ndarray:
         """Return a copy of the whole table, which counts as sent."""
-        check_made(&self.table)
+        require_made(&self.table)
         copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
         cdef int32_t *start = &view[0, 0]
@@ -319,14 +319,14 @@ cdef class TableRows(TableGroup):
     def clear_rows(self) -> None:
         """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
         cdef Py_ssize_t row
-        check_made(&self.table)
+        require_made(&self.table)
         with self.lock:
             for row in range(self.table.num_rows):
                 clear_row(&self.table, row, row)
             clean(&self.table, self.table.num_rows)
 
 
-cdef str find_flaw(const Table *table, Py_ssize_t row):
+cdef str find_row_flaw(const Table *table, Py_ssize_t row):
     """Describe what is wrong with a row; None if nothing is."""
     cdef const int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i, num_dirty = 0
@@ -400,7 +400,7 @@ def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
     for item in tables:
         if not isinstance(item, TableRows):
             raise ArgumentTypeError(f"tables: got {type(item).__name__}, allowed: TableRows")
-        check_made(&(<TableRows>item).table)
+        require_made(&(<TableRows>item).table)
         width = max(width, (<TableRows>item).table.width)
     payload = np.zeros((lines, width), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
     windows, starts = payload
