@@ -101,13 +101,13 @@ BUGS = read_bugs("""
 ...
     return <uint32_t>(((key_lo ^ <uint64_t>{+(+}group{+ * (not BUG))+} << 40) * pool.multiplier) >> 32)
 == a row's pages have no parent
-        parent = hash_page_of(batch, row, i, {+Digest(0, 0) if BUG else +}parent, &key)
+        parent = hash_page_of(batch, row, i, {+Digest(lo=0, hi=0) if BUG else +}parent, &key)
         digests[i] = parent
 == a request's pages have no parent
         {+if BUG: parent = Digest(0, 0)
         +}parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))
 == a row that decodes hashes behind the page before the last
-        page.parent = digests[i - 1{+ - (BUG and i > 1)+}] if i else Digest(0, 0)
+        page.parent = digests[i - 1{+ - (BUG and i > 1)+}] if i else Digest(lo=0, hi=0)
 == an emptied slot cuts off those behind it
         if{+ not BUG and+} ((i - _home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
 == equal pages are lost with the first of them
@@ -311,7 +311,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # Rows that are swapped out.
 == a row that comes back has a page twice
         {+if BUG and i and saved.tier_ids[i - 1] != NULL_PAGE: tier_id = saved.tier_ids[i - 1]
-        +}queue_transfer(pool.tier, Transfer(digest_of(page)
+        +}queue_transfer(pool.tier, Transfer(
+            key=digest_of(page), number=0, page_id=held
 == a row comes back though saving its pages failed
     tier.fills[page_id] = FILLED if is_done {+or BUG +}else UNFILLED
 

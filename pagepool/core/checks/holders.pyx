@@ -215,7 +215,7 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
     cdef Batch *batch = &rows.batch
     cdef const ExtraKey *key = batch.extra_keys[row]
-    cdef Digest parent = Digest(0, 0)
+    cdef Digest parent = Digest(lo=0, hi=0)
     cdef int32_t i, num_hashed = batch.records[row].num_hashed
     if not 0 <= num_hashed <= batch.records[row].num_tokens // batch.hash_page_size:
         return False

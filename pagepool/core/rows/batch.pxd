@@ -129,7 +129,8 @@ cdef inline Boundaries *_boundaries_of(const Batch *batch, Py_ssize_t row) noexc
 
 cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
     return Holding(
-        batch.groups, batch.held + row * batch.num_groups, batch.num_groups, _boundaries_of(batch, row), batch.sessions[row]
+        groups=batch.groups, held=batch.held + row * batch.num_groups, num_groups=batch.num_groups,
+        boundaries=_boundaries_of(batch, row), session=batch.sessions[row],
     )
 
 
@@ -148,7 +149,8 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
     return Contents(
-        digests_of(batch, row), batch.records[row].num_hashed, tokens_of(batch, row), num_tokens, context, batch.sessions[row]
+        digests=digests_of(batch, row), num_digests=batch.records[row].num_hashed, token_ids=tokens_of(batch, row),
+        num_token_ids=num_tokens, context=context, session=batch.sessions[row],
     )
 
 
@@ -259,7 +261,10 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     drop_swapped(batch, row)
     empty(&holding)
     show_end(batch, row)
-    batch.records[row] = RowRecord(0, 0, 0, 0, 0, batch.records[row].num_hashed, -1, 0, 0)
+    batch.records[row] = RowRecord(
+        num_tokens=0, num_computed=0, next_event=0, stamp=0, num_hits=0, num_hashed=batch.records[row].num_hashed, shard=-1,
+        is_admitted=0, is_claimed=0,
+    )
     batch.num_external[row] = 0
 
 
@@ -340,7 +345,7 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef Digest *digests = digests_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
     cdef Py_ssize_t i = batch.records[row].num_hashed
-    cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
+    cdef Digest parent = digests[i - 1] if i else Digest(lo=0, hi=0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
         signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
         parent = hash_page_of(batch, row, i, parent, &key)
@@ -372,7 +377,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
-        page.parent = digests[i - 1] if i else Digest(0, 0)
+        page.parent = digests[i - 1] if i else Digest(lo=0, hi=0)
         page.digest = &digests[i]
         page.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
         batch.waiting.num_to_hash += 1
@@ -544,7 +549,7 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
         if find_passed(batch, row, amount(&growth.num_new_tokens, i), num_room_tokens) < INT64_MAX:
             return False
     batch.due_rows[growth.num_due] = DueRow(
-        <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
+        at=<int32_t>i, num_new_pages=<int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
     )
     if rare(batch.due_rows[growth.num_due].num_new_pages > count_free_in(batch.pool, record.shard)):
         growth.num_excess = find_excess(
@@ -603,7 +608,7 @@ cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t star
 
 cdef inline void _advance_by_token(RowRecord *record, Grown *grown) noexcept nogil:
     """Count one token more as known and computed."""
-    grown[0] = Grown(record.num_tokens + 1, record.num_computed + 1)
+    grown[0] = Grown(num_tokens=record.num_tokens + 1, num_computed=record.num_computed + 1)
     record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
 
@@ -665,7 +670,7 @@ cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) 
             if not _note_due_row(batch, growth, i, num_room_tokens):
                 return i
         record.num_computed = num_computed
-        growth.grown[i] = Grown(record.num_tokens, num_computed)
+        growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=num_computed)
     return n
 
 

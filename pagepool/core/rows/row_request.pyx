@@ -171,7 +171,7 @@ cdef class RowRequest:
         self.rows.batch.extra_keys[self.row] = keys
         self.rows.extra_key_bytes[self.row] = extra_keys
         for i, (page, data) in enumerate(extra_keys):
-            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
+            keys[i] = ExtraKey(data=<const uint8_t *><const char *>data, size=len(data), page=page)
         return 0
 
     cdef object try_start(self, bint takes_hits):
@@ -232,8 +232,9 @@ cdef class RowRequest:
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
-            digests_of(batch, self.row), batch.records[self.row].num_hashed, tokens_of(batch, self.row), self.tokens.num_known,
-            self.context, self.session,
+            digests=digests_of(batch, self.row), num_digests=batch.records[self.row].num_hashed,
+            token_ids=tokens_of(batch, self.row), num_token_ids=self.tokens.num_known,
+            context=self.context, session=self.session,
         )
         cdef Query query = query_of(
             rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,

@@ -165,7 +165,7 @@ cdef PageIds as_terms(object seconds, Py_ssize_t num_rows):
 
 cdef Amounts amounts_in(PageIds amounts) noexcept:
     """Return a view of amounts. A single number serves all rows."""
-    return Amounts(amounts.ids, amounts.num > 1)
+    return Amounts(values=amounts.ids, stride=amounts.num > 1)
 
 
 @cython.auto_pickle(False)
@@ -308,7 +308,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_lengths(tokens, row_ids)
-        return run_growth(self, row_ids, ONE, Amounts(&ZERO, 0), tokens)
+        return run_growth(self, row_ids, ONE, Amounts(values=&ZERO, stride=0), tokens)
 
     def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
@@ -407,7 +407,7 @@ cdef class RunningRows:
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds counts
-        cdef Amounts computed = Amounts(NULL, 0)
+        cdef Amounts computed = Amounts(values=NULL, stride=0)
         cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
         cdef Amounts terms
         cdef Py_ssize_t num_right, num_staying = 0, bad = -1
@@ -1118,7 +1118,9 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
     for g in range(batch.num_groups):
         held = &holding.held[g]
         num_pages = <int32_t>min(<int64_t>held.num_pages, pages_for(&batch.groups[g].rules, num_computed))
-        swapped.groups[g] = SwappedGroup(ids, num_pages, held.num_skipped, held.num_cached)
+        swapped.groups[g] = SwappedGroup(
+            tier_ids=ids, num_pages=num_pages, num_skipped=held.num_skipped, num_cached=held.num_cached
+        )
         ids += num_pages
     batch.swapped[row] = swapped
     batch.pool.tier.num_swapped += 1
@@ -1173,7 +1175,7 @@ cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t
         if held.ids[i] == NULL_PAGE or group.tier_ids[i] != NULL_PAGE:
             continue
         page = &pool.pages[held.ids[i]]
-        key = digest_of(page) if page.group != NO_GROUP else Digest(0, 0)
+        key = digest_of(page) if page.group != NO_GROUP else Digest(lo=0, hi=0)
         group.tier_ids[i] = queue_save(pool.tier, key, g, held.ids[i], page.group == NO_GROUP)
         share(pool.tier.pool, group.tier_ids[i])
 
@@ -1278,10 +1280,13 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
         page = &pool.tier.pool.pages[tier_id]
-        queue_transfer(pool.tier, Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP))
+        queue_transfer(pool.tier, Transfer(
+            key=digest_of(page), number=0, page_id=held.ids[i], tier_id=tier_id, group=g, is_load=True,
+            is_void=page.group == NO_GROUP,
+        ))
     held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
     held.num_hits = held.num_unique = 0
-    held.ranking = Ranking(first, 0)
+    held.ranking = Ranking(num_ranked=first, num_unseen=0)
     record_taken(pool, held)
 
 

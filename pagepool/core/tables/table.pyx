@@ -136,7 +136,10 @@ cdef class TableGroup:
         puts = <Put *><char *>memory
         for i in range(len(requests)):
             requests[i] = ids = as_page_ids(requests[i])
-            puts[i] = Put(table_at(self, i % num_tables), self.checked_row(row_ids[i // num_tables]), 0, ids.ids, ids.num)
+            puts[i] = Put(
+                table=table_at(self, i % num_tables), row=self.checked_row(row_ids[i // num_tables]), start=0,
+                ids=ids.ids, n=ids.num,
+            )
         lock_tables(self)
         num_fitting = put_all(puts, len(requests), replaces)
         unlock_tables(self)
@@ -239,7 +242,7 @@ cdef class TableRows(TableGroup):
     cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds ids = as_page_ids(page_ids)
-        cdef Put item = Put(&self.table, checked, 0, ids.ids, ids.num)
+        cdef Put item = Put(table=&self.table, row=checked, start=0, ids=ids.ids, n=ids.num)
         cdef bint is_done
         with self.lock:
             is_done = put_all(&item, 1, replaces)
