@@ -69,7 +69,7 @@ BUGS = read_bugs("""
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
 == two rows get the same page
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard, batch.sessions[row]){+
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
             held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]+}
 == a page that a cut goes through is shared
@@ -125,8 +125,9 @@ BUGS = read_bugs("""
 == a row goes back and its pages are not entered again
     {+if not BUG: +}recompute_from(group, held, num_computed)
 == rows that change places keep their hashes
-    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
-    if n{+ and not BUG+}:
+    batch.rows[first], batch.rows[second] = batch.rows[second], batch.rows[first]{+
+    if BUG:
+        batch.rows[first].digests, batch.rows[second].digests = batch.rows[second].digests, batch.rows[first].digests+}
 
 # What is hit.
 == the last token hits too
@@ -201,7 +202,7 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
         record_taken(pool, held)
         {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
-        if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, &holding){+)+}:
+        if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
             {+if BUG: touch_all(pool, hits.ids + hits.num - 1, 1)
             else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)
@@ -319,7 +320,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
             num_computed = num_hits
-        cache_row(batch, self.row, {+num_hits + batch.num_external[self.row] if BUG else +}num_computed)
+        cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}num_computed)
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered

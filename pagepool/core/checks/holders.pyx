@@ -60,8 +60,8 @@ cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
     cdef const SwappedGroup *group
     cdef Py_ssize_t row, g, i
     for row in range(rows.batch.num_rows):
-        for g in range(rows.batch.num_groups if rows.batch.swapped[row] != NULL else 0):
-            group = &rows.batch.swapped[row].groups[g]
+        for g in range(rows.batch.num_groups if rows.batch.rows[row].swapped != NULL else 0):
+            group = &rows.batch.rows[row].swapped.groups[g]
             for i in range(group.num_pages):
                 tier_counts[group.tier_ids[i]] += 1
 
@@ -152,7 +152,7 @@ cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_
 
 
 cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t row, g
     cdef str flaw
     for row in range(rows.batch.num_rows):
@@ -161,7 +161,7 @@ cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
             return flaw
         holding = holding_of(&rows.batch, row)
         for g in range(rows.batch.num_groups):
-            flaw = find_flaw_in_held(&rows.store.pool, &holding, g, rows.batch.tables[g].num_columns, counts)
+            flaw = find_flaw_in_held(&rows.store.pool, holding, g, rows.batch.tables[g].num_columns, counts)
             if flaw is None:
                 flaw = find_flaw_in_table(rows, row, g)
             if flaw is not None:
@@ -197,9 +197,9 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
             f"row {row} has {record.num_tokens} tokens, {record.num_computed} of them computed, "
             f"allowed: at most {batch.max_num_tokens}"
         )
-    if not 0 <= batch.num_external[row] <= max(0, record.num_tokens - record.num_computed - 1):
-        return f"row {row} waits for {batch.num_external[row]} of {record.num_tokens - record.num_computed} tokens"
-    if batch.num_external[row] and event != 1:
+    if not 0 <= batch.records[row].num_external <= max(0, record.num_tokens - record.num_computed - 1):
+        return f"row {row} waits for {batch.records[row].num_external} of {record.num_tokens - record.num_computed} tokens"
+    if batch.records[row].num_external and event != 1:
         return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
     if record.is_admitted:
         plan_next_event(batch, row)
@@ -214,7 +214,7 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
 cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
     cdef Batch *batch = &rows.batch
-    cdef const ExtraKey *key = batch.extra_keys[row]
+    cdef const ExtraKey *key = batch.rows[row].extra_keys
     cdef Digest parent = Digest(lo=0, hi=0)
     cdef int32_t i, num_hashed = batch.records[row].num_hashed
     if not 0 <= num_hashed <= batch.records[row].num_tokens // batch.hash_page_size:
@@ -232,7 +232,7 @@ cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     cdef Table *table = rows.batch.tables[g]
     cdef int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i
-    cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.num_external[row]
+    cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.records[row].num_external
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
         return f"{held.num_pages} pages for {num_computed} tokens"
     if table.num_pages[row] != held.num_pages:

@@ -16,7 +16,6 @@ from libc.string cimport memcmp, memcpy
 from pagepool.core.base.platform cimport GUARDS, rare, raw_free
 from pagepool.core.base.siphash cimport Digest, hash_after
 from pagepool.core.base.vectors cimport signs_of
-from pagepool.core.holding.boundaries cimport Boundaries
 from pagepool.core.holding.holding cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
     enter_full_pages, enter_states, enter_waiting, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
@@ -44,7 +43,7 @@ cdef struct RowRecord:        # 32 bytes, two to a cache line
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens that were hit at admission
     int32_t num_hashed        # pages that have digests; in a free row those of its last tokens
-    int32_t shard             # where pages come from; -1: anywhere
+    int32_t num_external      # tokens that come from elsewhere, for which the row waits; 0: it is not pending
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
 
@@ -62,17 +61,27 @@ cdef struct Swapped:          # a row whose pages are in the tier, each with a r
     SwappedGroup *groups      # [num_groups], in the same memory
     int32_t num_computed      # tokens
 
+cdef struct Row:              # what a row has besides its counts and tokens: a cache line that growth reads, and another one
+    Holding holding
+    Digest *digests           # of its hashed pages
+    ExtraKey *extra_keys      # NULL: none
+    int32_t context           # 0: none
+    int32_t shard             # where pages come from; -1: anywhere
+    Swapped *swapped          # NULL: it has no pages in the tier
+    int64_t admission         # number of its last admission, or change of places
+    int64_t[6] unused
+
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
     Group *groups
     Py_ssize_t num_groups
-    Held *held                # [num_rows, num_groups] with their own page ids: the tables are the user's to write
     Table **tables            # [num_groups]
     Py_ssize_t num_rows
     int32_t max_num_tokens    # of a row
     int32_t hash_page_size    # tokens; 0: no prefix caching
     Digest extra_key
-    RowRecord *records
+    RowRecord *records        # what each step reads
+    Row *rows
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     Py_ssize_t num_ascending  # of these `_copy_ascending` has checked, and nothing changed them since
@@ -80,21 +89,13 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
-    Digest *digests           # [num_rows, digests_stride]
-    Py_ssize_t digests_stride
-    Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
-    ExtraKey **extra_keys     # NULL for most
-    int32_t *contexts         # 0 for most
-    int32_t *sessions         # numbers, NO_SESSION for most
-    Swapped **swapped         # NULL for most
+    bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
     bint keeps_states         # whether checkpoints of any are kept
     bint restores_states      # whether the engine writes states behind the counted tokens back, so that lookahead may pass them
     bint unifies_pages        # whether rows share pages that got the same tokens
-    int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
-    int32_t *num_external     # tokens that come from elsewhere, for which a row waits; 0: the row is not pending
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
     const int32_t *values
@@ -123,19 +124,12 @@ cdef struct Growth:           # one call that grows rows
     int32_t *new_groups
 
 
-cdef inline Boundaries *_boundaries_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    return batch.boundaries + row if batch.boundaries != NULL else NULL
-
-
-cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    return Holding(
-        groups=batch.groups, held=batch.held + row * batch.num_groups, num_groups=batch.num_groups,
-        boundaries=_boundaries_of(batch, row), session=batch.sessions[row],
-    )
+cdef inline Holding *holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return &batch.rows[row].holding
 
 
 cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
-    return &batch.held[row * batch.num_groups + g]
+    return &batch.rows[row].holding.held[g]
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -143,14 +137,14 @@ cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 
 
 cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    return batch.digests + row * batch.digests_stride
+    return batch.rows[row].digests
 
 
 cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
-    cdef int32_t context = batch.contexts[row] if is_journaled(batch.pool) else 0
+    cdef int32_t context = batch.rows[row].context if is_journaled(batch.pool) else 0
     return Contents(
         digests=digests_of(batch, row), num_digests=batch.records[row].num_hashed, token_ids=tokens_of(batch, row),
-        num_token_ids=num_tokens, context=context, session=batch.sessions[row],
+        num_token_ids=num_tokens, context=context, session=batch.rows[row].holding.session,
     )
 
 
@@ -173,16 +167,16 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
     the tokens that they had before, one token later.
     """
-    cdef Holding holding = holding_of(batch, row)
-    cdef Limits limits = limits_of(&holding)
+    cdef Holding *holding = holding_of(batch, row)
+    cdef Limits limits = limits_of(holding)
     cdef int64_t event = min(<int64_t>INT32_MAX, _last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
     event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
-        event = min(event, _next_comparison(&holding) + 1)
-    if has_copies_due(batch.pool, &holding):
+        event = min(event, _next_comparison(holding) + 1)
+    if has_copies_due(batch.pool, holding):
         event = 1
     batch.records[row].next_event = <int32_t>event
 
@@ -242,14 +236,14 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Let go of the pages that a row has in the tier: it is computed again, or ends."""
-    cdef Swapped *swapped = batch.swapped[row]
+    cdef Swapped *swapped = batch.rows[row].swapped
     cdef Py_ssize_t g
     if swapped == NULL:
         return
     for g in range(batch.num_groups):
         put_back_all(batch.pool.tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
     batch.pool.tier.num_swapped -= 1
-    batch.swapped[row] = NULL
+    batch.rows[row].swapped = NULL
     raw_free(swapped)
 
 
@@ -257,30 +251,30 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free. Its pages were given back, or moved."""
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     drop_swapped(batch, row)
-    empty(&holding)
+    empty(holding)
     show_end(batch, row)
     batch.records[row] = RowRecord(
-        num_tokens=0, num_computed=0, next_event=0, stamp=0, num_hits=0, num_hashed=batch.records[row].num_hashed, shard=-1,
-        is_admitted=0, is_claimed=0,
+        num_tokens=0, num_computed=0, next_event=0, stamp=0, num_hits=0, num_hashed=batch.records[row].num_hashed,
+        num_external=0, is_admitted=0, is_claimed=0,
     )
-    batch.num_external[row] = 0
+    batch.rows[row].shard = -1
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Number a new admission of a row: calls that grew it before cannot be taken back."""
     batch.num_admissions += 1
-    batch.admissions[row] = batch.num_admissions
+    batch.rows[row].admission = batch.num_admissions
 
 
 cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
     """Give a row's pages a context from now on. 0, no context, has no users; it is the only one without a journal."""
-    if batch.contexts[row]:
-        batch.pool.journal.contexts[batch.contexts[row]].num_users -= 1
+    if batch.rows[row].context:
+        batch.pool.journal.contexts[batch.rows[row].context].num_users -= 1
     if context:
         batch.pool.journal.contexts[context].num_users += 1
-    batch.contexts[row] = context
+    batch.rows[row].context = context
 
 
 cdef inline void _swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
@@ -291,27 +285,14 @@ cdef inline void _swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noe
 
 cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Exchange all that two rows have."""
-    cdef Py_ssize_t g, n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
+    cdef Py_ssize_t n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
     batch.records[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
     batch.records[second].num_hashed *= batch.records[second].is_admitted
     _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
-    n = max(batch.records[first].num_hashed, batch.records[second].num_hashed)
-    if n:
-        _swap_values(
-            <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
-        )
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
-    _swap_values(&batch.num_external[first], &batch.num_external[second], 1)
-    if batch.boundaries != NULL:
-        batch.boundaries[first], batch.boundaries[second] = batch.boundaries[second], batch.boundaries[first]
+    batch.rows[first], batch.rows[second] = batch.rows[second], batch.rows[first]
     begin_admission(batch, first)
     begin_admission(batch, second)
-    batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
-    batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
-    _swap_values(&batch.sessions[first], &batch.sessions[second], 1)
-    batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
-    for g in range(batch.num_groups):
-        held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
     show_row(batch, first)
     show_row(batch, second)
 
@@ -343,7 +324,7 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef int32_t signs = 0
     cdef Digest *digests = digests_of(batch, row)
-    cdef const ExtraKey *key = batch.extra_keys[row]
+    cdef const ExtraKey *key = batch.rows[row].extra_keys
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(lo=0, hi=0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
@@ -373,7 +354,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
-    cdef bint is_alone = batch.extra_keys[row] != NULL or batch.waiting.num_to_hash == NUM_WAITING
+    cdef bint is_alone = batch.rows[row].extra_keys != NULL or batch.waiting.num_to_hash == NUM_WAITING
     if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
@@ -411,7 +392,7 @@ cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
-    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.records[row].shard))
+    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.rows[row].shard))
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -430,7 +411,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
                 continue
             touch_all(batch.pool, &first, 1)
-            use_in_session(batch.pool, &first, 1, batch.sessions[row])
+            use_in_session(batch.pool, &first, 1, batch.rows[row].holding.session)
             drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
             put_back_held(batch.pool, page_id)
             held.ids[place] = first
@@ -445,12 +426,12 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
 
 cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Give back the pages that no token from `num_computed` on attends to, in the table too."""
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     cdef int32_t start
     for g in range(batch.num_groups):
         start = holding.held[g].num_skipped
-        skip_pages(batch.pool, &holding, g, num_computed)
+        skip_pages(batch.pool, holding, g, num_computed)
         if holding.held[g].num_skipped > start:
             blank(batch.tables[g], row, start, holding.held[g].num_skipped)
 
@@ -458,14 +439,14 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
 cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, batch.records[row].shard, 0):
+        if keep_state(batch.pool, holding, <int32_t>g, &contents, num_computed, batch.rows[row].shard, 0):
             write_ids(batch.tables[g], row, 0, held.ids, 1)
             batch.tables[g].version += 1
 
@@ -474,10 +455,10 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
     """Enter the states of a row whose pages were just given back, as far as they are due."""
     cdef int32_t num_computed = batch.records[row].num_computed
     cdef Contents contents
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
-    enter_states(batch.pool, &holding, &contents, num_computed, term)
+    enter_states(batch.pool, holding, &contents, num_computed, term)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -487,7 +468,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     cdef int32_t j, n
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.records[row].shard, batch.sessions[row])
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
         if n:
             write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
             batch.tables[g].version += 1
@@ -504,19 +485,19 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef bint is_next_step = num_tokens > num_before  # else the step that computes the tokens before may not have run
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     if is_next_step:
         if rare(batch.unifies_pages):
             unify_pages(batch, row, num_before)
         if rare(batch.skips_pages):
             _skip_row(batch, row, num_before)
     if due.num_new_pages:
-        if due.num_new_pages > count_free_in(batch.pool, batch.records[row].shard):
+        if due.num_new_pages > count_free_in(batch.pool, batch.rows[row].shard):
             return False
         if rare(batch.pool.tier != NULL):
             drop_swapped(batch, row)
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
-    if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(&holding, num_before):
+    if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
     cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
@@ -526,34 +507,34 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
 cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room_tokens) noexcept nogil:
     """Return the tokens of the checkpoint that a call passes for a row that is not counted yet; INT64_MAX: none, or it may."""
     cdef int32_t num_computed = batch.records[row].num_computed
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     if batch.restores_states:
         return INT64_MAX
-    return find_passed_checkpoint(&holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
+    return find_passed_checkpoint(holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
 
 
 cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (record.is_admitted and record.num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if rare(record.next_event == 1) and (batch.num_external[row] or has_copies_due(batch.pool, &holding)):
+    if rare(record.next_event == 1) and (batch.records[row].num_external or has_copies_due(batch.pool, holding)):
         return False
-    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, record.num_computed))):
-        if find_lost_page(batch.pool, &holding, record.num_computed) != NULL_PAGE:
+    if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(holding, record.num_computed))):
+        if find_lost_page(batch.pool, holding, record.num_computed) != NULL_PAGE:
             return False
     if GUARDS and rare(batch.keeps_states):
         if find_passed(batch, row, amount(&growth.num_new_tokens, i), num_room_tokens) < INT64_MAX:
             return False
     batch.due_rows[growth.num_due] = DueRow(
-        at=<int32_t>i, num_new_pages=<int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
+        at=<int32_t>i, num_new_pages=<int32_t>min(count_new_pages(holding, num_room_tokens), <int64_t>INT32_MAX)
     )
-    if rare(batch.due_rows[growth.num_due].num_new_pages > count_free_in(batch.pool, record.shard)):
+    if rare(batch.due_rows[growth.num_due].num_new_pages > count_free_in(batch.pool, batch.rows[row].shard)):
         growth.num_excess = find_excess(
-            batch.pool, &holding, NULL, batch.due_rows[growth.num_due].num_new_pages, record.num_computed, record.shard
+            batch.pool, holding, NULL, batch.due_rows[growth.num_due].num_new_pages, record.num_computed, batch.rows[row].shard
         )
         if growth.num_excess:
             return False
@@ -718,15 +699,15 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
 
 cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
-    cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
-    return not batch.num_external[row] and can_restart(batch.pool, &holding, restart, num_tokens)
+    cdef Holding *holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
+    return not batch.records[row].num_external and can_restart(batch.pool, holding, restart, num_tokens)
 
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
     if num_tokens >= batch.records[row].num_computed:
-        return not batch.num_external[row]
+        return not batch.records[row].num_external
     return not has_state_behind(batch, row, num_tokens) and can_restart_row(batch, row, num_tokens, num_tokens)
 
 
@@ -734,14 +715,14 @@ cdef inline Py_ssize_t copy_rows_to_trim(
     Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
 ) noexcept nogil:
     """Copy rows, and count those before the first that is wrong."""
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
         if not stamp_row(batch, rows[i], i):
             return i
         holding = holding_of(batch, batch.checked_rows[i])
-        if has_copies_due(batch.pool, &holding):
+        if has_copies_due(batch.pool, holding):
             return i
         if not 0 <= amount(lengths, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
@@ -761,9 +742,9 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
     """Let a row that `can_restart_row` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
-    cdef Holding holding = holding_of(batch, row)
-    cdef int32_t restart = find_restart(batch.pool, &holding, min(batch.records[row].num_computed, num_computed))
-    restart_from(batch.pool, &holding, restart, num_tokens)
+    cdef Holding *holding = holding_of(batch, row)
+    cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
+    restart_from(batch.pool, holding, restart, num_tokens)
     show_end(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
@@ -781,8 +762,8 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
 cdef inline void uncache_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Drop the entries that a row made for pages with tokens from `num_computed` on."""
     cdef Contents contents = _contents_of(batch, row, batch.records[row].num_tokens)
-    cdef Holding holding = holding_of(batch, row)
-    forget_uncomputed(batch.pool, &holding, num_computed, &contents)
+    cdef Holding *holding = holding_of(batch, row)
+    forget_uncomputed(batch.pool, holding, num_computed, &contents)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
@@ -790,7 +771,7 @@ cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_
     cdef const Grown *grown = &growth.grown[i]
     cdef int32_t row = growth.grown_rows[i]
     cdef const RowRecord *record = &batch.records[row]
-    if not record.is_admitted or batch.admissions[row] > growth.num_admissions:
+    if not record.is_admitted or batch.rows[row].admission > growth.num_admissions:
         return False
     return record.num_computed == grown.num_computed and (growth.token_ids == NULL or record.num_tokens == grown.num_tokens)
 
@@ -823,8 +804,8 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
     cdef int32_t row = growth.grown_rows[i]
-    cdef Holding holding = holding_of(batch, row)
-    if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, &holding):
+    cdef Holding *holding = holding_of(batch, row)
+    if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, holding):
         return False
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)

@@ -168,7 +168,7 @@ cdef class RowRequest:
         cdef ExtraKey *keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
         if keys == NULL:
             raise MemoryError(f"{len(extra_keys)} extra keys")
-        self.rows.batch.extra_keys[self.row] = keys
+        self.rows.batch.rows[self.row].extra_keys = keys
         self.rows.extra_key_bytes[self.row] = extra_keys
         for i, (page, data) in enumerate(extra_keys):
             keys[i] = ExtraKey(data=<const uint8_t *><const char *>data, size=len(data), page=page)
@@ -180,7 +180,7 @@ cdef class RowRequest:
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
-        cdef Holding holding = holding_of(batch, self.row)
+        cdef Holding *holding = holding_of(batch, self.row)
         cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
         cdef Refusal refusal = Refusal.__new__(Refusal)
         cdef object num_hit_tokens = None
@@ -193,7 +193,7 @@ cdef class RowRequest:
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.acquire_locks()
         try:
-            batch.records[self.row].shard = self.shard
+            batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
                 has_room = self.fetch_hits(refusal, &array, &is_short)
@@ -201,12 +201,12 @@ cdef class RowRequest:
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
-                is_right = price(batch.pool, &holding, &demand, NULL, batch.records[self.row].num_hashed)
+                is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right:
-                has_pages = not is_short and fit(batch.pool, &holding, &demand) == FITS
-                has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, demand.hits))
+                has_pages = not is_short and fit(batch.pool, holding, &demand) == FITS
+                has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
                 if not has_pages and not is_short:
-                    num_excess = find_excess(batch.pool, &holding, array, demand.num_new, 0, self.shard)
+                    num_excess = find_excess(batch.pool, holding, array, demand.num_new, 0, self.shard)
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
                 else:
@@ -256,12 +256,12 @@ cdef class RowRequest:
     cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
-        cdef Holding holding = holding_of(batch, self.row)
+        cdef Holding *holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
         refusal.num_room = demand.num_tokens
         for g in range(batch.num_groups):
-            num_held += count_attached(&holding, demand, g)
-        num_held += count_state_hits(&holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
+            num_held += count_attached(holding, demand, g)
+        num_held += count_state_hits(holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
         refusal.begin(
             batch.pool, self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed,
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
@@ -272,21 +272,20 @@ cdef class RowRequest:
         from elsewhere.
         """
         cdef Batch *batch = &self.rows.batch
-        cdef Holding holding = holding_of(batch, self.row)
+        cdef Holding *holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
         set_context(batch, self.row, self.context)
-        set_session(batch.pool, &batch.sessions[self.row], self.session)
-        holding.session = self.session
-        if batch.boundaries != NULL:
+        set_session(batch.pool, &holding.session, self.session)
+        if batch.has_boundaries:
             begin_boundaries(
-                self.rows.groups, &batch.boundaries[self.row], self.tokens.num_known, self.junction, self.resume_at
+                self.rows.groups, holding.boundaries, self.tokens.num_known, self.junction, self.resume_at
             )
-        attach(batch.pool, &holding, demand)
+        attach(batch.pool, holding, demand)
         show_row(batch, self.row)
         take_pages(batch, self.row, num_computed, NULL)
-        copy_states(batch.pool, &holding, demand)
-        batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)
-        if batch.num_external[self.row]:
+        copy_states(batch.pool, holding, demand)
+        batch.records[self.row].num_external = count_external_tokens(&self.tokens, num_hits)
+        if batch.records[self.row].num_external:
             num_computed = num_hits
         cache_row(batch, self.row, num_computed)
         enter_waiting(&batch.waiting)
@@ -294,7 +293,7 @@ cdef class RowRequest:
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_computed = num_computed
         plan_next_event(batch, self.row)
-        if batch.num_external[self.row]:
+        if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
         begin_admission(batch, self.row)
         batch.records[self.row].is_admitted = 1

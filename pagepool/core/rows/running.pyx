@@ -30,7 +30,7 @@ from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.rows.batch cimport (
-    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, RowRecord, Swapped, SwappedGroup, advance_rows, amount, append_tokens,
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, Row, RowRecord, Swapped, SwappedGroup, advance_rows, amount, append_tokens,
     begin_admission, cache_row, can_restart_row, can_undo, copy_rows, copy_rows_to_trim, digests_of, drop_swapped, empty_row,
     exchange_rows, find_passed, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row, keep_last_states,
     plan_next_event, restart_row, revert_rows, room_for, set_context, show_end, show_row, stamp_row, start_call, step_rows,
@@ -58,7 +58,7 @@ cdef object ndarray = np.ndarray
 
 cdef object ROW_RECORD = np.dtype(
     [(name, "u4" if name == "stamp" else "i4") for name in (
-        "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "shard",
+        "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "num_external",
     )] + [("is_admitted", "?"), ("is_claimed", "?"), ("padding", "i2")]
 )
 
@@ -169,6 +169,7 @@ cdef Amounts amounts_in(PageIds amounts) noexcept:
 
 
 @cython.auto_pickle(False)
+@cython.no_gc_clear  # its buffers are read when it is deallocated
 cdef class RunningRows:
     """Rows that run together: what they know, and what they hold. `pagepool.RunningBatch` adds the manager.
 
@@ -204,14 +205,13 @@ cdef class RunningRows:
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
         self.batch.unifies_pages, self.batch.restores_states = unifies_pages, restores_states
+        self.batch.has_boundaries = checked.boundaries.multiple != 0
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
             check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)
-        if checked.boundaries.multiple:
-            self.batch.boundaries = <Boundaries *>new_buffer(self, n, sizeof(Boundaries) // sizeof(int32_t))
         self.batch.pool = self.batch.waiting.pool = &store.pool
         self.batch.num_rows = n
 
@@ -219,10 +219,8 @@ cdef class RunningRows:
         cdef Py_ssize_t row
         delist_lock(&self.lock_node)
         for row in range(self.batch.num_rows):
-            free(self.batch.extra_keys[row])
-            free(self.batch.swapped[row])
-        free(self.batch.extra_keys)
-        free(self.batch.swapped)
+            free(self.batch.rows[row].extra_keys)
+            free(self.batch.rows[row].swapped)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -273,8 +271,8 @@ cdef class RunningRows:
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Drop the extra keys of a row, and its digests, which were made with them."""
         self.batch.records[row].num_hashed = 0
-        free(self.batch.extra_keys[row])
-        self.batch.extra_keys[row] = NULL
+        free(self.batch.rows[row].extra_keys)
+        self.batch.rows[row].extra_keys = NULL
         self.extra_key_bytes[row] = None
 
     # Growth, and growth taken back.
@@ -421,7 +419,7 @@ cdef class RunningRows:
         terms = amounts_in(row_terms)
         self.acquire_locks()
         num_right = copy_rows_to_release(self, row_ids, &computed)
-        if num_right == row_ids.num and (self.batch.boundaries != NULL or page_terms is not None):
+        if num_right == row_ids.num and (self.batch.has_boundaries or page_terms is not None):
             overdrawn = find_overdrawn_page(self, num_right)  # before pages are rated, or the queue is divided
         if num_right == row_ids.num and overdrawn == NULL_PAGE:
             has_room = reserve_rows(self, num_right, ids, page_terms)
@@ -473,7 +471,7 @@ cdef class RunningRows:
         cdef PageIds target_rows = as_own_ids(targets, "targets")
         cdef list forgotten = [None] * (2 * target_rows.num)  # what goes with them may wait for a fork of the process
         cdef Batch *batch = &self.batch
-        cdef Holding holding
+        cdef Holding *holding
         cdef Py_ssize_t num_right, i
         cdef bint is_due, is_ready
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
@@ -481,12 +479,12 @@ cdef class RunningRows:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.acquire_locks()
         holding = holding_of(batch, source)
-        is_due = awaits_copies(batch.pool, &holding)
-        is_ready = batch.records[source].is_admitted and not batch.num_external[source] and not is_due
+        is_due = awaits_copies(batch.pool, holding)
+        is_ready = batch.records[source].is_admitted and not batch.records[source].num_external and not is_due
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             outcome = check_fork(
-                batch.pool, &holding, batch.records[source].num_computed, num_right, batch.records[source].shard
+                batch.pool, holding, batch.records[source].num_computed, num_right, batch.rows[source].shard
             )
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
@@ -554,7 +552,7 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef Batch *batch = &self.batch
-        cdef Holding holding
+        cdef Holding *holding
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_staying = 0
         cdef int32_t overdrawn = NULL_PAGE
@@ -563,19 +561,19 @@ cdef class RunningRows:
         self.acquire_locks()
         holding = holding_of(batch, source)
         is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
-        is_running = is_running and not batch.num_external[source]
+        is_running = is_running and not batch.records[source].num_external
         if is_running:
-            is_due = has_copies_due(batch.pool, &holding)
+            is_due = has_copies_due(batch.pool, holding)
         if is_running and not is_due:
-            overdrawn = find_overdrawn(batch.pool, &holding)
+            overdrawn = find_overdrawn(batch.pool, holding)
             is_running = overdrawn == NULL_PAGE
         if is_running and not is_due:
-            has_memory = ids.try_reserve(2 * count_places(&holding))
+            has_memory = ids.try_reserve(2 * count_places(holding))
         if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
-            list_all(batch.pool, &holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
+            list_all(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
             self.store.give_back_row(ids, num_staying)
             preempt_row(batch, source)
         elif is_running:
@@ -606,9 +604,9 @@ cdef class RunningRows:
         cdef int fill = FILLED
         check_tier(self)
         self.acquire_locks()
-        is_swapped = batch.swapped[target] != NULL
+        is_swapped = batch.rows[target].swapped != NULL
         if is_swapped:
-            fill = find_worst_fill(batch, batch.swapped[target])
+            fill = find_worst_fill(batch, batch.rows[target].swapped)
         if is_swapped and fill == FILLED:
             is_back = load_row(batch, target, &held_free)
             num_computed = batch.records[target].num_computed
@@ -631,7 +629,7 @@ cdef class RunningRows:
         """
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
         cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
-        cdef Holding holding
+        cdef Holding *holding
         cdef int32_t row, first, num_tokens
         self.check_made()
         if loads.store is not self.store:
@@ -641,11 +639,11 @@ cdef class RunningRows:
         self.acquire_locks()
         for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
             holding = holding_of(&self.batch, row)
-            first = find_wrong(&holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
+            first = find_wrong(holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
             num_tokens = self.batch.records[row].num_tokens
-            if not has_copies(&self.store.pool, &holding) and can_restart_row(&self.batch, row, num_tokens, first):
+            if not has_copies(&self.store.pool, holding) and can_restart_row(&self.batch, row, num_tokens, first):
                 restart_row(&self.batch, row, num_tokens, first)
                 rewound.put(&row, 1)
             else:
@@ -661,7 +659,7 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef Refusal refusal = self.refusals[checked]
-        cdef Holding holding
+        cdef Holding *holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
         cdef int32_t num_room
@@ -678,7 +676,7 @@ cdef class RunningRows:
             num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
             is_refused = num_room <= refusal.num_room  # more may be too large for the pool
             is_refused = is_refused and refusal.is_short(
-                &self.store.pool, count_new_pages(&holding, num_room), num_reserved
+                &self.store.pool, count_new_pages(holding, num_room), num_reserved
             )
         self.release_locks()
         return is_refused
@@ -702,12 +700,12 @@ cdef class RunningRows:
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
         cdef Py_ssize_t checked = self.checked_row(row)
-        cdef Holding holding
+        cdef Holding *holding
         cdef tuple ids = new_ids(self.batch.num_groups)
         cdef bint has_room
         with self.lock:
             holding = holding_of(&self.batch, checked)
-            has_room = copy_ids(&holding, ids)
+            has_room = copy_ids(holding, ids)
         if not has_room:
             raise MemoryError("the page ids of a row")
         return lists_of(ids)
@@ -746,18 +744,18 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     running.num_computed_tokens = records["num_computed"]
     running.num_cached_tokens = records["num_hits"]
     running.is_admitted = records["is_admitted"]
-    running.batch.num_external = new_buffer(running, n, 1)
-    running.num_external_tokens = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=np.int32)
-    running.batch.admissions = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
+    running.num_external_tokens = records["num_external"]
+    running.batch.rows = <Row *>new_buffer(running, n, sizeof(Row) // sizeof(int32_t))
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
     for row in range(n):
-        running.batch.records[row].shard = -1
+        running.batch.rows[row].shard = -1
     return 0
 
 
 cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
-    cdef Py_ssize_t num_hashes = 0
+    cdef Py_ssize_t row, stride, num_hashes = 0
+    cdef Digest *digests
     running.batch.tokens_stride = odd_lines(running.batch.max_num_tokens, sizeof(int32_t))
     running.batch.token_ids = new_buffer(running, n, running.batch.tokens_stride)
     running.batch.waiting.key = digest_of_bytes(running.key)
@@ -765,24 +763,31 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     running.batch.extra_key = extra_key_of(running.key)
     if running.batch.hash_page_size:
         num_hashes = running.batch.max_num_tokens // running.batch.hash_page_size
-    running.batch.digests_stride = odd_lines(num_hashes, sizeof(Digest))
-    running.batch.digests = <Digest *>new_buffer(running, n, running.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
+    stride = odd_lines(num_hashes, sizeof(Digest))
+    digests = <Digest *>new_buffer(running, n, stride * (sizeof(Digest) // sizeof(int32_t)))
+    for row in range(n):
+        running.batch.rows[row].digests = digests + row * stride
     running.extra_key_bytes = [None] * n
     running.refusals = [None] * n
-    running.batch.contexts = new_buffer(running, n, 1)
-    running.batch.sessions = new_buffer(running, n, 1)
-    running.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
-    running.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
-    if running.batch.extra_keys == NULL or running.batch.swapped == NULL:
-        raise MemoryError(f"{n} rows")
     return 0
 
 
 cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t g, row, stride, num_groups = running.groups.num
     cdef int32_t *page_ids
+    cdef Held *held
+    cdef Boundaries *boundaries = NULL
     running.batch.tables = <Table **>new_buffer(running, num_groups, sizeof(Table *) // sizeof(int32_t))
-    running.batch.held = <Held *>new_buffer(running, n, num_groups * (sizeof(Held) // sizeof(int32_t)))
+    held = <Held *>new_buffer(running, n, num_groups * (sizeof(Held) // sizeof(int32_t)))
+    if running.batch.has_boundaries:
+        boundaries = <Boundaries *>new_buffer(running, n, sizeof(Boundaries) // sizeof(int32_t))
+    for row in range(n):
+        running.batch.rows[row].holding = Holding(
+            groups=running.batch.groups, held=held + row * num_groups, num_groups=num_groups, boundaries=NULL,
+            session=NO_SESSION,
+        )
+        if boundaries != NULL:
+            running.batch.rows[row].holding.boundaries = boundaries + row
     for g in range(num_groups):
         running.batch.tables[g] = &(<TableRows>running.tables[g]).table
         stride = odd_lines(running.batch.tables[g].num_columns, sizeof(int32_t))
@@ -854,11 +859,11 @@ cdef bint reserve_new(Growth *growth) noexcept:
 
 cdef bint has_due(RunningRows running, int32_t row) noexcept:
     """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
-    cdef Holding holding
+    cdef Holding *holding
     if not is_row(&running.batch, row):
         return False
     holding = holding_of(&running.batch, row)
-    return has_copies_due(&running.store.pool, &holding)
+    return has_copies_due(&running.store.pool, holding)
 
 
 # Release and changes of places.
@@ -884,26 +889,26 @@ cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
 
 cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
     """Return a page that has fewer references than it stands in the copied rows; NULL_PAGE: there is none."""
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t i
     cdef int32_t found, bad = NULL_PAGE
     for i in range(n):
         holding = holding_of(&running.batch, running.batch.checked_rows[i])
-        found = draw_references(&running.store.pool, &holding, -1)
+        found = draw_references(&running.store.pool, holding, -1)
         bad = found if found != NULL_PAGE else bad
     for i in range(n):
         holding = holding_of(&running.batch, running.batch.checked_rows[i])
-        draw_references(&running.store.pool, &holding, 1)
+        draw_references(&running.store.pool, holding, 1)
     return bad
 
 
 cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds page_terms) noexcept:
     """Make room for the pages of the copied rows, and their terms, if there are any; False where memory is short."""
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t i, num_places = 0
     for i in range(n):
         holding = holding_of(&running.batch, running.batch.checked_rows[i])
-        num_places += count_places(&holding)
+        num_places += count_places(holding)
     return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
 
 
@@ -915,16 +920,16 @@ cdef bint order_pages(
     these. False where memory is short.
     """
     cdef Batch *batch = &running.batch
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t i
     cdef int are_worthless
-    for i in range(n if batch.boundaries != NULL else 0):
+    for i in range(n if batch.has_boundaries else 0):
         holding = holding_of(batch, batch.checked_rows[i])
-        rate_pages(batch.pool, &holding, computed_by(computed, i))
-    for are_worthless in range(2 if batch.boundaries != NULL else 1):
+        rate_pages(batch.pool, holding, computed_by(computed, i))
+    for are_worthless in range(2 if batch.has_boundaries else 1):
         for i in range(n):
             holding = holding_of(batch, batch.checked_rows[i])
-            if not list_last_first(batch.pool, &holding, computed_by(computed, i), ids, are_worthless):
+            if not list_last_first(batch.pool, holding, computed_by(computed, i), ids, are_worthless):
                 return False
             if page_terms is not None and not are_worthless:
                 if not running.store.list_terms(page_terms, amount(terms, i), ids.num):
@@ -939,19 +944,19 @@ cdef Py_ssize_t release_checked(
     const Amounts *terms, PageIds page_terms,
 ) noexcept:
     """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
-    cdef Holding holding
+    cdef Holding *holding
     cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying, ids_in(page_terms))
     for i in range(num_rows if bad < 0 else 0):
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
-        if running.batch.keeps_states and not awaits_copies(&running.store.pool, &holding):
+        if running.batch.keeps_states and not awaits_copies(&running.store.pool, holding):
             if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row, amount(terms, i))
-        drop_copies(&running.store.pool, &holding)
+        drop_copies(&running.store.pool, holding)
         if computed.values != NULL:
             uncache_row(&running.batch, row, amount(computed, i))
         set_context(&running.batch, row, 0)
-        set_session(running.batch.pool, &running.batch.sessions[row], NO_SESSION)
+        set_session(running.batch.pool, &running.batch.rows[row].holding.session, NO_SESSION)
         empty_row(&running.batch, row)
     return bad
 
@@ -1003,7 +1008,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
     that have the keys by then have no digests.
     """
     cdef Batch *batch = &running.batch
-    cdef ExtraKey *keys = batch.extra_keys[source]
+    cdef ExtraKey *keys = batch.rows[source].extra_keys
     cdef Py_ssize_t i, row, num_keys = 1
     while keys != NULL and keys[num_keys - 1].data != NULL:
         num_keys += 1
@@ -1013,10 +1018,10 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
         running.refusals[row] = None
         running.forget_extra_keys(row)
         if keys != NULL:
-            batch.extra_keys[row] = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
-            if batch.extra_keys[row] == NULL:
+            batch.rows[row].extra_keys = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
+            if batch.rows[row].extra_keys == NULL:
                 return False
-            memcpy(batch.extra_keys[row], keys, num_keys * sizeof(ExtraKey))
+            memcpy(batch.rows[row].extra_keys, keys, num_keys * sizeof(ExtraKey))
             running.extra_key_bytes[row] = running.extra_key_bytes[source]
     return True
 
@@ -1024,20 +1029,21 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
     """Let a free row go on as another does: with its tokens, digests, context and session, and the pages that a fork gets."""
     cdef RowRecord *record = &batch.records[row]
-    cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
+    cdef Holding *forked = holding_of(batch, source)
+    cdef Holding *new = holding_of(batch, row)
     cdef int32_t g
     memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
     record.stamp = batch.stamp
-    set_context(batch, row, batch.contexts[source])
-    set_session(batch.pool, &batch.sessions[row], batch.sessions[source])
+    batch.rows[row].shard = batch.rows[source].shard
+    set_context(batch, row, batch.rows[source].context)
+    set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
     begin_admission(batch, row)
-    if batch.boundaries != NULL:
-        batch.boundaries[row] = batch.boundaries[source]
-    new.session = batch.sessions[row]
+    if batch.has_boundaries:
+        new.boundaries[0] = forked.boundaries[0]
     for g in range(batch.num_groups):
-        fork_group(batch.pool, &forked, &new, g, record.num_computed, record.shard)
+        fork_group(batch.pool, forked, new, g, record.num_computed, batch.rows[row].shard)
     show_row(batch, row)
     plan_next_event(batch, row)
 
@@ -1052,7 +1058,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     cdef int32_t num_external, num_computed
     cdef bint is_due, is_right
     running.acquire_locks()
-    num_external = batch.num_external[checked]
+    num_external = batch.records[checked].num_external
     is_due = num_external and has_due(running, <int32_t>checked)
     is_right = 0 < num_external and num <= num_external and not is_due
     is_right = is_right and (is_failed or num == num_external or not batch.has_state)
@@ -1069,11 +1075,11 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
 
 cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Count tokens that a pending row waited for as computed, and let it run."""
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     batch.records[row].num_computed += num_tokens
-    batch.num_external[row] = 0
-    skip_unread(batch.pool, &holding, batch.records[row].num_computed)
+    batch.records[row].num_external = 0
+    skip_unread(batch.pool, holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
@@ -1084,11 +1090,11 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
 
 cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Commit the first tokens and give back the pages behind them; with a state, discard all."""
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     if batch.has_state:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
-    put_back_behind(batch.pool, &holding, batch.records[row].num_computed)
+    put_back_behind(batch.pool, holding, batch.records[row].num_computed)
     show_end(batch, row)
     plan_next_event(batch, row)
 
@@ -1107,9 +1113,9 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
     cdef const Held *held
     cdef Swapped *swapped
     cdef int32_t *ids
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g, size = sizeof(Swapped) + batch.num_groups * sizeof(SwappedGroup)
-    swapped = <Swapped *>malloc(size + count_places(&holding) * sizeof(int32_t))
+    swapped = <Swapped *>malloc(size + count_places(holding) * sizeof(int32_t))
     if swapped == NULL:
         return False
     swapped.groups = <SwappedGroup *>(swapped + 1)
@@ -1122,7 +1128,7 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
             tier_ids=ids, num_pages=num_pages, num_skipped=held.num_skipped, num_cached=held.num_cached
         )
         ids += num_pages
-    batch.swapped[row] = swapped
+    batch.rows[row].swapped = swapped
     batch.pool.tier.num_swapped += 1
     return True
 
@@ -1131,7 +1137,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     """Take a page of the tier for each of the row's: the one that has its content, or a free one, and queue the saves. If too
     few are free, return False, with references to none.
     """
-    cdef Swapped *swapped = batch.swapped[row]
+    cdef Swapped *swapped = batch.rows[row].swapped
     cdef SwappedGroup *group
     cdef Tier *tier = batch.pool.tier
     cdef Py_ssize_t g, num_missing = 0, num_free = tier.pool.num_free
@@ -1182,8 +1188,8 @@ cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t
 
 cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
     """Let a row whose pages were given back have no computed token."""
-    cdef Holding holding = holding_of(batch, row)
-    empty(&holding)
+    cdef Holding *holding = holding_of(batch, row)
+    empty(holding)
     show_end(batch, row)
     batch.records[row].num_computed = batch.records[row].num_hits = 0
     begin_admission(batch, row)
@@ -1209,9 +1215,9 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     """Give a row pages with the contents of those that it has in the tier: cached ones, or others that are loaded. False, and
     nothing changed, if too few are free.
     """
-    cdef Swapped *swapped = batch.swapped[row]
+    cdef Swapped *swapped = batch.rows[row].swapped
     cdef Tier *tier = batch.pool.tier
-    cdef Holding holding = holding_of(batch, row)
+    cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g, num_missing = 0, num_taken = 0
     cdef int64_t number = 0
     for g in range(batch.num_groups):
@@ -1219,18 +1225,18 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         num_taken += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
     num_taken += num_missing
     held_free[0] = find_held_free(batch.pool, num_taken)
-    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_taken, 0, batch.records[row].shard) or not (
+    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_taken, 0, batch.rows[row].shard) or not (
         reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
     ):
         return False
     for g in range(batch.num_groups):
         touch_all(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
-        use_in_session(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.sessions[row])
+        use_in_session(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.rows[row].holding.session)
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         queue_loads(batch, row, <int32_t>g)
     show_row(batch, row)
-    record_loads(batch.pool, &holding, tier.last_number + 1 if num_missing else number)
+    record_loads(batch.pool, holding, tier.last_number + 1 if num_missing else number)
     batch.records[row].num_computed = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
@@ -1242,7 +1248,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
 cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     """Find the pages of the pool that have the content of a row's. Returns how many others the row has in the tier."""
     cdef const Group *group = &batch.groups[g]
-    cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
+    cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
     cdef int32_t *ids = held_by(batch, row, g).ids
     cdef Py_ssize_t i, num_missing = 0
     for i in range(saved.num_pages):
@@ -1252,7 +1258,7 @@ cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexc
         if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
             ids[i] = find_within(
                 batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
-                ids_in_shard(batch.pool, batch.records[row].shard),
+                ids_in_shard(batch.pool, batch.rows[row].shard),
             )
         if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # out of the queue, and nobody's
             ids[i] = NULL_PAGE
@@ -1265,7 +1271,7 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     entered again.
     """
     cdef Pool *pool = batch.pool
-    cdef const SwappedGroup *saved = &batch.swapped[row].groups[g]
+    cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
     cdef Held *held = held_by(batch, row, g)
     cdef const Page *page
     cdef int32_t i, tier_id, first = saved.num_cached
@@ -1275,7 +1281,7 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take_from(pool, &held.ids[i], 1, batch.records[row].shard, batch.sessions[row])
+        take_from(pool, &held.ids[i], 1, batch.rows[row].shard, batch.rows[row].holding.session)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
@@ -1306,9 +1312,10 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:
         raise ArgumentError(f"{name} is not admitted")
-    if batch.num_external[row] and not may_wait:
+    if batch.records[row].num_external and not may_wait:
         raise ArgumentError(
-            f"{name} waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or fail_external before"
+            f"{name} waits for {batch.records[row].num_external} tokens from elsewhere: "
+            "call commit_external or fail_external before"
         )
     if is_due:
         raise CopiesDueError(
@@ -1344,11 +1351,11 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     cdef int64_t num_room_tokens, num_passed
     if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
         running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
-    cdef Holding holding = holding_of(&running.batch, row)
+    cdef Holding *holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
     if growth.num_excess:
-        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, running.batch.records[row].shard)
-    if find_lost_page(&running.store.pool, &holding, num_computed) != NULL_PAGE:
+        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, running.batch.rows[row].shard)
+    if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
     if 0 <= num_new <= num_left and num_ahead > 0:
         num_room_tokens = room_for(&running.batch, num_computed + num_new, num_ahead)
@@ -1410,14 +1417,14 @@ cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *comput
 
 cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
     cdef Batch *batch = &running.batch
-    cdef Holding holding = holding_of(batch, source)
+    cdef Holding *holding = holding_of(batch, source)
     if at < targets.num:
         if not 0 <= targets.ids[at] < batch.num_rows:
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        num_new = count_open_pages(&holding, batch.records[source].num_computed) * targets.num
-        num_free = count_free_in(batch.pool, batch.records[source].shard)
+        num_new = count_open_pages(holding, batch.records[source].num_computed) * targets.num
+        num_free = count_free_in(batch.pool, batch.rows[source].shard)
         raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
     if outcome == UNSHAREABLE:
         raise PageIdError(
