@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
+import hybrids
 import numpy as np
 import pytest
 from clocked import PAGE_SIZE, Clocked
-from hybrids import manager_state
+from hybrids import FULL, manager_state
 from refusing import refused
 
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    FullAttentionSpec,
     HostTier,
     MultiGroupPageTable,
     PageTable,
     RunningBatch,
-    SlidingWindowSpec,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
 
@@ -340,8 +340,7 @@ def test_two_leases_of_a_page_count_twice() -> None:
     pages.manager.check()
 
 
-WINDOW = SlidingWindowSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=9)
-FULL = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
+WINDOW = replace(hybrids.WINDOW, sliding_window=9)
 
 
 def lease_after(lost: Sequence[int], is_row: bool, *specs: Any, stop: int | None, start: int = 0, **options: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hybrids import (
     FULL,
@@ -26,14 +24,12 @@ from hybrids import (
 from overwriting import overwrite
 from refusing import refused
 
-from pagepool import EngineRequest
 from pagepool.errors import (
     ArgumentError,
     CopiesDueError,
     IntegrityError,
     OutOfPagesError,
     PageIdError,
-    RowIndexError,
 )
 
 # --- requests ---------------------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def test_check_names_a_shared_page_that_was_given_back(page_id: int) -> None:
         batch.check()
 
 
-# --- misuse -----------------------------------------------------------------------------------------------------
+# --- too few pages, and several batches ----------------------------------------------------------------------
 
 
 def make_forkable(num_pages: int = 40) -> Any:
@@ -127,32 +123,6 @@ def make_forkable(num_pages: int = 40) -> Any:
     batch.admit(0, PROMPT[:6])
     batch.admit(2, [7])
     return batch
-
-
-NOT_FREE = r"^targets: got {} \(at {}\), allowed: free rows, each once$"
-OUTSIDE = r"^targets: got {} \(at {}\), allowed: 0 to 3$"
-BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "onto an admitted row": (0, [1, 2], ArgumentError, NOT_FREE.format(2, 1)),
-    "onto a row twice": (0, [3, 1, 3], ArgumentError, NOT_FREE.format(3, 2)),
-    "onto itself": (0, [0], ArgumentError, NOT_FREE.format(0, 0)),
-    "onto nothing": (0, [], ArgumentError, "^targets: got none, allowed: at least 1$"),
-    "outside": (0, [1, 4], RowIndexError, OUTSIDE.format(4, 1)),
-    "below": (0, np.array([-1], dtype=np.int32), RowIndexError, OUTSIDE.format(-1, 0)),
-    "far outside": (0, [1 << 40], ArgumentError, "^targets: got 1099511627776"),
-    "of a free row": (1, [3], ArgumentError, "^row 1 is not admitted$"),
-    "of a row outside": (4, [3], RowIndexError, "4.*allowed: 0 to 3"),
-    "of a row below": (-1, [3], RowIndexError, "-1.*allowed: 0 to 3"),
-}
-
-
-@pytest.mark.parametrize(("row", "targets", "error", "message"), BAD_FORKS.values(), ids=BAD_FORKS)
-def test_no_fork(row: Any, targets: Any, error: type[Exception], message: str) -> None:
-    batch = make_forkable()
-    with refused(lambda: batch_state(batch), error, message):
-        batch.fork(row, targets)
-    assert take(batch) == []
-    batch.fork(0, [3, 1])
-    assert batch.get_page_ids(1) == ([1, 8], [9])
 
 
 def test_too_few_pages_for_rows() -> None:
@@ -180,46 +150,13 @@ def test_rows_of_another_batch() -> None:
     other.check()
 
 
-BAD_REQUESTS: dict[str, tuple[Callable[[EngineRequest], tuple[EngineRequest, EngineRequest]], str]] = {
-    "unknown": (lambda old: (like(old, "nobody"), like(old)), "^request 'nobody' holds no pages$"),
-    "onto itself": (lambda old: (old, old), "^request 'first' holds pages already$"),
-    "onto one that holds pages": (lambda old: (old, like(old, "held")), "^request 'held' holds pages already$"),
-    "with other tokens": (
-        lambda old: (old, _with(EngineRequest("new", [9, *PROMPT[1:10]]), num_computed_tokens=6)),
-        "^request 'new': its first 6 tokens, or its extra keys, are not those of request 'first'$",
-    ),
-    "with a salt": (
-        lambda old: (old, like(old, cache_salt="salt")),
-        "^request 'new': its first 6 tokens, or its extra keys, are not those of request 'first'$",
-    ),
-    "with fewer computed tokens": (
-        lambda old: (old, _with(like(old), num_computed_tokens=5)),
-        "^num_computed_tokens: got 6 and 5, allowed: equal, and at most 8, for which there are slots$",
-    ),
-    "with more than there are slots for": (
-        lambda old: (_with(old, num_computed_tokens=9), _with(like(old), num_computed_tokens=9)),
-        "^num_computed_tokens: got 9 and 9, allowed: equal, and at most 8",
-    ),
-}
-
-
-def _with(request: EngineRequest, **fields: Any) -> EngineRequest:
-    """Return the request with other fields."""
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return request
-
-
-@pytest.mark.parametrize(("make", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str) -> None:
+def test_a_refused_fork_leaves_no_copies() -> None:
+    """What is refused is in the table of errors."""
     manager = make_manager()
     request = fill(manager, 6)
-    held = EngineRequest("held", [5] * 6)
-    run(manager, held, 6)
-    with refused(lambda: manager_state(manager), ArgumentError, message):
-        manager.fork(*make(request))
+    with refused(lambda: manager_state(manager), ArgumentError, "^request 'first' holds pages already$"):
+        manager.fork(request, request)
     assert take(manager) == []
-    request.num_computed_tokens = 6
     pages = manager.fork(request, like(request))
     assert pages is not None
-    assert pages.get_page_ids() == ([1, 7], [8])
+    assert pages.get_page_ids() == ([1, 4], [5])

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import hybrids
 import pytest
+from hybrids import FULL, make_manager
 from refusing import refused
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    FullAttentionSpec,
-    HostTier,
-    MultiGroupPageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-)
+from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, RowIndexError
 
-SPEC: dict[str, Any] = {"page_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
-FULL, WINDOW = CacheGroupSpec(FullAttentionSpec(**SPEC)), CacheGroupSpec(SlidingWindowSpec(**SPEC, sliding_window=9))
+WINDOW = replace(hybrids.WINDOW, sliding_window=9)
 
 
 def state_of(manager: CacheManager, batch: RunningBatch) -> Any:
@@ -36,7 +29,7 @@ def state_of(manager: CacheManager, batch: RunningBatch) -> Any:
 
 @pytest.fixture(params=[[FULL], [WINDOW], [FULL, WINDOW]], ids=["full", "window", "both"])
 def manager(request: pytest.FixtureRequest) -> CacheManager:
-    return CacheManager(64, request.param, 64, window_slack=0, host_tier=HostTier(64))
+    return make_manager(*request.param, num_pages=64, window_slack=0, host_tier=HostTier(64))
 
 
 @pytest.fixture
@@ -107,7 +100,7 @@ def test_a_wrong_argument_of_a_later_row(name: str, manager: CacheManager, batch
 
 def test_a_row_that_is_not_swapped_in_ends_no_expectation() -> None:
     """And its hits stay where they were in the order of eviction, and no other session's pages become shared."""
-    manager = CacheManager(12, [FULL], 64, host_tier=HostTier(64))
+    manager = make_manager(FULL, num_pages=12, host_tier=HostTier(64))
     batch = RunningBatch(manager, MultiGroupPageTable(3, 64, 64, [4]))
     batch.admit(0, list(range(20)), session_id="s")
     assert batch.swap_out(0)
