@@ -109,11 +109,11 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
-# Each line of the core calls the tracer, which is slow, so files run in parallel. The tracer runs Python inside the core, also under
-# locks and with failing allocations. So tests that call back from there, fork, let allocations fail, measure memory or trace are
-# left out. So are threads, since the tracer lets another thread run where the core relies on the GIL, and the documents' commands,
-# which take minutes under it. Cython's plugin expects the C file of a header under the header's name, so a C file that includes it
-# is linked there.
+# Each line of the core calls the tracer, which is slow, so files run in parallel. The tracer runs Python inside the core, also
+# under locks and with failing allocations. So tests that call back from there, fork, let allocations fail, measure memory or
+# trace are left out. So are threads, since the tracer lets another thread run where the core relies on the GIL, and the
+# documents' commands, which take minutes under it. Cython's plugin expects the C file of a header under the header's name, so a
+# C file that includes it is linked there.
 UNTRACED = --deselect=tests/core/test_host_tier.py::test_interrupted_calls_lose_nothing \
     --deselect=tests/core/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
     --deselect=tests/core/test_host_tier.py::test_threads_share_a_tier \
@@ -196,7 +196,8 @@ bench-router:  ## the index of routers beside Dynamo's, in an environment of its
 bench-keeping: $(DEV_VENV)/installed  ## hits of agents that report their expected returns: BENCH_ARGS="1/2 close expected"
 	$(DEV_VENV)/bin/python -m bench.studies.keeping $(BENCH_ARGS)
 
-# Each engine has its own environment. If EasyDeL's cannot be made, its benchmarks run without it; if vLLM's cannot, they are skipped.
+# Each engine has its own environment. If EasyDeL's cannot be made, its benchmarks run without it; if vLLM's cannot, they are
+# skipped.
 RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
 
 bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into bench/results.json: BENCH_ARGS="-k decode" repeats a part
@@ -238,7 +239,8 @@ test-ray-%:
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
-# VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same version.
+# VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same
+# version.
 VLLM_OWN_TESTS ?= tests/models/vllm_own_tests.py
 
 test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
@@ -266,8 +268,8 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 	touch $(VLLM_VENV)/complete
 
-# Distributions for other machines: the wheel is tagged with its systems, and tested in an environment with NumPy alone. The tests
-# look for both distributions in the environment.
+# Distributions for other machines: the wheel is tagged with its systems, and tested in an environment with NumPy alone. The
+# tests look for both distributions in the environment.
 WHEEL_TESTS = package page_pool manager running_batch snapshot threads
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
@@ -387,7 +389,8 @@ $(VENV)/api-tools: $(VENV)/installed
 	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
 	touch $@
 
-# A copy of the source tree, installed in place with the dependency group of this name, for tools that read or change the sources.
+# A copy of the source tree, installed in place with the dependency group of this name, for tools that read or change the
+# sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
 .venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py tests/*/*.py docs/* examples/*.py)
 	$(NEW_ENVIRONMENT)

@@ -32,7 +32,7 @@ class GroupRules(NamedTuple):
     has_state: bool
     """Whether a group has states, kept or not."""
     configuration: Configuration
-    """Settings by name, without those of hashes. Managers that share cached pages must agree in all of them."""
+    """Settings by name, except those of hashes. Managers that share cached pages must agree in all of them."""
 
     def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
         """Return the numbers of tokens of `resume_at`, each at most `most`. Raise ArgumentError if there are any and the model

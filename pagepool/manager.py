@@ -67,7 +67,9 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixProbe(NamedTuple):
-    """Result of `CacheManager.probe`: the number of tokens that would hit, the tokens queried, and why no more hit."""
+    """Result of `CacheManager.probe`: the numbers of tokens that would hit and were queried, and the reason why no more would
+    hit.
+    """
 
     num_hit_tokens: int
     num_queried_tokens: int
@@ -103,7 +105,7 @@ class HostTier:
         self._count: Callable[[], Mapping[str, int]] | None = None
 
     def _bind(self, store: PageStore) -> None:
-        """Put the tier behind a pool. Raise ArgumentError if either is already paired."""
+        """Put the tier behind a pool. Raise ArgumentError if the tier has a pool or the pool a tier."""
         if self._count is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")
         num_needed = 2 * usable_pages_count(store.num_pages)
@@ -308,7 +310,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report what `get_computed_pages` would find with room for all loads, and why no more hits. Nothing changes."""
+        """Report the hits of `get_computed_pages` if all loads had room, and the reason for no more hits. Nothing changes."""
         query = self._read_query(request)
         if query is None:
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
@@ -428,9 +430,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         tenant, unless it has a `session_id`.
 
         Return all pages of the new request; None, without a change, if too few pages are free. Raise ArgumentError if `request`
-        holds no pages or `new_request` holds some, if their ``num_computed_tokens``, these tokens or the extra keys differ, or
-        if pages they need are behind a window. Raise CopiesDueError if copies into the pages of `request` are due. O(tokens),
-        to hash them.
+        holds no pages or `new_request` holds some, if the requests differ in ``num_computed_tokens``, in these tokens or in
+        extra keys, or if needed pages are already behind a window. Raise CopiesDueError if copies into the pages of `request`
+        are due. O(tokens), to hash them.
         """
         with self._registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
@@ -445,7 +447,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
             target = RequestPages(self._store, self._rules.groups, self.max_model_len)
-            self._registry.held[new_request.request_id] = target  # before it holds pages, so no interrupt can lose it
+            self._registry.held[new_request.request_id] = target  # registered before it holds pages: no interrupt can lose it
             is_forked = False
             try:
                 session_id = require_name("session_id", getattr(new_request, "session_id", None))
@@ -507,9 +509,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         `allocate_slots` takes new ones for these. First end other transfers into its pages; afterwards read its pages by
         `get_page_ids` again.
 
-        Free the request instead, with ``num_computed_tokens=0``, if pages it needs from that token on are behind a window, if
-        the model has states, or while copies of its pages are due. With states the token is 0 for each request with hits on
-        pages of this load or a later one: its state may have seen wrong tokens. O(pages).
+        Free the request instead, with ``num_computed_tokens=0``, if needed pages are already behind a window, if the model has
+        states, or while copies of its pages are due. With states the token is 0 for each request with hits on pages of this
+        load or a later one: its state may have seen wrong tokens. O(pages).
         """
         with self._registry.lock:
             held = self._registry.held.get(id_of(request))
@@ -522,7 +524,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     # External tokens and leases.
 
     def commit_external(self, request: Request, num_tokens: int) -> None:
-        """Enter pages filled by a transfer into the prefix index: those of the `num_tokens` tokens after
+        """Enter pages filled by a transfer into the prefix index: the pages of `num_tokens` tokens after
         ``num_computed_tokens``. The caller then counts these tokens as computed.
 
         `allocate_slots` must have given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a

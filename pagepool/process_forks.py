@@ -65,7 +65,7 @@ class LostLock:
 def make_lock(owner: object, attribute: str, kind: int) -> Any:
     """Return a reentrant lock; the caller stores it as `attribute` of `owner`. A fork takes it with the locks of its kind."""
     number = next(_numbers)
-    forget = partial(_entries.pop, number)  # not Python code: it could lose an interrupt; the reference is pop's default
+    forget = partial(_entries.pop, number)  # native, since Python code could lose an interrupt
     _entries[number] = _Entry(kind, weakref.ref(owner, forget), attribute)
     return threading.RLock()
 

@@ -65,12 +65,14 @@ class Request(Protocol):
 
     Optional attributes: `cache_salt` (requests with different salts share no pages), `lora_id` (requests with different
     adapters share no pages: an int, a string, or a pair of name and path), `mm_features` (images and the like: objects with
-    `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in tokens), `has_vision` (if
-    true without features, the request shares pages with no other, even one of the same id), `resume_at` (up to four numbers of
-    tokens where other requests are likely to diverge, such as the end of a system prompt: with ``windows="ends"`` they can
-    resume there; none for a model with states), `session_id` (a string: the session that will own the pages cached by the
-    request, see `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
-    `CacheManager.set_shares`). The last three are read when the request gets its first pages.
+    `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision`
+    (if true without features, the request shares pages with no other, even one of the same id).
+
+    More optional attributes, read when the request gets its first pages: `resume_at` (up to four numbers of tokens where other
+    requests are likely to diverge, such as the end of a system prompt: with ``windows="ends"`` they can resume there; none for
+    a model with states), `session_id` (a string: the session that will own the pages cached by the request, see
+    `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
+    `CacheManager.set_shares`).
     """
 
     @property

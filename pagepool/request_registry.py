@@ -1,4 +1,4 @@
-"""The requests of a manager, by id: the pages that they hold, the hashes of their tokens, and their look-ups."""
+"""The requests of a manager, by id: their pages, the hashes of their tokens, and their look-ups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return held
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
-        """Do the work of `cache_pages`, after its check that some may be due. Takes the lock."""
+        """Do the work of `cache_pages`, called if pages may be due. Take the lock."""
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self.lock:
             held = self.require_held(request)
@@ -65,7 +65,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request, extended to its full pages up to `num_tokens`."""
-        try:  # on the path of each look-up: check an id only after it failed
+        try:  # each look-up passes here: check an id only after a failure
             hashes = self.hashes.get(request.request_id)
         except (AttributeError, TypeError):
             hashes = self.hashes.get(id_of(request))
@@ -77,7 +77,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return hashes
 
     def count_sure_hashes(self, request: Request) -> int:
-        """Return how many of a request's leading pages, computed and entered, have hashes of tokens that no longer change."""
+        """Count the leading pages, computed and entered, whose tokens and hashes no longer change."""
         held = self.held.get(request.request_id)
         return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
@@ -126,7 +126,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
                 self.forget_evicted_names()
 
     def count_admission(self, request: Request, num_taken_tokens: int) -> None:
-        """Count the look-up of a request just admitted, with the number of tokens whose pages it took."""
+        """Count the look-up of a request just admitted; `num_taken_tokens` is the number of tokens in the hits it took."""
         hashes = self.hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return

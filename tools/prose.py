@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 CHECKED = ("pagepool", "tools", "examples", "setup.py", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 UNREAD = ("pagepool/core",)
-"""Files and folders whose prose is still to be mended."""
+"""Files and folders with prose yet to be mended."""
 BASE = "ed28fa844729"
 """Subjects of later commits are checked."""
 

@@ -1,1 +1,1 @@
-"""Adapters that replace the allocator of an engine by pagepool. Each is imported only when asked for."""
+"""Adapters that replace the allocator of an engine by pagepool. Each is imported only on demand."""

@@ -61,7 +61,7 @@ class AfterReload(MetaPathFinder):
     """Import hook that calls `action` with the name of each reloaded module at or below `name`.
 
     The action is called even if the module's code raised, since Python keeps the definitions made by then. ``importlib.reload``
-    raises what `action` raises. Insert it at the front of ``sys.meta_path``. Reloads that begin while `is_due` is false are
+    raises the errors of `action`. Insert it at the front of ``sys.meta_path``. Reloads that begin while `is_due` is false are
     ignored.
     """
 

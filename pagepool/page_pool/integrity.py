@@ -15,13 +15,13 @@ NOT_FREE, NO_GROUP, NOT_NEW, NOT_FIRST = CONSTANTS.NOT_FREE, CONSTANTS.NO_GROUP,
 TWIN, KEPT, GROUP, MAX_GROUP = CONSTANTS.TWIN, CONSTANTS.KEPT, ~CONSTANTS.FLAGS, CONSTANTS.MAX_GROUP
 BLANK, PART, NEVER, MAX_REF_CNT = CONSTANTS.BLANK, CONSTANTS.PART, CONSTANTS.NEVER, CONSTANTS.MAX_REF_CNT
 SHARED, MAX_TENANTS, NO_TENANT = CONSTANTS.SHARED, CONSTANTS.MAX_TENANTS, CONSTANTS.NO_TENANT
-MAX_IDLE = 1 << 31  # on the clock of stamps
+MAX_IDLE = 1 << 31  # largest idle time, in ticks of stamps
 
 Array = npt.NDArray[Any]
 
 
 def check_store(store: PageStore) -> None:
-    """Raise IntegrityError unless the invariants in the docstring of `pagepool._core` hold, also in the tier. O(num_pages)."""
+    """Raise IntegrityError unless the invariants of the core's headers hold, also in the tier. O(num_pages)."""
     Records(store)
     if store.has_tier:
         try:
@@ -177,7 +177,7 @@ class Records(SimpleNamespace):
         self.require_count(counts, self.num_free_by_tenant.tolist(), "of them are free")
 
     def words_of(self, low: Array, groups: Array) -> Any:
-        """Return products whose upper halves are the tags of keys, by their lower halves, and groups."""
+        """Return products of the lower halves of keys, with groups; their upper halves are the tags."""
         return (low ^ groups.astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
 
     def has_key(self, page_ids: Array, low: Array, high: Array, groups: Array) -> Any:
@@ -242,7 +242,7 @@ class Records(SimpleNamespace):
     def check_shards(self) -> None:
         """Check that each shard has its free pages and its twins, in the pool's order, and the rings of first twins."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
-        num_records = 1 + self.num_parts  # in the queue of each shard, besides pages
+        num_records = 1 + self.num_parts  # null page and starts of parts, per shard
         records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         shards = np.where(records < num_pages, records // (num_pages // n), copies)

@@ -110,7 +110,7 @@ class PagePool:
         Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
         key: in another process, give both managers a `hash_seed`. `CacheManager` refuses a pool used with another algorithm,
         seed, page size or other groups, and names the difference. The engine must restore the contents of the pages on the
-        device. Raise SnapshotError, a ValueError, if the snapshot is damaged or its version is not known.
+        device. Raise SnapshotError, a ValueError, if the snapshot is damaged or has an unknown version.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -301,7 +301,7 @@ class PagePool:
             raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
         is_complete = len(page_hashes) >= num_full_pages
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
-        first_place = max(0, num_cached_pages - 1)  # the parent's place; the parent is not entered again
+        first_place = max(0, num_cached_pages - 1)  # hash of the parent, which is entered already
         hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
         chain = HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):

@@ -23,9 +23,9 @@ class Route(NamedTuple):
 
 
 class PrefixRouter:
-    """A router: chooses the worker with the least to compute for a request. This counts the request's prompt tokens not cached
-    there, and the same for each unfinished request of the worker, as of its routing. Of equal workers the one with less
-    unfinished work is chosen, then the first.
+    """A router: chooses the worker with the least to compute for a request. A worker's cost is the number of prompt tokens not
+    cached there, plus the uncached tokens of its unfinished requests, counted when they were routed. Of equal workers the one
+    with less unfinished work is chosen, then the first.
 
     `workers` are the workers of the index that take requests; `add_worker` and `remove_worker` change them. With
     `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed this multiple of the

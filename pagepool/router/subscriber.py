@@ -178,7 +178,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         if worker in self._connections:
             raise ArgumentError(f"worker: got {worker}, allowed: one that is not followed")
         if replay_endpoint is not None:
-            self._open(zmq.DEALER, replay_endpoint, options).close()  # or a malformed one would show only later
+            self._open(zmq.DEALER, replay_endpoint, options).close()  # detects a malformed address now
         stream = WorkerStream(self._index, worker, replay_endpoint is not None)
         published = self._open(zmq.SUB, endpoint, options | {"subscribe": topic.encode(errors="surrogatepass")})
         try:

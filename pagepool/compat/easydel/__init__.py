@@ -110,8 +110,8 @@ VARIABLE = "PAGEPOOL_EASYDEL"
 """Environment variable read by ``import pagepool``: a value in `ON` installs pagepool when the engine is imported."""
 
 WINDOWS_VARIABLE = "PAGEPOOL_EASYDEL_WINDOWS"
-"""The environment variable that says which pages of windows and chunks stay cached: ``ends`` those with which a request can
-resume; ``all``, or nothing, all as in EasyDeL.
+"""The environment variable for the rule of cached window and chunk pages: ``ends`` those with which a request can resume;
+``all``, or nothing, all as in EasyDeL.
 """
 
 

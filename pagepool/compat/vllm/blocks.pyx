@@ -347,7 +347,7 @@ cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1:
 
 
 cdef int add_block(dict cache, bytes key, Block block) except -1:
-    """Cache a block under a key, behind the others of the key."""
+    """Cache a block under a key, after the key's other blocks."""
     cdef Block first
     found = cache.get(key)
     if found is None:
@@ -392,7 +392,7 @@ cdef class BlockMap:
         return has_block(self._cache, key, block_id)
 
     def insert(self, bytes key not None, Block block not None) -> None:
-        """Cache a block under a key, behind the others of the key."""
+        """Cache a block under a key, after the key's other blocks."""
         add_block(self._cache, key, block)
 
     def pop(self, bytes key not None, block_id) -> Block | None:

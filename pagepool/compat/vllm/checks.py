@@ -152,7 +152,7 @@ def _not_own(place: str, value: object) -> str:
 def _find_subclasses(part: Part, homes: Homes) -> Iterator[str]:
     for home, name in part.subclassed:
         classes: list[type] = [_at(homes, home, name)]
-        for cls in classes:  # which grows
+        for cls in classes:  # the list grows during the loop
             classes += cls.__subclasses__()
             if not f"{cls.__module__}.".startswith("vllm."):
                 yield f"{home}.{name}: got a subclass, {cls.__module__}.{cls.__qualname__}, expected none outside vLLM"

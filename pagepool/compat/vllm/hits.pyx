@@ -122,8 +122,8 @@ cdef Py_ssize_t aligned(Lookup lookup, Py_ssize_t num_blocks) noexcept:
 
 
 cdef Py_ssize_t find_window(Lookup lookup, tuple hits, Py_ssize_t num_wanted, bint is_eagle) except -1:
-    """Look for the last run of `num_wanted` cached blocks that ends where a hit may end, else for the run from the first block
-    on. Fill `hits`, and return the number of blocks up to the end of the run; for eagle, the last one is dropped later.
+    """Find the last run of `num_wanted` cached blocks with a possible end of a hit, otherwise the run from the first block on.
+    Fill `hits`, and return the number of blocks up to the end of the run; for eagle, the last one is dropped later.
     """
     cdef list found
     cdef Py_ssize_t i, num_run = 0

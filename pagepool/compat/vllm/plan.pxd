@@ -5,9 +5,9 @@ from pagepool.compat.vllm.blocks cimport FreeQueue
 
 cdef class GroupPlan:
     cdef object manager             # vLLM's own
-    cdef object held                # blocks by request
-    cdef dict num_cached            # blocks by request
-    cdef dict partial_hits          # request ids as keys
+    cdef object held                # request id to list of blocks
+    cdef dict num_cached            # request id to number of cached blocks
+    cdef dict partial_hits          # request id to hit inside a block
     cdef object suffix              # group id at the end of its keys
     cdef object null_block
     cdef int64_t block_size         # tokens
@@ -31,8 +31,8 @@ cdef class Plan:
     cdef int64_t num_lag            # last computed tokens that may be computed again
     cdef int64_t alignment          # hits of several groups end at multiples of it, in tokens; 0: anywhere
     cdef bint is_hybrid
-    cdef bint has_others            # some group is not known
-    cdef bint needs_processed       # a group gives blocks back behind the processed tokens
+    cdef bint has_others            # some group is of another kind
+    cdef bint needs_processed       # some group gives blocks back by processed tokens
 
 
 cdef enum:

@@ -293,7 +293,7 @@ def add_round(time: float, seconds: float) -> float:
 
 
 def skip_rounds(time: float, seconds: float, until: float) -> float:
-    """Return the end of the last of consecutive rounds from `time` that ends by `until`; `time` if there is none.
+    """Return the end of the last round that ends by `until`, of consecutive rounds from `time`; `time` if none does.
 
     The result is the float that repeated calls of `add_round` give, in O(powers of two passed).
     """
@@ -302,7 +302,7 @@ def skip_rounds(time: float, seconds: float, until: float) -> float:
         time = after
         if is_settled:
             step = add_round(time, seconds) - time
-            num_rounds = int((min(until, math.ldexp(1.0, math.frexp(time)[1])) - time) / step) - 1  # in this power of two
+            num_rounds = int((min(until, math.ldexp(1.0, math.frexp(time)[1])) - time) / step) - 1  # rounds of one length
             time += max(0, num_rounds) * step
     return time
 

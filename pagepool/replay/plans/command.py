@@ -187,7 +187,7 @@ def choose_simulations(
     pools: Sequence[PoolFigures], asked: int | None, eviction: str | None, num_request_pages: int
 ) -> list[PoolFigures]:
     """Choose the pools for simulating adaptive eviction: all if it was requested, none if LRU was. By default choose pools that
-    skip no request, as many as take seconds, among them `asked`, the only requested size.
+    skip no request, with some seconds of work in total; include `asked`, the only requested size.
     """
     if eviction is not None:
         return [*pools] if eviction == ADAPTIVE else []
@@ -206,8 +206,8 @@ def simulate_checkpoints(
     progress: Progress,
 ) -> tuple[CheckpointFigures, ...]:
     """Simulate intervals of checkpoints with LRU, and with adaptive eviction if requested, one pool at a time. Choose pools
-    that skip no request, as many as take a minute but at least one, among them the only requested size. Raise Refusal for a
-    pool that is too large.
+    that skip no request, with a minute of work in total but at least one pool; include the only requested size. Raise Refusal
+    for a pool that is too large.
     """
     chosen = [LRU, ADAPTIVE] if eviction == ADAPTIVE else [LRU]
     num_tokens = len(chosen) * len(intervals) * sum(request.num_slots for request in requests)
@@ -230,8 +230,8 @@ def simulate_windows(
     plan: Plan, eviction: str | None, requests: Sequence[SimulatedRequest], max_batched_tokens: int, progress: Progress
 ) -> tuple[WindowFigures, ...]:
     """Simulate a model with windows: with LRU, with adaptive eviction unless only LRU was requested, and with LRU while all
-    window pages stay cached. Choose pools that skip no request, as many as take a minute but at least one, among them the only
-    requested size; all pools if adaptive eviction was requested. Raise Refusal for a pool that is too large.
+    window pages stay cached. Choose pools that skip no request, with a minute of work in total but at least one pool; include
+    the only requested size. If adaptive eviction was requested, choose all pools. Raise Refusal for a pool that is too large.
     """
     runs: list[tuple[str, WindowRule]] = [(LRU, "ends"), (ADAPTIVE, "ends"), (LRU, "all")]
     runs = [run for run in runs if eviction != LRU or run[0] == LRU]

@@ -63,8 +63,8 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """Hits of an eviction policy in a pool, simulated with requests one after another. `lru_num_pages` is the smallest pool in
-    which LRU hits as many tokens and which holds the largest request; None if this pool skips requests.
+    """Hits of an eviction policy in a pool, simulated with requests one after another. `lru_num_pages` is the size of the
+    smallest pool that holds the largest request and hits as many tokens with LRU; None if this pool skips requests.
     """
 
     eviction: str

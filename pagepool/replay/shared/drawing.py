@@ -55,7 +55,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": GRID,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "pagepool",  # without this ids are random
+    "svg.hashsalt": "pagepool",  # makes ids reproducible
 }
 DOTS_PER_INCH = 180
 MAX_SHORT_NAME = 40

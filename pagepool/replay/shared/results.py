@@ -121,7 +121,7 @@ def printing() -> Iterator[TextIOWrapper]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        with suppress(OSError, ValueError):  # or the interpreter flushes again at exit and reports the error
+        with suppress(OSError, ValueError):  # otherwise a second flush at exit reports the error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.ClickException(f"standard output cannot be written: {error.strerror or error}") from error
 

@@ -21,7 +21,7 @@ __all__ = ["WORKLOADS", "generate_chats", "generate_workload"]
 WORKLOADS = ("chats", *KINDS)
 SYSTEM_PROMPT_LENGTHS = (1800, 700, 1200, 300, 90)  # tokens; the first ones are the most popular
 MEAN_TURNS = 4
-MEAN_THINK_TIME = 100.0  # in units of the mean time between two new chats
+MEAN_THINK_TIME = 100.0  # unit: the mean time between two new chats
 MESSAGE_LENGTH = 120  # median, in tokens
 ANSWER_LENGTH = 180  # median, in tokens
 

@@ -65,7 +65,7 @@ BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-TIME_UNITS = {"ms": 1, "s": 1000}  # in ms
+TIME_UNITS = {"ms": 1, "s": 1000}  # ms
 NUM_IDS_FOR_A_GUESS = 5  # with fewer blocks, ids of full blocks only, or one extra id, would fit another size
 # A trace may be in seconds if it has many requests in a short time or many per second: read as ms, a day would pass in 86 s.
 MANY_REQUESTS, BRIEF_SECONDS, MAX_RATE = 10, 100, 10
