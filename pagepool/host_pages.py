@@ -108,12 +108,12 @@ class HostPages:
         page_axis: int | Sequence[int] = 0,
         memory_kind: str | None = "pinned_host",
     ) -> None:
-        """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`; their `page_axis` has a place for each
-        page of the device, of all cache groups. With `groups` it is a list or tuple with a pytree for each of these groups;
-        then `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of
-        the same devices. For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the
-        attribute `memory_kind` is None. `run` may block until the device has computed a page if the page is copied to another
-        backend's CPU device, or on a CPU with jax before 0.9.
+        """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`. Their `page_axis` has a place for each
+        page id of the pool. With `groups`, `arrays` is a list or tuple with a pytree for each of these groups; then `page_axis`
+        may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the same devices.
+        For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the attribute
+        `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if the page is copied to
+        another backend's CPU device, and on a CPU with jax before 0.9.
 
         Host memory is allocated page by page. On GPUs XLA limits pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.

@@ -164,7 +164,7 @@ class Guard:
         with self._lock, contextlib.suppress(OSError):
             os.dup2(descriptor, spare, inheritable=False)  # this works even if no descriptor is free
             try:
-                if peers.has(spare):  # the spare descriptor is the connection until the end of this block
+                if peers.has(spare):  # spare now refers to the connection
                     self._spare.shutdown(socket.SHUT_RDWR)
             finally:
                 os.dup2(self._nothing.fileno(), spare, inheritable=False)

@@ -87,7 +87,7 @@ class PrefixRouter:
         return lost
 
     def note_report(self, worker: int, seconds: float | None = None) -> None:
-        """Note that the index was right about a worker at a time of the clock, by default now."""
+        """Note that the index was up to date for a worker at this time of the clock, by default now."""
         at = self._clock() if seconds is None else require_number("seconds", seconds, -math.inf)
         self._heard_at[require_worker(worker)] = at
 

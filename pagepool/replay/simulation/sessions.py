@@ -44,7 +44,7 @@ class SessionReports:
         return [None if turn is None or turn.is_last else turn.pause for turn in turns]
 
     def close(self, requests: Iterable[SimulatedRequest]) -> None:
-        """Close the sessions whose last requests are among these and have released their pages."""
+        """Close the sessions whose last request is among these, after the release of its pages."""
         for request in requests:
             if self._told != "nothing" and request.turn is not None and request.turn.is_last:
                 self._manager.close_session(request.turn.session_id)
