@@ -137,7 +137,7 @@ class Engine:
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
         chunks = self.scheduler.schedule()
-        for _ in range(self.num_rows):  # the next rows wait for transfers or for pages in transfer, or a row is swapped out
+        for _ in range(self.num_rows):  # wait for transfers in progress, or swap out rows, until some chunk can run
             if chunks or self.host_tier is None or not self.host_tier.stats().num_in_flight:
                 break
             self.move_pages()

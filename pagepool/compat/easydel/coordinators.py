@@ -79,7 +79,7 @@ class CacheCoordinator:
         enable_caching: bool,
         page_pool: PagePool | None = None,
     ) -> None:
-        """See `CacheManager`. ArgumentError for a pool of another size or with another `enable_caching`."""
+        """See `CacheManager`. Raise ArgumentError for a pool of another size or with another `enable_caching`."""
         self.kv_cache_groups = kv_cache_groups
         self.max_model_len = max_model_len
         self.use_eagle = require_flag("use_eagle", use_eagle)

@@ -103,9 +103,9 @@ def create_kv_cache_specs_from_config(
 
     `config` is read by attribute only. `get_mask_details()`, if present, maps a layer index to an object with `mask_type`
     (`"ATTN_MASK_FULL"`, `"ATTN_MASK_SLIDING"` or `"ATTN_MASK_CHUNK"`, as a string or an enum), `size` (window) and `chunks`.
-    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) override the arguments; for layers with
-    `full_attention` in `layer_types`, `global_head_dim` and `num_global_key_value_heads` do. Without mask details the result is
-    one full-attention group of the given geometry, without layer names.
+    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) override the arguments. Layers with `full_attention`
+    in `layer_types` use `global_head_dim` and `num_global_key_value_heads`, if present. Without mask details the result is one
+    full-attention group of the given geometry, without layer names.
 
     With `equal_bytes`, an option EasyDeL lacks, groups with fewer bytes per token get more tokens per page: the largest
     multiple of `page_size` that fits into the bytes of the largest page. A pool whose pages have one size then wastes little.

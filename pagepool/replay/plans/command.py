@@ -82,9 +82,9 @@ MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 NUM_POLICY_SIZES = 5
 NUM_CHECKPOINT_SIZES = 4
 NUM_STATE_SIZES = 8  # for models without attention, whose curve covers all sizes
-MAX_CHECKPOINT_TOKENS = 5_000_000_000  # tokens of requests in all simulations together: a minute
-MAX_POLICY_PAGES = 100_000_000  # pages of requests in all simulations together: twenty seconds
-MAX_WINDOW_PAGES = 400_000_000  # pages of requests in all groups and simulations together: a minute
+MAX_CHECKPOINT_TOKENS = 5_000_000_000  # limit of tokens over all simulations: a minute
+MAX_POLICY_PAGES = 100_000_000  # limit of pages over all simulations: twenty seconds
+MAX_WINDOW_PAGES = 400_000_000  # limit of pages over all groups and simulations: a minute
 
 
 def find_model(

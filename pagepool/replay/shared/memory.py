@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 64  # bytes of a cached page
-POLICY_BYTES = {"lru": 0, "adaptive": 10}  # bytes of each eviction policy per page, including evicted ones
+POLICY_BYTES = {"lru": 0, "adaptive": 10}  # bytes of an eviction policy per page, including its memory of evicted pages
 TIER_BYTES = 13  # bytes of a tier per page of the pool
 DIGEST_BYTES = 16  # bytes of a page's hash
 EVENT_BYTES = 64  # bytes of a page's events, without its tokens
