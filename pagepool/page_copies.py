@@ -197,7 +197,7 @@ def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, cr
     def copy_all(arrays: Sequence[Any], pairs: Any) -> list[Any]:
         return [copy(array, pairs) for copy, array in zip(copies, arrays, strict=True)]
 
-    # Keep an uncommitted array on one device uncommitted: a committed result would need another program.
+    # An array on one device may be uncommitted. The result then is uncommitted too, or it would need another program.
     kept = [None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding for sharding in shardings]
     return jax.jit(copy_all, donate_argnums=0, out_shardings=kept)  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ TOKEN = re.compile(
     r"""(?P<string>(?<!\w)[rbRBuf]{0,2}(?P<quotes>\"{3}|'{3}|"|')(?:\\.|(?!(?P=quotes)).)*?(?P=quotes))|(?P<comment>\#[^\n]*)""",
     re.DOTALL,
 )
-HEADER = re.compile(r"\s*(?:(?P<type>cdef class|class)|(?:async )?def|cdef|cpdef)\b")
+HEADER = re.compile(r"\s*(?:(?P<type>(?:cdef )?class|cdef extern)|(?:async )?def|cdef|cpdef)\b")
 PRAGMA = re.compile(r"#!|# (?:noqa|type: ignore|cython:|distutils:|fmt:|pragma)")
 CODE = re.compile(r"```.*?```|``[^`]+``|`[^`]+`|^ *(?:>>>|\.\.\. ).*$", re.DOTALL | re.MULTILINE)
 CELL = re.compile(r"^ *- |\||\n\s*\n", re.MULTILINE)

@@ -235,7 +235,7 @@ def _check_same(homes: dict[str, ModuleType]) -> None:
 
 
 def _check_wanted(obstacles: dict[str, str], known: bool, strict: bool) -> None:
-    """Raise CompatError if too few parts can be used, or if the version is unknown and must be known."""
+    """Raise CompatError if too few parts can be used, or if only tested versions are allowed and this one is not tested."""
     if known and not any(fnmatchcase(version_of(), one) for one in VERSIONS):
         raise CompatError(f"vLLM's version: got {version_of()}, expected {', '.join(VERSIONS)}")
     left = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle]

@@ -219,7 +219,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1:
-        """Raise the error for a block that cannot be put back, after holding the blocks before it again."""
+        """Undo the blocks before `bad`, and raise the error for this block, which cannot be put back."""
         cdef Py_ssize_t i
         cdef Block block = blocks[bad]
         for i in range(bad):

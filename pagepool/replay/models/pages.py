@@ -83,7 +83,7 @@ class ModelPages:
 
     A page id is one page of `page_size` tokens, or one state, in each layer of its group; groups of windows may have other
     numbers of tokens. `page_bytes` counts all layers of a group, None if unknown. `state_bytes` and `attention_bytes` are the
-    most bytes used of a page, by a state and by a page of full attention. There are `num_attention_groups` groups of full
+    largest used parts of a page, in groups of states and of full attention. There are `num_attention_groups` groups of full
     attention; without attention `page_size` is 1. A step has up to `step_tokens` tokens.
     """
 
