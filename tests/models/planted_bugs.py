@@ -269,14 +269,15 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
 == a page of the tier is handed out while it is filled
-    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
+is_load=False, is_void=is_void,
+    ))
     {+if BUG: put_back(tier.pool, tier_id)
     +}return tier_id
 ...
-Origin(Digest(0, 0), 0, 0))
+place=0, context=0))
     {+if not BUG: +}put_back(tier.pool, page_id)
 == a page is saved before it is computed
-        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
+        tier.fresh[tier.num_fresh] = FreshPage(page_id=page_id, number=tier.num_cached)
         tier.num_fresh += 1{+
         if BUG: tier.num_ready = tier.num_fresh+}
 == what is forgotten stays in the tier
@@ -287,7 +288,7 @@ Origin(Digest(0, 0), 0, 0))
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
 == a load is of another page of the tier
-NULL_PAGE, {+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group.id, True, False))
+tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard
     take_from(pool, taken, num_loads, {+-1 if BUG else +}shard, contents.session)
 == what is computed with a page that is being loaded is entered

@@ -74,10 +74,9 @@ cdef class CacheGroups:
             if rules is None:
                 raise ArgumentTypeError("groups: got None, allowed: PageRules")
             self.groups[self.num] = Group(
-                rules.rules,
-                NO_GROUP if group_id is None else group_of(group_id),
-                <int32_t>size_of(stride, "stride", 1, MAX_TOKENS),
-                NULL, 0, 0, 0, 0, 0,
+                rules=rules.rules, id=NO_GROUP if group_id is None else group_of(group_id),
+                stride=<int32_t>size_of(stride, "stride", 1, MAX_TOKENS), next_alike=NULL, num_read_behind=0, end_step=0,
+                num_dropped=0, num_step_pages=0, num_run_pages=0,
             )
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long

@@ -9,7 +9,7 @@
 # state's checkpoints that need no entry any more; the prefix index has these, and no request or row holds them.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
 from pagepool.core.base.memory cimport reserve_items
@@ -68,9 +68,12 @@ cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
 
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
+    cdef int32_t *ids
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0, 0)
+        ids = holding.held[g].ids
+        memset(&holding.held[g], 0, sizeof(Held))
+        holding.held[g].ids = ids
 
 
 # Within the `Limits`, which are computed after each change, nothing is due.
@@ -87,7 +90,7 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int64_t num_skip
-    cdef Limits limits = Limits(INT64_MAX, INT64_MAX, INT64_MAX)
+    cdef Limits limits = Limits(num_room=INT64_MAX, num_full=INT64_MAX, num_skip=INT64_MAX)
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         held = &holding.held[g]
@@ -568,7 +571,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
         number = max(number, find_load_number(pool, hits.ids, hits.num))
         held.num_cached = held.num_hits = held.num_unique = hits.num
         held.num_skipped = held.next_needed = 0
-        held.ranking = Ranking(hits.num, 0)
+        held.ranking = Ranking(num_ranked=hits.num, num_unseen=0)
         if not demand.num_adopted or not is_state(&group.rules):
             touch_all(pool, hits.ids, hits.num)
             use_in_session(pool, hits.ids, hits.num, holding.session)
@@ -683,7 +686,9 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
                 rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
             if is_journaled(pool):
                 record_entry(
-                    pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
+                    pool, page.page_id, Origin(
+                        parent=page.parent[0] if page.parent else Digest(0, 0), place=page.place, context=page.context,
+                    )
                 )
             keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
             enter_session(pool, page.page_id, page.session)
@@ -736,7 +741,9 @@ cdef inline void enter_page(
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
     cdef Py_ssize_t num_tokens = (last + 1 - first) * size
     cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
-    cdef Origin origin = Origin(parent, <int32_t>last if is_state(&group.rules) else place, contents.context)
+    cdef Origin origin = Origin(
+        parent=parent, place=<int32_t>last if is_state(&group.rules) else place, context=contents.context,
+    )
     enter_alone(pool, page_id, contents.digests[last], group.id, origin)
     enter_session(pool, page_id, contents.session)
     if first * size + num_tokens > contents.num_token_ids:
@@ -854,7 +861,7 @@ cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t plac
     """Add a copy into the page at `place` to the list, which has room. It takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
     copies.list_number += copies.num == 0
-    copies.items[copies.num] = PageCopy(src, target.ids[place], group)
+    copies.items[copies.num] = PageCopy(src=src, dst=target.ids[place], group=group)
     copies.num += 1
     target.written_list = copies.list_number
 

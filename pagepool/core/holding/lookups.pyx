@@ -139,7 +139,10 @@ cdef Query query_of(
 ) noexcept:
     """Return the look-up of a request's digests of `hash_size` tokens each. One token is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
-    return Query(groups.groups, groups.num, &groups.kinds, digests, num_digests, hash_size, ids, False, 0)
+    return Query(
+        groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
+        hash_size=hash_size, ids=ids, reaches_tier=False, num_full_hashes=0,
+    )
 
 
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept:
@@ -399,7 +402,9 @@ cdef Tokens count_tokens(
     """Count the tokens of a request with `num_known` tokens. A `num_tokens` of None means all of them, a `max_num_new_tokens`
     of None no limit.
     """
-    cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
+    cdef Tokens tokens = Tokens(
+        num_known=num_known, num_wanted=num_known, max_num_new=num_known, interval=interval, num_external=num_external,
+    )
     if num_tokens is not None:
         tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)
     if max_num_new_tokens is not None:

@@ -55,10 +55,15 @@ cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return what is known of the pages of a request by its locked chain: nothing without one."""
     if chain is None:
-        return Contents(NULL, 0, NULL, 0, context, session)
+        return Contents(digests=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, context=context, session=session)
     if chain.token_ids is None:
-        return Contents(chain.digests, chain.num, NULL, 0, context, session)
-    return Contents(chain.digests, chain.num, chain.token_ids.ids, chain.token_ids.num, context, session)
+        return Contents(
+            digests=chain.digests, num_digests=chain.num, token_ids=NULL, num_token_ids=0, context=context, session=session,
+        )
+    return Contents(
+        digests=chain.digests, num_digests=chain.num, token_ids=chain.token_ids.ids, num_token_ids=chain.token_ids.num,
+        context=context, session=session,
+    )
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
@@ -83,7 +88,7 @@ cdef Hits *list_hits(tuple hits) noexcept:
     cdef Py_ssize_t g
     cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
     for g in range(len(hits) if array != NULL else 0):
-        array[g] = Hits((<PageIds>hits[g]).ids, <int32_t>(<PageIds>hits[g]).num)
+        array[g] = Hits(ids=(<PageIds>hits[g]).ids, num=<int32_t>(<PageIds>hits[g]).num)
     return array
 
 
@@ -193,7 +198,10 @@ cdef class RequestPages:
             if groups.groups[g].id != NO_GROUP:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
         self.store, self.groups = store, groups
-        self.holding = Holding(groups.groups, <Held *>calloc(max(1, groups.num), sizeof(Held)), groups.num, NULL, NO_SESSION)
+        self.holding = Holding(
+            groups=groups.groups, held=<Held *>calloc(max(1, groups.num), sizeof(Held)), num_groups=groups.num, boundaries=NULL,
+            session=NO_SESSION,
+        )
         if self.holding.held == NULL:
             raise MemoryError("the pages of a request")
         if groups.boundaries.multiple:

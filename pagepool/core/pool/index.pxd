@@ -73,7 +73,7 @@ cdef inline void _record_drop(Pool *pool, int32_t page_id) noexcept nogil:
         if page.group & TWIN:
             _link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
-        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
+        journal.removed[journal.num_removed] = Removal(key=digest_of(page), group=page.group & ~FLAGS)
         journal.num_removed += 1
 
 
@@ -89,7 +89,7 @@ cdef inline int32_t add_context(Journal *journal) noexcept:
     if context & (context - 1) == 0:  # as many as there is room for
         if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
             return -1
-    journal.contexts[context] = Context(0, 1)
+    journal.contexts[context] = Context(num_users=0, num_holders=1)
     journal.num_contexts += 1
     return context
 
@@ -267,7 +267,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     if rare(slot.page_id != NULL_PAGE):
         _join_twins(pool, slot.page_id, page_id)
         return False
-    slot[0] = Slot(tag, page_id)
+    slot[0] = Slot(tag=tag, page_id=page_id)
     pool.num_keys += 1
     return True
 
@@ -304,7 +304,7 @@ cdef inline void rank(
     for i in range(ranking.num_ranked, place + 1):
         if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
             pool.policy.marks[ids[i]] = part
-    ranking[0] = Ranking(place + 1, 0)
+    ranking[0] = Ranking(num_ranked=place + 1, num_unseen=0)
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -337,7 +337,7 @@ cdef inline Py_ssize_t enter_all(
     """Enter pages ``ids[span]`` under their digests, except null pages. ``ids[0]`` is at ``first.place`` of its request. Return
     -1, or, with nothing changed, the index of a page that has an entry already.
     """
-    cdef Ranking ranking = Ranking(span.start, 0)
+    cdef Ranking ranking = Ranking(num_ranked=span.start, num_unseen=0)
     cdef Py_ssize_t bad = _find_entered(pool, ids, span)
     cdef int32_t i
     for i in range(span.start, span.stop if bad < 0 else span.start):
@@ -346,13 +346,15 @@ cdef inline Py_ssize_t enter_all(
         if enter(pool, ids[i], digests[i], group) and pool.policy != NULL:
             rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
-            record_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
+            record_entry(pool, ids[i], Origin(
+                parent=digests[i - 1] if i else Digest(0, 0), place=first.place + i, context=first.context,
+            ))
     return bad
 
 
 cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t group, Origin origin) noexcept nogil:
     """Enter a page without an entry, let the policy rank it by its key alone, and record where it came from."""
-    cdef Ranking ranking = Ranking(0, 0)
+    cdef Ranking ranking = Ranking(num_ranked=0, num_unseen=0)
     if enter(pool, page_id, key, group) and pool.policy != NULL:
         rank(pool, &ranking, &page_id, 0, key, group)
     if is_journaled(pool):

@@ -59,7 +59,9 @@ cdef void copy_page(const Pool *pool, int32_t page_id, Copied *copies) noexcept 
     """Append a cached page, for which there is room, to the last run or as one of its own."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
-    cdef Run run = Run(pool.journal.notes[page_id].origin, pool.pages[page_id].group & ~FLAGS, 0, num_tokens)
+    cdef Run run = Run(
+        origin=pool.journal.notes[page_id].origin, group=pool.pages[page_id].group & ~FLAGS, num_pages=0, num_tokens=num_tokens,
+    )
     if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num - 1]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
@@ -261,7 +263,7 @@ cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
         return False
     journal.removed = <Removal *>(journal.notes + num_pages)
     memset(journal.notes, NOT_NEW, num_pages * (sizeof(Note) + sizeof(Removal)))
-    journal.notes[NULL_PAGE] = Note(Origin(Digest(0, 0), 0, 0), Links(NULL_PAGE, NULL_PAGE))
+    journal.notes[NULL_PAGE] = Note(origin=Origin(parent=Digest(0, 0), place=0, context=0), new=Links(NULL_PAGE, NULL_PAGE))
     return True
 
 

@@ -12,7 +12,7 @@ cdef inline void begin_lease(
     Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
 ) noexcept nogil:
     """Begin a lease of pages, to each of which it has a reference; with a duration it is one of a span."""
-    lease[0] = LeasedSpan(ids, n, 0, NULL, True, True)
+    lease[0] = LeasedSpan(ids=ids, num=n, end=0, next=NULL, has_begun=True, is_held=True)
     if duration:
         lease.next = pool.leases.first
         pool.leases.first = lease

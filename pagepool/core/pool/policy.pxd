@@ -144,7 +144,7 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
     while own == NULL and i < SET_SIZE - 1 and entries[i].tag:
         i += 1
     memmove(entries + 1, entries, i * sizeof(GhostEntry))
-    entries[0] = GhostEntry(tag, mark)
+    entries[0] = GhostEntry(tag=tag, mark=mark)
     assert _find_ghost(ghost, word) == entries
 
 

@@ -310,7 +310,7 @@ cdef inline void begin_parts(Pool *pool) noexcept nogil:
 cdef inline void _link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
     """Put the start of a part before another record of the pool's queue."""
     cdef int32_t last = pages[end].prev_free
-    pages[mark] = Page(0, 0, 0, last, end, NO_GROUP)
+    pages[mark] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=last, next_free=end, group=NO_GROUP)
     pages[last].next_free = mark
     pages[end].prev_free = mark
 
@@ -458,7 +458,7 @@ cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t 
 cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """Choose the oldest page of all parts of the tenant with that first one."""
     cdef Policy *policy = pool.policy
-    cdef Decision oldest = Decision(BLANK, shard, False, 0)
+    cdef Decision oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
     cdef uint32_t mark
     cdef int32_t part, page_id
     for part in range(NEW, NUM_PARTS):
@@ -466,7 +466,7 @@ cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) no
         if page_id != NULL_PAGE:
             mark = policy.marks[page_id]
             if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
-                oldest = Decision(part, shard, False, mark)
+                oldest = Decision(part=part, shard=shard, is_newest=False, mark=mark)
     return oldest
 
 
@@ -485,7 +485,7 @@ cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept 
                 value = value_of(policy, policy.marks[page_id])
                 if value < least:
                     least = value
-                    best = Decision(part, shard, is_newest, policy.marks[page_id])
+                    best = Decision(part=part, shard=shard, is_newest=is_newest, mark=policy.marks[page_id])
     return best
 
 
@@ -516,7 +516,10 @@ cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexce
 
 cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
     """A call that takes pages for a tenant."""
-    return Supply(taker, 0, COMMON, 0, now_of(pool) if pool.expected.terms != NULL else 0, NO_PART, 0)
+    return Supply(
+        taker=taker, num_left=0, tenant=COMMON, num_due=0, now=now_of(pool) if pool.expected.terms != NULL else 0, part=NO_PART,
+        stamp=0,
+    )
 
 
 cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:

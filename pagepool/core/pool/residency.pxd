@@ -23,7 +23,7 @@ cdef inline void _count_time(Histogram *histogram, int64_t duration) noexcept no
 cdef inline void begin_stay(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a sampled page without an entry is handed out."""
     cdef int64_t now = monotonic_ns()
-    _stay_of(pool, page_id)[0] = Stay(now, now)
+    _stay_of(pool, page_id)[0] = Stay(start=now, last_use=now)
 
 
 cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
@@ -32,7 +32,7 @@ cdef inline void renew_stay(Pool *pool, int32_t page_id) noexcept nogil:
     cdef int64_t now = monotonic_ns()
     _count_time(&pool.residency.lifetimes, now - stay.start)
     _count_time(&pool.residency.idle_times, now - stay.last_use)
-    stay[0] = Stay(now, now)
+    stay[0] = Stay(start=now, last_use=now)
 
 
 cdef inline void record_use(Pool *pool, int32_t page_id) noexcept nogil:

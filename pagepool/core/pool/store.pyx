@@ -108,9 +108,11 @@ cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
             return False
         store.capacity = capacity
     for i in range(store.pool.num_pages, num_pages):
-        store.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
+        store.pool.pages[i] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=NOT_FREE, next_free=NOT_FREE, group=NO_GROUP)
     if store.pool.num_pages == 0:
-        store.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
+        store.pool.pages[NULL_PAGE] = Page(
+            key_lo=0, key_hi=0, ref_cnt=0, prev_free=NULL_PAGE, next_free=NULL_PAGE, group=NO_GROUP,
+        )
     store.pool.num_pages = <int32_t>num_pages
     return True
 
@@ -156,7 +158,7 @@ cdef int sample_residency(Pool *pool) except -1:
     residency.shift = shift
     residency.stays = <Stay *>(residency + 1)
     for i in range(num_stays):
-        residency.stays[i] = Stay(now, now)
+        residency.stays[i] = Stay(start=now, last_use=now)
     pool.sample_mask = (1 << shift) - 1
     return 0
 
@@ -495,11 +497,15 @@ cdef class PageStore:
                 <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
             )
             if has_room and sessions.num == 0:
-                sessions.items[NO_SESSION] = Session(NULL_PAGE, 0, 0, 0, NO_SESSION, COMMON)
+                sessions.items[NO_SESSION] = Session(
+                    first=NULL_PAGE, num_pages=0, num_closed=0, num_holders=0, main=NO_SESSION, tenant=COMMON,
+                )
                 sessions.num = 1
             if has_room:
                 number = sessions.num
-                sessions.items[number] = Session(NULL_PAGE, 0, 0, 0, NO_SESSION, COMMON)
+                sessions.items[number] = Session(
+                    first=NULL_PAGE, num_pages=0, num_closed=0, num_holders=0, main=NO_SESSION, tenant=COMMON,
+                )
                 sessions.num += 1
         if not has_room:
             raise MemoryError(f"sessions of {n} pages")
@@ -807,7 +813,7 @@ cdef class PageStore:
             if not is_cached:
                 enter(&self.pool, checked, digest, checked_group)
                 if is_journaled(&self.pool):
-                    record_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
+                    record_entry(&self.pool, checked, Origin(parent=Digest(0, 0), place=0, context=0))
                 keep_tokens(&self.pool, checked, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
@@ -821,7 +827,7 @@ cdef class PageStore:
         cdef Py_ssize_t i, bad, last = self.checked(ids).num
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
-        cdef Origin first_page = Origin(Digest(0, 0), 0, self.checked_context(context))
+        cdef Origin first_page = Origin(parent=Digest(0, 0), place=0, context=self.checked_context(context))
         cdef Range span = Range(<int32_t>first, <int32_t>last)
         first_page.place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
         size_of(last, "num_full_pages", 0, len(chain))

@@ -68,7 +68,7 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
         tier.num_cached = SAVED + 1
     tier.fresh_numbers[page_id] = tier.num_cached
     if reserve_items(<void **>&tier.fresh, &tier.fresh_capacity, tier.num_fresh + 1, sizeof(FreshPage)):
-        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
+        tier.fresh[tier.num_fresh] = FreshPage(page_id=page_id, number=tier.num_cached)
         tier.num_fresh += 1
 
 
@@ -396,7 +396,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
             tier.fresh_numbers[transfer.page_id] = UNSAVED
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
-        enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(Digest(0, 0), 0, 0))
+        enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(parent=Digest(0, 0), place=0, context=0))
     put_back(tier.pool, page_id)
 
 
@@ -557,7 +557,10 @@ cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssi
                 if not reserve_transfers(tier, 1):
                     return False
                 key = query.digests[last_hash(group, place)]
-                queue_transfer(tier, Transfer(key, 0, NULL_PAGE, find(tier.pool, key, group.id), group.id, True, False))
+                queue_transfer(tier, Transfer(
+                    key=key, number=0, page_id=NULL_PAGE, tier_id=find(tier.pool, key, group.id), group=group.id, is_load=True,
+                    is_void=False,
+                ))
     return True
 
 

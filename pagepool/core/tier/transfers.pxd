@@ -32,7 +32,9 @@ cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t pa
     take_from(tier.pool, &tier_id, 1, -1, NO_SESSION)
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
     tier.fills[tier_id] = FILLING
-    queue_transfer(tier, Transfer(key, 0, page_id, tier_id, group, False, is_void))
+    queue_transfer(tier, Transfer(
+        key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=is_void,
+    ))
     return tier_id
 
 
