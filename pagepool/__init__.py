@@ -30,6 +30,7 @@ from pagepool.page_table import (
     device_slot_mapping,
 )
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.retention import Retention
 from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,
@@ -74,6 +75,7 @@ __all__ = [
     "PrefixProbe",
     "QueryCounts",
     "Request",
+    "Retention",
     "RunningBatch",
     "SlidingWindowSpec",
     "StepResult",

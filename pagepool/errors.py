@@ -26,7 +26,7 @@ class RequestTooLargeError(OutOfPagesError):
 
 
 class LeaseBudgetError(PagePoolError, ValueError):
-    """More pages would be leased than ``max_leased_share`` allows."""
+    """More pages would be leased than `max_leased_share` of the manager's `Retention` allows."""
 
 
 class DoubleFreeError(PagePoolError, RuntimeError):

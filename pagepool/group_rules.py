@@ -5,12 +5,13 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import CacheGroups, PageRules
-from pagepool.arguments import MAX_SIZE, require_int, require_places
+from pagepool.arguments import require_int, require_places
 from pagepool.errors import ArgumentError, shown
 from pagepool.page_pool.snapshot import Configuration
+from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["GroupRules", "find_interval", "kind_of", "make_rules"]
+__all__ = ["GroupRules", "find_interval", "find_slack_and_interval", "kind_of", "make_rules"]
 
 SLACK = 64  # default slack: a request can also resume this many tokens before a boundary
 INTERVAL_STEP = 2048
@@ -50,8 +51,7 @@ def make_rules(
     use_eagle: bool,
     enable_caching: bool,
     windows: str = "all",
-    window_slack: int | None = None,
-    window_interval: int | None = None,
+    retention: Retention | None = None,
 ) -> GroupRules:
     """Return the rules of groups: see `CacheManager` for the arguments. Raise ArgumentError for values out of range, and for
     eagle with chunked local attention, which cannot drop a page across chunks.
@@ -74,7 +74,7 @@ def make_rules(
     rules = [_rules_of(each, spec, num_hit_tokens, use_eagle) for each, spec in zip(described, specs, strict=True)]
     index_ids = [each["index_group_id"] if enable_caching else None for each in described]
     num_hashes = [each["num_hashes_per_page"] for each in described]
-    boundaries = _find_boundaries(specs, windows, window_slack, window_interval, num_hit_tokens, None not in index_ids)
+    boundaries = _find_boundaries(specs, windows, retention or Retention(), num_hit_tokens, None not in index_ids)
     configuration: Configuration = {"num_kv_cache_groups": len(described)}
     for i, each in enumerate(described):
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
@@ -89,19 +89,23 @@ def make_rules(
 
 
 def _find_boundaries(
-    specs: Sequence[Any], windows: str, slack: int | None, interval: int | None, num_hit_tokens: int, is_cached: bool
+    specs: Sequence[Any], windows: str, retention: Retention, num_hit_tokens: int, is_cached: bool
 ) -> tuple[int, int, int] | None:
     """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay."""
     if not isinstance(windows, str) or windows not in ("all", "ends"):
         raise ArgumentError(f"windows: got {shown(windows)}, allowed: all or ends")
-    slack = None if slack is None else require_int("window_slack", slack, 0, MAX_SIZE)
-    interval = None if interval is None else require_int("window_interval", interval, 0, MAX_SIZE)
     if windows == "all" or not is_cached or not any(map(window_of, specs)) or num_hit_tokens > MAX_BOUNDARY:
         return None
-    slack = max(SLACK, num_hit_tokens) if slack is None else slack
-    interval = find_interval(specs) if interval is None else interval
+    slack, interval = find_slack_and_interval(retention, specs, num_hit_tokens)
     slack = min(-(-slack // num_hit_tokens) * num_hit_tokens, MAX_BOUNDARY // num_hit_tokens * num_hit_tokens)
     return num_hit_tokens, slack, min(interval, MAX_BOUNDARY)
+
+
+def find_slack_and_interval(retention: Retention, specs: Sequence[Any], num_hit_tokens: int) -> tuple[int, int]:
+    """Return `window_slack` and `window_interval`, with a model's defaults in place of None."""
+    slack, interval = retention.window_slack, retention.window_interval
+    slack = max(SLACK, num_hit_tokens) if slack is None else slack
+    return slack, find_interval(specs) if interval is None else interval
 
 
 def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int) -> dict[str, Any]:

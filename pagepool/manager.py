@@ -45,7 +45,6 @@ from pagepool.arguments import (
     require_flag,
     require_int,
     require_name,
-    require_share,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
@@ -55,6 +54,7 @@ from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
+from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, QueryCounts, TimeHistogram
 
@@ -138,14 +138,13 @@ class CacheManager(KeyHolder, SlotAllocator):
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
     existing pool, such as one from `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another
-    seed, algorithm or other groups. `max_leased_share`, 0 to 1, is the share of pages that leases with an end may hold (see
-    `lease`).
+    seed, algorithm or other groups.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
     where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
     They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages of all groups.
-    None chooses a default for the model, 0 turns a setting off: see docs/hybrids.md. With ``windows="all"`` all window pages
-    stay.
+    Both are in `retention`, with the share of pages that leases may hold; None has the defaults of `Retention`, and
+    `pagepool plan` prints one for a model: see docs/hybrids.md. With ``windows="all"`` all window pages stay.
 
     `restores_states` is for engines that restore the state of the counted tokens in the working page before the request is
     scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
@@ -186,11 +185,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
         eviction: str | None = None,
-        max_leased_share: float = 0.2,
         host_tier: HostTier | None = None,
         windows: Literal["ends", "all"] = "ends",
-        window_slack: int | None = None,
-        window_interval: int | None = None,
+        retention: Retention | None = None,
         restores_states: bool = False,
         max_num_batched_tokens: int | None = None,
     ) -> None:
@@ -204,18 +201,18 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.max_num_batched_tokens = max_num_batched_tokens
         if max_num_batched_tokens is not None:
             self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        max_leased_share = require_share("max_leased_share", max_leased_share)
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
         self.use_eagle = require_flag("use_eagle", use_eagle)
+        if retention is not None and not isinstance(retention, Retention):
+            raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching, eviction)
-        self._rules = rules = make_rules(
-            kv_cache_groups, self.use_eagle, self.enable_caching, windows, window_slack, window_interval
-        )
+        retention = retention or Retention()
+        self._rules = rules = make_rules(kv_cache_groups, self.use_eagle, self.enable_caching, windows, retention)
         self.num_pages = self.page_pool.num_pages
-        self.max_num_leased_pages = int(max_leased_share * (self.num_pages - 1))
+        self.max_num_leased_pages = int(retention.max_leased_share * (self.num_pages - 1))
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
@@ -575,7 +572,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         preferably the request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of
         full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after this
         time, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would have
-        more than ``max_num_leased_pages`` pages, ``int(max_leased_share * (num_pages - 1))``; a page counts once for each
+        more than ``max_num_leased_pages`` pages, `Retention.max_leased_share` of the pool; a page counts once for each
         lease. With ``windows="ends"`` other requests are to resume at `stop`: name it in `resume_at` of the request, so that
         the window before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
         checkpoints of states, needed to resume there are gone. A lease does not count as a use: an expectation of a page stays.

@@ -14,7 +14,7 @@ import pytest
 from hybrids import CHUNK, FULL, NUM_ROWS, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state, take
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, RunningBatch
+from pagepool import CacheManager, EngineRequest, Retention, RunningBatch
 from pagepool.errors import ArgumentError, StateAheadError
 
 TOKENS = list(range(100, 164))
@@ -123,7 +123,7 @@ class Engine:
     """Serves prompts, and launches a step before it knows the tokens of the step before. Pages that are short preempt rows."""
 
     def __init__(self, specs: tuple[Any, ...], num_pages: int, num_drafts: int, rng: Random) -> None:
-        self.manager = make_manager(*specs, num_pages=num_pages, window_slack=4, window_interval=16)
+        self.manager = make_manager(*specs, num_pages=num_pages, retention=Retention(window_slack=4, window_interval=16))
         self.batch = make_batch(self.manager)
         self.device, self.rng, self.num_drafts = Device(specs, rng), rng, num_drafts
         self.running: list[Stay] = []
@@ -473,7 +473,7 @@ def test_no_way_leads_behind_a_checkpoint(way: str) -> None:
 @pytest.mark.parametrize("windows", ["ends", "all"])
 def test_a_row_without_new_tokens_gives_no_pages_back(spec: Any, windows: str) -> None:
     """The step that computes its tokens may not have run."""
-    batch = make_batch(make_manager(FULL, spec, windows=windows, window_slack=0, window_interval=0))
+    batch = make_batch(make_manager(FULL, spec, windows=windows, retention=Retention(window_slack=0, window_interval=0)))
     batch.admit(0, TOKENS[:21])
     held = batch.get_page_ids(0)
     for num_ahead in (0, 1, 4):

@@ -29,7 +29,7 @@ from hybrids import (
 from refusing import refused
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, Retention
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
 # --- how checkpoints are made -----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
 
 
 def test_a_leased_checkpoint_is_not_adopted() -> None:
-    manager = make_manager(num_pages=5, max_leased_share=1.0)
+    manager = make_manager(num_pages=5, retention=Retention(max_leased_share=1.0))
     manager.free(fill(manager, 8))
     lease = manager.lease(make_request("leased", 9), seconds=600)
     assert len(lease) == 3

@@ -26,7 +26,7 @@ from hybrids import (
 from refusing import refused
 from settings import scale
 
-from pagepool import CacheManager, EngineRequest, FullAttentionSpec, Lease, RunningBatch
+from pagepool import CacheManager, EngineRequest, FullAttentionSpec, Lease, Retention, RunningBatch
 from pagepool.errors import ArgumentError, OutOfPagesError
 
 FULL_8 = FullAttentionSpec(8, 1, 8, "float16", False)
@@ -143,7 +143,7 @@ class Rows:
 
     def __init__(self, specs: tuple[Any, ...], size: int | None, windows: str, seed: int) -> None:
         self.rng, self.specs, self.size = Random(seed), specs, size
-        self.manager = make_manager(*specs, num_pages=NUM_PAGES, windows=windows, max_leased_share=1.0)
+        self.manager = make_manager(*specs, num_pages=NUM_PAGES, windows=windows, retention=Retention(max_leased_share=1.0))
         self.batch = make_batch(self.manager, dedupe=True, data_parallel_size=size)
         self.hit_step = lcm(*(spec.page_size for spec in specs))
         self.tokens: dict[int, list[int]] = {}

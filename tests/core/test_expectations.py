@@ -22,6 +22,7 @@ from pagepool import (
     HostTier,
     MultiGroupPageTable,
     PageTable,
+    Retention,
     RunningBatch,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError
@@ -289,7 +290,7 @@ def test_sessions_are_forgotten() -> None:
 
 
 def test_a_lease_ends_when_pages_are_taken() -> None:
-    pages = Pages(4, max_leased_share=1.0)
+    pages = Pages(4, retention=Retention(max_leased_share=1.0))
     pages.leave("a")
     lease = pages.manager.lease(pages.request("a"), seconds=10)
     assert (len(lease), pages.manager.stats().num_leased_pages) == (1, 1)
@@ -302,7 +303,7 @@ def test_a_lease_ends_when_pages_are_taken() -> None:
 
 
 def test_a_row_that_was_refused_is_admitted_when_a_lease_ends() -> None:
-    pages = Pages(4, max_leased_share=1.0)
+    pages = Pages(4, retention=Retention(max_leased_share=1.0))
     batch = RunningBatch(pages.manager, PageTable(2, 16, 64))
     pages.leave("a")
     pages.manager.lease(pages.request("a"), seconds=10)
@@ -347,7 +348,9 @@ def lease_after(lost: Sequence[int], is_row: bool, *specs: Any, stop: int | None
     """Compute three pages and a token in each group, drop those at these places of the first group, and lease a span. Returns
     the places of the leased pages.
     """
-    manager = CacheManager(64, [CacheGroupSpec(spec) for spec in specs], 64, max_leased_share=1.0, **options)
+    manager = CacheManager(
+        64, [CacheGroupSpec(spec) for spec in specs], 64, retention=Retention(max_leased_share=1.0), **options
+    )
     batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [4] * len(specs)))
     request = EngineRequest("a", list(range(13)))
     if is_row:

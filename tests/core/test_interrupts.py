@@ -23,7 +23,16 @@ from interrupts import call_in_thread, interrupted_everywhere
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, MultiGroupPageTable, PagePool, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    MultiGroupPageTable,
+    PagePool,
+    PageTable,
+    Retention,
+    RunningBatch,
+)
 from pagepool._core import EntryJournal
 
 GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]
@@ -137,7 +146,7 @@ class Leased(Requests):
     """A lease of the first request's pages, which ends when the clock is moved."""
 
     def __init__(self) -> None:
-        super().__init__(max_leased_share=1.0)
+        super().__init__(retention=Retention(max_leased_share=1.0))
         self.set_time(100)
         self.lease = self.manager.lease(self.first, seconds=10)
 
@@ -379,7 +388,7 @@ def test_signals_in_long_calls() -> None:
 def test_signals_while_sessions_and_leases_end() -> None:
     """A lease is listed, or its pages were given back."""
     rng, seconds = Random(2), itertools.count(1)
-    manager = CacheManager(20_000, GROUPS, 10_000, max_leased_share=1.0)
+    manager = CacheManager(20_000, GROUPS, 10_000, retention=Retention(max_leased_share=1.0))
     pool = manager.page_pool
     requests = [EngineRequest(f"{i}", [i] * 5000, session_id=f"session {i}") for i in range(2)]
 

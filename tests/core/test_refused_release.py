@@ -12,7 +12,7 @@ import pytest
 from hybrids import FULL, make_manager
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, Retention, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, RowIndexError
 
 WINDOW = replace(hybrids.WINDOW, sliding_window=9)
@@ -29,7 +29,7 @@ def state_of(manager: CacheManager, batch: RunningBatch) -> Any:
 
 @pytest.fixture(params=[[FULL], [WINDOW], [FULL, WINDOW]], ids=["full", "window", "both"])
 def manager(request: pytest.FixtureRequest) -> CacheManager:
-    return make_manager(*request.param, num_pages=64, window_slack=0, host_tier=HostTier(64))
+    return make_manager(*request.param, num_pages=64, retention=Retention(window_slack=0), host_tier=HostTier(64))
 
 
 @pytest.fixture

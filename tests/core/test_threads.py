@@ -33,6 +33,7 @@ from pagepool import (
     PageHash,
     PagePool,
     PageTable,
+    Retention,
     RunningBatch,
 )
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageRules, PageStore, PrefixTable, RowRequest, find_prefix
@@ -771,7 +772,7 @@ class Lessee:
 @num_threads
 def test_leases_that_end(num_threads: int, seed: int) -> None:
     """One thread moves the clock, so that leases end as others take pages, lease, extend and release. Nothing stays held."""
-    manager = make_manager(200, max_leased_share=0.6)
+    manager = make_manager(200, retention=Retention(max_leased_share=0.6))
     requests = [EngineRequest(f"r{i}", [i] * 60) for i in range(4)]
     leases: list[Lease] = []
     clock = Clock(manager)
@@ -803,7 +804,7 @@ def test_leases_that_end(num_threads: int, seed: int) -> None:
 @seeds
 def test_a_lease_ends_once_whoever_ends_it(seed: int) -> None:
     """Its time is over as one thread takes all pages, others release it, extend it, and list the leases."""
-    manager = make_manager(9, max_leased_share=1.0)
+    manager = make_manager(9, retention=Retention(max_leased_share=1.0))
     pool, clock = manager.page_pool, Clock(manager)
     request = EngineRequest("r", list(range(16)))
     for _ in range(20 * NUM_ROUNDS):

@@ -11,7 +11,7 @@ import pytest
 from settings import Group, scale
 
 import pagepool
-from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, Retention, RunningBatch
 from pagepool.errors import RequestTooLargeError
 
 MAX_LEN, NUM_PAGES = 400, 6000
@@ -48,7 +48,7 @@ class Layout:
         specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in self.groups]
         options: dict[str, Any] = {"host_tier": HostTier(NUM_PAGES)} if self.has_tier else {}
         if windows == "ends":
-            options |= {"window_slack": self.slack, "window_interval": self.interval}
+            options["retention"] = Retention(window_slack=self.slack, window_interval=self.interval)
         return CacheManager(NUM_PAGES, specs, MAX_LEN, use_eagle=self.use_eagle, windows=windows, **options)
 
 

@@ -27,13 +27,18 @@ LAYOUTS = [
 ]
 
 
+def retain(**settings: Any) -> pagepool.Retention:
+    """Return settings for short prompts."""
+    return pagepool.Retention(**{"window_slack": 8, "window_interval": 0} | settings)
+
+
 class Rows:
     """A batch of one row at a time, with chunks of prompts and decoded answers."""
 
     def __init__(self, groups: tuple[Group, ...], windows: str = "ends", num_pages: int = 20_000, **options: Any) -> None:
         self.windows = windows
         if windows == "ends":
-            options = {"window_slack": 8, "window_interval": 0} | options
+            options = {"retention": retain()} | options
         specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in groups]
         self.manager = CacheManager(num_pages, specs, MAX_LEN, windows=windows, **options)
         sizes = [group.page_size for group in groups]
@@ -75,7 +80,7 @@ def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str) 
     prompt, answer = draw(rng, 200), draw(rng, 120)
     num_shared = {"end of the prompt": 200, "slack": 192, "interval": 64, "named": 104, "junction": 88}.get(place, 320)
     num_hits = num_shared - num_shared % max(group.page_size for group in groups)
-    for rows in both(groups, window_interval=64 if place == "interval" else 0):
+    for rows in both(groups, retention=retain(window_interval=64 if place == "interval" else 0)):
         rows.run(prompt, answer, resume_at=[106] if place == "named" else ())
         if place == "junction":
             hit = rows.run(prompt[:num_shared] + draw(rng, 30))
@@ -88,7 +93,8 @@ def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str) 
 @pytest.mark.parametrize("groups", LAYOUTS, ids=str)
 def test_hits_are_never_longer(groups: tuple[Group, ...]) -> None:
     rng = Random(str(groups))
-    everything, ends = Rows(groups, "all", hash_seed=1), Rows(groups, hash_seed=1, window_interval=rng.choice((0, 48)))
+    everything = Rows(groups, "all", hash_seed=1)
+    ends = Rows(groups, hash_seed=1, retention=retain(window_interval=rng.choice((0, 48))))
     known: list[list[int]] = [draw(rng, 150)]
     num_hits = [0, 0]
     for _ in range(60):
@@ -106,7 +112,7 @@ def test_hits_are_never_longer(groups: tuple[Group, ...]) -> None:
 
 def test_what_no_request_resumes_with_is_taken_first() -> None:
     """A prompt of ten pages: those of the window at its end, and of the slack before, stay; the others are in front."""
-    rows = Rows(FULL_AND_WINDOW, num_pages=41, window_slack=4)
+    rows = Rows(FULL_AND_WINDOW, num_pages=41, retention=retain(window_slack=4))
     rows.start(draw(Random(1), 40))
     _, window_ids = rows.batch.get_page_ids(0)
     rows.batch.release([0])
@@ -145,7 +151,7 @@ def test_what_was_hit_stays() -> None:
 
 def test_a_page_that_others_share_is_decided_by_the_last() -> None:
     """A fork that ends leaves its pages to the other row, which drops them."""
-    rows = Rows(FULL_AND_WINDOW, window_slack=4)
+    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=4))
     rows.start(draw(Random(5), 32))
     rows.batch.fork(0, [1])
     rows.batch.release([1])
@@ -155,7 +161,7 @@ def test_a_page_that_others_share_is_decided_by_the_last() -> None:
 
 
 def test_leased_pages_stay_and_expected_ones_do_not() -> None:
-    rows = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0)
+    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0, max_leased_share=1.0))
     prompt = draw(Random(6), 32)
     rows.start(prompt)
     lease = rows.batch.lease(0, 0, 8, seconds=600)
@@ -185,15 +191,13 @@ def test_chats_in_turn_hit() -> None:
     [
         {"windows": "some"},
         {"windows": None},
-        {"windows": "ends", "window_slack": -1},
-        {"windows": "ends", "window_interval": "0"},
-        {"windows": "all", "window_slack": 1.5},
+        {"retention": 8},
     ],
     ids=str,
 )
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in FULL_AND_WINDOW]
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"windows|window_"):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"windows|retention"):
         CacheManager(8, specs, 64, **options)
 
 
@@ -239,7 +243,7 @@ def test_a_restored_pool_keeps_what_it_has() -> None:
 
 
 def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(10), 200)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(10), 200)
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
     with refused(lambda: manager_state(rows.manager), ArgumentError, f"stop: got 104, .* at most {CHUNK}$"):
         rows.batch.lease(0, stop=104, seconds=600)
@@ -253,7 +257,7 @@ def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
 
 
 def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0), draw(Random(11), 200)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0, max_leased_share=1.0)), draw(Random(11), 200)
     other = pagepool.EngineRequest("other", [*prompt[:106], 7])
     rows.start(prompt)
     with refused(lambda: manager_state(rows.manager), ArgumentError, r"stop: got 106, .* gone, .* resume_at=\[104\]"):
@@ -269,7 +273,7 @@ def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
 
 def test_a_prefix_that_was_named_is_leased_when_its_window_is_left() -> None:
     """And so after the row was released."""
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0, max_leased_share=1.0), draw(Random(12), 200)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0, max_leased_share=1.0)), draw(Random(12), 200)
     rows.start(prompt, resume_at=[106])
     assert len(rows.batch.lease(0, stop=106, seconds=600)) == 26 + 2
     rows.batch.release([0])
@@ -281,7 +285,7 @@ def test_a_prefix_that_was_named_is_leased_when_its_window_is_left() -> None:
 
 
 def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(15), 64)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(15), 64)
     rows.manager.enable_events()
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
     events = rows.manager.take_events()
@@ -297,7 +301,7 @@ def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
 
 
 def test_a_fork_keeps_the_boundaries() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(16), 200)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(16), 200)
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
     rows.batch.fork(0, [1])
     rows.batch.release([0])
@@ -310,7 +314,7 @@ def test_a_fork_keeps_the_boundaries() -> None:
 
 def test_a_row_that_is_swapped_out_leaves_its_end() -> None:
     """As a prompt that is preempted: another row resumes there, before the first comes back."""
-    rows = Rows(FULL_AND_WINDOW, window_slack=0, host_tier=pagepool.HostTier(64))
+    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0), host_tier=pagepool.HostTier(64))
     prompt = draw(Random(17), 200)
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
     rows.batch.grow([0], CHUNK)
@@ -321,7 +325,7 @@ def test_a_row_that_is_swapped_out_leaves_its_end() -> None:
 
 def test_tokens_that_are_cut_leave_nothing() -> None:
     """Entries behind them go, as with all pages; what is computed again stays at the same boundaries."""
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(18), 60)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(18), 60)
     rows.start(prompt)
     rows.batch.trim([0], 52)
     assert rows.manager.stats().num_cached_pages == rows.manager.stats().num_held_pages
@@ -332,7 +336,7 @@ def test_tokens_that_are_cut_leave_nothing() -> None:
 
 
 def test_tokens_from_elsewhere_enter_the_window_at_their_end() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, window_slack=0), draw(Random(19), 64)
+    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(19), 64)
     assert rows.batch.admit(0, prompt, num_external_tokens=63, resume_at=[32]) == 0
     rows.batch.commit_external(0, 63)
     rows.batch.grow([0], 1)

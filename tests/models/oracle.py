@@ -29,6 +29,8 @@ from oracle_windows import OracleWindows
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
 
+    from pagepool import Retention
+
 RUNNING = 4
 PREEMPTED = 5
 MAX_WAITING = 16  # pages of a batch that wait to be entered
@@ -160,10 +162,8 @@ class OracleManager:
         enable_caching: bool = True,
         use_eagle: bool = False,
         policy: Adaptive | None = None,
-        max_leased_share: float = 0.2,
         windows: str = "all",
-        window_slack: int = 0,
-        window_interval: int = 0,
+        retention: Retention | None = None,
         restores_states: bool = False,
     ) -> None:
         self.restores_states = restores_states
@@ -171,7 +171,7 @@ class OracleManager:
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
-        self.max_num_leased_pages = int(max_leased_share * (num_pages - 1))
+        self.max_num_leased_pages = int((retention.max_leased_share if retention else 0.2) * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
@@ -183,7 +183,7 @@ class OracleManager:
         self.page_pool.has_blank_first = self.states.interval is not None
         can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
         is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
-        self.windows = OracleWindows(self, window_slack, window_interval) if is_selective else None
+        self.windows = OracleWindows(self, retention.window_slack, retention.window_interval) if is_selective else None
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()

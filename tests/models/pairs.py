@@ -101,9 +101,9 @@ def make_managers(
         options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages)
     restores = seed % 3 == 0
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_leased_share=share, restores_states=restores)
-    options |= {"eviction": eviction, "max_leased_share": share, "restores_states": oracle.restores_states}
-    manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
+    oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, restores_states=restores)
+    options |= {"eviction": eviction, "restores_states": oracle.restores_states}
+    manager = setting.manager(pagepool.CacheManager, groups, num_pages, share, **options)
     if knows_hashes:
         share_hashes(oracle, manager)
     if features.tier:

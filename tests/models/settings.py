@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+from pagepool import Retention
+
 
 @dataclass(frozen=True)
 class Group:
@@ -87,13 +89,18 @@ class Setting:
         """Build the groups with the spec classes of a module."""
         return [specs.CacheGroupSpec(kv_cache_spec=group.spec(specs, dtype)) for group in self.groups]
 
-    def manager(self, manager_class: Callable[..., Any], groups: list[Any], num_pages: int, **options: Any) -> Any:
+    def manager(
+        self,
+        manager_class: Callable[..., Any],
+        groups: list[Any],
+        num_pages: int,
+        max_leased_share: float = 0.2,
+        **options: Any,
+    ) -> Any:
         """Build a manager of this setting."""
-        if self.windows is None:
-            options |= {"windows": "all"}
-        else:
-            slack, interval = self.windows
-            options |= {"windows": "ends", "window_slack": slack, "window_interval": interval}
+        slack, interval = self.windows or (0, 0)
+        retention = Retention(window_slack=slack, window_interval=interval, max_leased_share=max_leased_share)
+        options |= {"windows": "all" if self.windows is None else "ends", "retention": retention}
         return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
 
 

@@ -19,6 +19,7 @@ from pagepool import (
     PagePool,
     PrefixProbe,
     Request,
+    Retention,
     SlidingWindowSpec,
     Transfers,
 )
@@ -30,7 +31,11 @@ def make_manager(num_pages: int) -> CacheManager:
         page_size=16, num_kv_heads=8, head_size=128, dtype=np.dtype("float16"), use_mla=False, sliding_window=512
     )
     groups = [CacheGroupSpec(full), CacheGroupSpec(window, layer_names=["model.layers.1"])]
-    return CacheManager(num_pages, groups, max_model_len=4096, hash_algo="sha256", hash_seed=b"seed", host_tier=HostTier(100))
+    retention = Retention(window_slack=32, window_interval=2048, max_leased_share=0.1)
+    assert_type(retention.window_interval, int | None)
+    return CacheManager(
+        num_pages, groups, 4096, hash_algo="sha256", hash_seed=b"seed", host_tier=HostTier(100), retention=retention
+    )
 
 
 def make_hybrid() -> CacheGroupSpec:

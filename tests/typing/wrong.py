@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PagePool, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    PagePool,
+    PageTable,
+    Retention,
+    RunningBatch,
+)
 
 
 def make() -> None:
@@ -12,6 +21,8 @@ def make() -> None:
     CacheManager("100", [CacheGroupSpec(spec)], 64)  # type: ignore[arg-type]
     CacheManager(100, [CacheGroupSpec(spec)], 64, hash_algo=5)  # type: ignore[arg-type]
     CacheManager(100, [CacheGroupSpec(spec)], 64, True, False, "sha256")  # type: ignore[call-arg]
+    CacheManager(100, [CacheGroupSpec(spec)], 64, window_slack=32)  # type: ignore[call-arg]
+    Retention(64)  # type: ignore[call-arg]
     PagePool(100)  # type: ignore[call-arg]
 
 

@@ -13,11 +13,12 @@ from math import gcd, lcm
 
 from pagepool._core import CacheGroups
 from pagepool.errors import ArgumentError, count_of
-from pagepool.group_rules import make_rules
+from pagepool.group_rules import find_slack_and_interval, make_rules
 from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
 from pagepool.replay.models.config import Config, read_config
 from pagepool.replay.models.layers import list_state_layers, list_types
 from pagepool.replay.models.states import count_state_bytes
+from pagepool.retention import Retention
 from pagepool.specs import (
     CacheGroupSpec,
     CacheSpec,
@@ -148,6 +149,13 @@ class ModelPages:
     def describe_windows(self) -> list[str]:
         """Describe the layers with windows or chunks."""
         return [each.describe() for each in self.windows]
+
+    @property
+    def retention(self) -> Retention:
+        """The settings of a cache that simulations have: the defaults for the model, in numbers."""
+        specs = [group.kv_cache_spec for group in self.make_groups()]
+        slack, interval = find_slack_and_interval(Retention(), specs, self.hit_size)
+        return Retention(window_slack=slack, window_interval=interval)
 
     def count_pages(self, num_tokens: int) -> int:
         """Count the most pages that a request of `num_tokens` needs at once, without checkpoints: see

@@ -32,8 +32,9 @@ def name_window_runs(plan: Plan) -> dict[tuple[str, str], str]:
 
 
 def describe_window_hits(plan: Plan) -> list[str]:
-    """Describe the layers with windows, their memory, and the hits with each rule in one pool."""
-    return [*plan.model.describe_windows(), _describe_pages(plan), *_describe_hits(plan)]
+    """Describe the layers with windows, their memory, the hits with each rule in one pool, and the argument that has them."""
+    paste = f"To paste into CacheManager: retention={plan.model.retention}"
+    return [*plan.model.describe_windows(), _describe_pages(plan), *_describe_hits(plan), paste]
 
 
 def _describe_pages(plan: Plan) -> str:

@@ -1,0 +1,33 @@
+"""`Retention`: the settings of a cache that depend on its traffic."""
+
+from dataclasses import dataclass
+
+from pagepool.arguments import MAX_SIZE, require_int, require_share
+
+__all__ = ["Retention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which pages a cache retains beyond the order of eviction: ``CacheManager(..., retention=Retention(...))``.
+
+    `pagepool plan` prints the one that it has simulated. None chooses a default for the model, 0 turns a setting off: see
+    docs/hybrids.md. Raise ArgumentError for values out of range, ArgumentTypeError for others.
+
+    >>> Retention(window_interval=2048)
+    Retention(window_slack=None, window_interval=2048, max_leased_share=0.2)
+    """
+
+    window_slack: int | None = None
+    """Tokens before a place to resume for which pages of sliding windows and chunks stay as well."""
+    window_interval: int | None = None
+    """Tokens from one place to resume to the next within a prompt, for models with sliding windows or chunks."""
+    max_leased_share: float = 0.2
+    """Share of the pages that leases with an end may hold, 0 to 1: see `CacheManager.lease`."""
+
+    def __post_init__(self) -> None:
+        """Check the values, and store them as int and float."""
+        for name in ("window_slack", "window_interval"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, require_int(name, getattr(self, name), 0, MAX_SIZE))
+        object.__setattr__(self, "max_leased_share", require_share("max_leased_share", self.max_leased_share))
