@@ -1,12 +1,14 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
 #
-# A pool of `num_pages` pages is one array of `Page` records, indexed by page id. Always:
+# A pool of `num_pages` pages is one array of `Page` records, indexed by page id. A queue with parts has one more record before
+# each part; these follow the records of the pages. Always:
 #
-# * Record 0 is the null page. It is never handed out, and its links close the free queue into a ring: `next_free` is the page
-#   that is evicted first, `prev_free` the one that was freed last. With parts more records stand behind those of the pages.
-# * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
+# * Record 0 is the null page, which is never handed out. Its links close the free queue into a ring: `next_free` is the front,
+#   which is evicted first, and `prev_free` the back.
+# * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`. Only an engine that sets
+#   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts its references to free pages.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
-# * A page with a term, which says when it is expected back, has a prefix entry.
+# * A page with a term has a prefix entry.
 # * A leased page has a reference for each lease, and is outside the free queue.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -19,32 +21,32 @@ cdef enum:
     NULL_PAGE = 0
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
-    NOT_NEW = -1              # links of a page whose key was taken from the journal, or is not in it
-    NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
+    NOT_NEW = -1              # links of a page outside the journal's ring of new keys
+    NOT_FIRST = -1            # links of a page with an earlier twin in its shard
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
     KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
     FLAGS = TWIN | WATCHED | KEPT
     NO_PART = -1
-    SECOND = 16               # units of the clock of stamps
+    SECOND = 16               # ticks of the clock of stamps
     NO_SESSION = 0
-    SHARED = -1               # owner of a page that two sessions have used; less n: it was session n's until that was closed
-    COMMON = 0                # tenant of all pages that belong to none
-    MAX_TENANTS = 64          # with the common one
-    NO_TENANT = 255           # of free pages without an entry
-    NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
+    SHARED = -1               # owner of a page that two sessions used; SHARED - n: session n owned it until it was closed
+    COMMON = 0                # tenant of pages that belong to no tenant
+    MAX_TENANTS = 64          # the common one included
+    NO_TENANT = 255           # a free page without an entry is charged to nobody
+    NUM_BUCKETS = 24          # histogram buckets: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
-    uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
+    uint64_t key_lo           # digest of the content; valid while the page is cached
     uint64_t key_hi
     int32_t ref_cnt           # holders; 0: free
     int32_t prev_free         # page ids; NOT_FREE outside the queue
     int32_t next_free
     int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
 
-cdef struct Ranking:          # of pages that a request computes, by what a policy knows of their keys
-    int32_t num_ranked        # pages up to the last of which it knew the key
-    int32_t num_unseen        # sampled keys since then that it did not know
+cdef struct Ranking:          # how a policy ranked the pages that a request computes
+    int32_t num_ranked        # leading pages, up to the last whose key the policy knew
+    int32_t num_unseen        # sampled keys behind them, all unknown to the policy
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -54,173 +56,173 @@ cdef struct Links:
     int32_t prev
     int32_t next
 
-cdef struct Range:            # half-open range of page ids that may hit
+cdef struct Range:            # half-open range of page ids or places
     int32_t start
     int32_t stop
 
-cdef struct Stay:             # of a sampled page, in nanoseconds of the residency clock
+cdef struct Stay:             # times of a sampled page in nanoseconds of the residency clock
     int64_t start             # when it was handed out
-    int64_t last_use          # then, or when it was last hit
+    int64_t last_use          # when it was last handed out or hit
 
-cdef struct Histogram:        # of times
+cdef struct Histogram:        # durations by bucket
     int64_t counts[NUM_BUCKETS]
     int64_t sum               # ns
 
-cdef struct Residency:        # how long pages stay; sampled
+cdef struct Residency:        # how long sampled pages stay
     Stay *stays               # [num_pages / interval + 1]
     int32_t shift             # every 2**shift-th page is sampled
-    Histogram lifetimes       # from when a page was handed out to when it was evicted
-    Histogram idle_times      # from its last use to then
-    Histogram reuse_gaps      # from use to use
+    Histogram lifetimes       # time between handing a page out and evicting it
+    Histogram idle_times      # time between its last use and its eviction
+    Histogram reuse_gaps      # time between two uses
 
 cdef struct Origin:           # how a cached page came to be
     Digest parent             # key of the page before it in its request
-    int32_t place             # in its request, in pages; 0: it has no parent
-    int32_t context           # extra keys and session of its request, see `EntryJournal.add_context`; 0: neither
+    int32_t place             # index of the page in its request; 0: it has no parent
+    int32_t context           # extra keys and session of the request, see `EntryJournal.add_context`; 0: neither
 
 cdef struct Note:             # 32 bytes
-    Origin origin             # of a cached page
+    Origin origin             # how the page came to be, if it is cached
     Links new                 # ring of the first pages of new keys, closed by the null page; NOT_NEW outside
 
-cdef struct Removal:          # an entry that went
+cdef struct Removal:          # an entry that left the index
     Digest key
     int32_t group
 
 cdef struct Context:
-    int32_t num_users         # cached pages and rows that have it
-    int32_t num_holders       # callers that want it kept as well
+    int32_t num_users         # cached pages and rows with this context
+    int32_t num_holders       # callers that keep it as well
 
-cdef struct Journal:          # keys that entered and left the prefix index since the changes were taken last
+cdef struct Journal:          # keys that entered and left the prefix index since changes were last taken
     Note *notes               # [num_pages]; NULL: there is no journal
-    Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
+    Removal *removed          # [num_pages] keys that left since then
     Context *contexts         # [num_contexts], and room up to the next power of 2
-    int32_t num_contexts      # the first stands for none
+    int32_t num_contexts      # context 0 stands for none
     int32_t num_new
     int32_t num_removed
-    uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
-    uint8_t is_told           # taken changes are being made into events: names and contexts are still needed
+    uint8_t is_cleared        # all entries were dropped at once, and `removed` is empty
+    uint8_t is_told           # events are being made of taken changes, so names and contexts are still needed
 
 cdef struct PageCopy:
     int32_t src               # page ids
     int32_t dst
     int32_t group
 
-cdef struct Copies:           # that are due before the next step; each has a reference to its source
+cdef struct Copies:           # copies due before the next step; each has a reference to its source
     PageCopy *items           # [num], and room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
-    uint32_t list_number      # of this list: moves when the first copy is queued after they were taken
+    uint32_t list_number      # number of this list; it moves with the first copy queued after a list was taken
 
-cdef struct Outcomes:         # pages that had a term, other than `NEVER`, by what came of it
-    int64_t num_pages_in_time  # used before it was over
-    int64_t num_late_pages    # used later
-    int64_t num_unused_pages  # lost their entry
+cdef struct Outcomes:         # pages whose term ended, except `NEVER`, by outcome
+    int64_t num_pages_in_time  # used within the term
+    int64_t num_late_pages    # used after it
+    int64_t num_unused_pages  # uncached before any use
 
 cdef struct Expectations:     # when pages are expected back
-    uint32_t *stamps          # [num_pages] when a free page was released, or given its term; NULL: none was expected yet
-    uint8_t *terms            # [num_pages] behind that; UNKNOWN for most
-    int32_t num_free[NEVER + 1]  # pages by term
+    uint32_t *stamps          # [num_pages] when a free page was released or got its term; NULL: no page was ever expected
+    uint8_t *terms            # [num_pages] in the same memory; UNKNOWN for most
+    int32_t num_free[NEVER + 1]  # free pages by term
     uint32_t free_terms       # bit n: free pages have term n
-    int64_t fixed_time        # that a test has set; 0: the clock's
+    int64_t fixed_time        # time fixed by a test; 0: use the clock
     Outcomes outcomes
 
-cdef struct Session:          # or the rows and requests of a tenant in one, or in none
-    int32_t first             # of its pages; NULL_PAGE: it has none
-    int32_t num_pages
-    int32_t num_closed        # pages that were its own until it was closed
-    int32_t num_holders       # rows, requests, and callers that are about to make some; of all its tenants
-    int32_t main              # number of the session that has the pages, perhaps itself; NO_SESSION: none has
-    uint8_t tenant            # to which the pages of rows and requests are charged
+cdef struct Session:          # a session, or the rows and requests of one tenant in a session or in none
+    int32_t first             # the first of its pages; NULL_PAGE: it has none
+    int32_t num_pages         # pages in its ring
+    int32_t num_closed        # pages with the owner SHARED - n, where n is its number
+    int32_t num_holders       # rows, requests, and callers about to make one, of all its tenants
+    int32_t main              # number of the session that owns the pages, perhaps this one; NO_SESSION: none does
+    uint8_t tenant            # tenant to which pages of its rows and requests are charged
 
 cdef struct Sessions:         # see `owners.pxd`
-    Links *links              # [num_pages] rings of the pages of a session; NULL: there were none
-    int32_t *owners           # [num_pages] behind that: numbers of sessions
-    Session *items            # [num], and room for `capacity`; the first stands for none
+    Links *links              # [num_pages] one ring of pages for each session; NULL: no session was ever named
+    int32_t *owners           # [num_pages] in the same memory: number of the session, see `SHARED`
+    Session *items            # [num], and room for `capacity`; item 0 stands for none
     int32_t num
     Py_ssize_t capacity
     int32_t num_live
 
 cdef struct Tenants:          # see `owners.pxd`
-    uint8_t *of_pages         # [num_pages] behind `Expectations.terms`; NULL: no shares were set
+    uint8_t *of_pages         # [num_pages] in the memory of `Expectations.stamps`; NULL: no shares were set
     int32_t num_charged[MAX_TENANTS]  # pages that are held or cached
-    int32_t num_free[MAX_TENANTS]  # of them, in the queue
-    double shares[MAX_TENANTS]  # of the pool; 0: none, nothing is charged to it
+    int32_t num_free[MAX_TENANTS]  # charged pages in the queue
+    double shares[MAX_TENANTS]  # fraction of the pool; 0: nothing is charged to the tenant
 
-cdef struct LeasedSpan:       # of pages, by page ids or as a span of tokens
+cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
     Py_ssize_t num
-    int64_t end               # of a lease of a span that is held, on the clock of stamps; 0 for others
-    LeasedSpan *next          # the next one of a span that is held
+    int64_t end               # when a held lease of a span ends, on the clock of stamps; 0 for all others
+    LeasedSpan *next          # the next held lease of a span
     uint8_t has_begun
     uint8_t is_held
 
 cdef struct Leases:
-    int32_t *counts           # [num_pages] references of leases; NULL: there were none
-    LeasedSpan *first         # of spans
-    int64_t num_pages         # of spans, each page once for each lease
-    int64_t next_end          # no lease ends before
-    int32_t num_ended         # leases that ended by themselves since they were listed last
+    int32_t *counts           # [num_pages] references of leases; NULL: no page was ever leased
+    LeasedSpan *first         # list of the held leases of spans
+    int64_t num_pages         # pages of these spans; a page counts once for each lease
+    int64_t next_end          # no lease ends before this time
+    int32_t num_ended         # leases that ended by themselves since they were last listed
 
-cdef struct Transfer:         # of a page between a pool and its tier
-    Digest key                # of the page
-    int64_t number            # of the list that it was taken with; 0: it is due
-    int32_t page_id           # in the pool
-    int32_t tier_id           # in the tier
-    int32_t group             # of the prefix entry
-    bint is_load              # from the tier
+cdef struct Transfer:         # one page on its way between a pool and its tier
+    Digest key                # digest of its content
+    int64_t number            # list with which it was taken; 0: it is due
+    int32_t page_id           # page of the pool
+    int32_t tier_id           # page of the tier
+    int32_t group             # group of the entry
+    bint is_load              # it goes from the tier to the pool
     bint is_void              # it has no key, or its entries were dropped meanwhile
 
-cdef struct FreshPage:        # a page that was cached
+cdef struct FreshPage:        # a newly cached page of a tier that writes through
     int32_t page_id
-    uint32_t number           # of times that pages were
+    uint32_t number           # value of `Tier.num_cached` when it was cached
 
-ctypedef uint8_t Fill         # how a save into a page of the tier went
+ctypedef uint8_t Fill         # state of a tier page's save
 
 cdef enum:
     FILLED = 0                # it completed
-    FILLING = 1               # it did not end yet
+    FILLING = 1               # it has not ended
     UNFILLED = 2              # it failed
 
-cdef enum:                    # in place of a number of a `FreshPage`
+cdef enum:                    # values of `Tier.fresh_numbers` below all numbers of a `FreshPage`
     UNSAVED = 0
-    SAVED = 1                 # it was, or is to be, and a tier that evicts it does not get it again
+    SAVED = 1                 # saved or about to be; a tier that evicts it does not get it again
 
 cdef struct Pool
 
 cdef struct TierCounters:     # see `Counters`
-    int64_t num_saved_pages   # by transfers that completed, as the next one
+    int64_t num_saved_pages   # completed saves
     int64_t num_loaded_pages
-    int64_t num_failed_pages  # whose transfer failed
-    int64_t num_refused_pages  # that found no room in the tier
+    int64_t num_failed_pages  # failed transfers
+    int64_t num_refused_pages  # saves that found no room in the tier
 
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
     Pool *pool
-    Transfer *items           # [num] due ones and those in flight, and room for `capacity`
+    Transfer *items           # [num] transfers in flight, then those that are due; room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
     Py_ssize_t num_due
-    int64_t last_number       # of a list that was taken
-    int64_t oldest_load       # number of the first list with loads in flight, or due; INT64_MAX: none
-    int64_t *loading          # [num_pages] number of the list by which a page of the pool is loaded; 0 for most
-    int64_t last_forked       # of a list by which a page was loaded when a fork copied it
-    uint8_t *uses             # [num_pages] times that a cached page was used, up to `min_uses`; NULL: that is 1
-    uint8_t min_uses          # of a page that is worth saving
-    Fill *fills               # [pages of the tier]
+    int64_t last_number       # number of the last list that was taken
+    int64_t oldest_load       # first list with unfinished loads, where due loads count as the next list; INT64_MAX: none
+    int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
+    int64_t last_forked       # last list that was loading a page when a fork copied it
+    uint8_t *uses             # [num_pages] uses of a cached page, up to `min_uses`; NULL: one use is enough
+    uint8_t min_uses          # uses from which a page is worth saving
+    Fill *fills               # [pages of the tier] how the save into each went
     Py_ssize_t num_swapped    # rows with pages in the tier
-    uint32_t *fresh_numbers   # [num_pages] of each page that was cached; NULL unless the tier writes through
-    uint32_t num_cached       # pages, ever
-    FreshPage *fresh          # [num_fresh] that are to be saved, and room for `fresh_capacity`
+    uint32_t *fresh_numbers   # [num_pages] number of each cached page; NULL: the tier does not write through
+    uint32_t num_cached       # pages ever cached; wraps around
+    FreshPage *fresh          # [num_fresh] pages to be saved, and room for `fresh_capacity`
     Py_ssize_t num_fresh
-    Py_ssize_t num_ready      # of them, first ones that a step has computed
+    Py_ssize_t num_ready      # leading entries that a step has computed
     Py_ssize_t fresh_capacity
     TierCounters counters
-    # Has a page of the pool saved that is about to be evicted. Called by these pointers, both stay out of the loops that take
-    # and enter pages.
+    # Saves a page that is about to be evicted. Calls through these two pointers keep the code of the tier out of the loops that
+    # take and cache pages.
     void (*save_evicted)(Pool *pool, int32_t page_id) noexcept nogil
-    # Records that a page of the pool was given an entry.
+    # Records that a page of the pool was cached.
     void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
 
-cdef struct Counters:         # since construction. `PageStore.counters`, snapshots and stats have the fields under these names
+cdef struct Counters:         # since construction; `PageStore.counters`, snapshots and stats use these names
     int64_t num_allocated_pages
     int64_t num_freed_pages
     int64_t num_evicted_pages
@@ -231,36 +233,36 @@ cdef struct Counters:         # since construction. `PageStore.counters`, snapsh
 cdef struct Pool:
     Page *pages
     Slot *slots               # NULL: no prefix caching
-    Links *twins              # rings of pages with the same content, valid while TWIN is set
-    Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: no shards yet
-    int32_t *shard_num_free   # [num_shards] behind them
-    Policy *policy            # NULL: the page that was released first is evicted first, unless terms say otherwise
-    int32_t num_parts         # of the queues; 0 without a policy, expectations and shares, unless blank pages go first
-    int32_t num_parts_each    # of each tenant's; of all without shares
-    bint is_divided           # whether there are shards or parts
-    int32_t *shard_newest     # [num_shards, NUM_PARTS] behind that: pages that a policy remembers; with a policy only
-    Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
-    Links *shard_firsts       # behind that: rings of the first of each shard; NOT_FIRST for the others
-    int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
+    Links *twins              # rings of pages with equal content, valid while TWIN is set
+    Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: there are no shards
+    int32_t *shard_num_free   # [num_shards] in the memory of `shard_links`
+    Policy *policy            # NULL: least recently released, unless terms say otherwise
+    int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
+    int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
+    bint is_divided           # there are shards or parts
+    int32_t *shard_newest     # [num_shards, NUM_PARTS] in the same memory: as `Policy.newest`, for each shard
+    Links *shard_twins        # in the same memory: rings of the twins within each shard; NULL without shards or caching
+    Links *shard_firsts       # in the same memory: ring of each shard's first twins; NOT_FIRST for the others
+    int32_t *page_tokens      # [num_pages, tokens_width] number and ids of the tokens of cached pages; NULL: not kept
     Py_ssize_t tokens_width
-    uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
-    uint32_t mask             # slots - 1
-    uint32_t home_shift       # of a tag, to where a look-up begins
+    uint64_t multiplier       # odd and secret: nobody can choose keys that collide
+    uint32_t mask             # number of slots - 1
+    uint32_t home_shift       # shifts a tag to the slot where a look-up begins
     int32_t num_pages
     int32_t num_free
-    int32_t num_shards        # 0: no shards yet
+    int32_t num_shards        # 0: there are no shards
     int32_t pages_per_shard
-    int32_t num_keys          # distinct (key, group) in the index
+    int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry
-    int32_t sample_mask       # of page ids: 0 for those that are sampled
-    int32_t num_held_free     # pages in the queue that were given a reference
+    int32_t sample_mask       # a page whose id has none of these bits is sampled
+    int32_t num_held_free     # pages in the queue to which a caller gave a reference
     Counters counters
-    int64_t num_dropped       # prefix entries
-    int64_t num_reused        # free pages that were taken out of the queue as they are
+    int64_t num_dropped       # entries that were dropped
+    int64_t num_reused        # free pages that left the queue without eviction
     int64_t num_unwatched     # pages that lost their WATCHED flag
     Journal journal
     Residency *residency
-    uint8_t is_restored       # loaded from a snapshot, and no reference taken since
+    uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
     Expectations expected
     Leases leases
     Sessions sessions
@@ -270,7 +272,7 @@ cdef struct Pool:
 
 
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
-    """Put `page_id` behind `last` into its ring."""
+    """Insert `page_id` into a ring, after `last`."""
     cdef int32_t following = links[last].next
     links[page_id].prev = last
     links[page_id].next = following
@@ -305,9 +307,7 @@ cdef inline bint is_kept(const Page *page) noexcept nogil:
 
 
 cdef inline int32_t count_plain_parts(const Pool *pool) noexcept nogil:
-    """Count the parts of pages without a term, in a pool that is divided by terms, or will be: those of the policy, or a
-    blank one and one of cached pages.
-    """
+    """Count the parts for pages without a term: those of the policy or, without one, a blank part and one of cached pages."""
     return NUM_PARTS if pool.policy != NULL else NEW + 1
 
 
@@ -320,7 +320,7 @@ cdef inline Digest digest_of(const Page *page) noexcept nogil:
 
 
 cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
-    """Entries that came into the prefix index, or that of the tier, and that went. It never gets less."""
+    """Count the entries that ever came into or left the prefix index and that of the tier."""
     cdef int64_t count = pool.counters.num_cached_pages + pool.num_dropped
     if pool.tier != NULL:
         count += pool.tier.pool.counters.num_cached_pages + pool.tier.pool.num_dropped
@@ -328,23 +328,23 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
 
 
 cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
-    """The ids of a shard; -1 means the whole pool."""
+    """Return the ids of a shard; -1 means the whole pool."""
     if shard < 0:
         return Range(0, pool.num_pages)
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
 
 
 cdef inline int32_t count_pages_in(const Pool *pool, int32_t shard) noexcept nogil:
-    """Count the pages of a shard, or with -1 of the pool, held or not, without the null page."""
+    """Count the pages of a shard, held or free, without the null page; -1 means the whole pool."""
     cdef Range ids = ids_in_shard(pool, shard)
     return ids.stop - max(1, ids.start)
 
 
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
-    """Links of the queues of shards: those of the pages, of the end of each queue, and of its parts."""
+    """Count the links of the queues of shards: one for each page, for the end of each queue, and for each of its parts."""
     return pool.num_pages + num_shards * (1 + pool.num_parts)
 
 
 cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
-    """Links in the place of which `shard_newest` is, two ids in each."""
+    """Count the `Links` that hold `shard_newest`, two ids each."""
     return num_shards * NUM_PARTS // 2 if pool.policy != NULL else 0
