@@ -1,14 +1,18 @@
-# Which session a page belongs to, and to which tenant it is charged. The caller holds the store's lock.
+# The owner of a page is a session, and its cost is charged to a tenant. The caller holds the store's lock.
 #
-# Always: a page with an owner has a prefix entry. `Session.first` leads to the ring of a session's pages, in the order in which
-# they came to it: those that it cached. A page that two sessions have used, or one and a request or row in none, is `SHARED`
-# until it loses its entry, and in no ring; nor is a page whose session was closed, which is that session's again when it uses
-# it before others do. A session is live as long as it has pages or holders: rows, requests, and callers that are about to make
-# some. Its rows and requests of each tenant have a number of their own, which leads to the `main` one, as have those of a
-# tenant in no session, whose pages have no owner.
+# Each pair of a session and a tenant has a number, and so has each tenant outside sessions. `main` is the session's own number;
+# a tenant outside sessions has none, and its pages have no owner.
 #
-# Once shares were set, each page but those in the blank part of the queue is charged to the tenant whose row or request took
-# it, and to the common one from when another tenant uses it until it loses its entry.
+# Always:
+#
+# * A page with an owner has a prefix entry.
+# * `Session.first` leads to a ring of `num_pages` pages, in the order in which the session got them: those that it cached.
+# * A page that two sessions have used, or a session and a row or request outside sessions, is `SHARED` until it loses its
+#   entry, and is in no ring.
+# * A page of a closed session is in no ring either. That session owns it again if it is the first one to use it.
+# * A session is live while it has pages or holders: rows, requests, and callers that are about to make one.
+# * Once shares are set, each page outside the blank part of the queue is charged to a tenant: to the one that took it, and
+#   after another tenant's use to the common one.
 
 from libc.stdint cimport int32_t, uint8_t
 
@@ -24,19 +28,19 @@ cdef inline bint is_shared(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline uint8_t tenant_of(const Pool *pool, int32_t number) noexcept nogil:
-    """The tenant of a session, or COMMON."""
+    """Return the tenant that a number stands for; COMMON for NO_SESSION."""
     return pool.sessions.items[number].tenant if number != NO_SESSION else <uint8_t>COMMON
 
 
 cdef inline void charge(Pool *pool, int32_t page_id, uint8_t tenant) noexcept nogil:
-    """Charge a page outside the queue to a tenant, and no longer to the one before."""
+    """Charge a page outside the queue to another tenant."""
     pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
     pool.tenants.num_charged[tenant] += 1
     pool.tenants.of_pages[page_id] = tenant
 
 
 cdef inline void begin_charge(Pool *pool, int32_t page_id) noexcept nogil:
-    """Charge a page that leaves the queue to the common tenant, if it is not charged."""
+    """Charge a page that leaves the queue to the common tenant, unless it is charged already."""
     if pool.tenants.of_pages[page_id] == NO_TENANT:
         pool.tenants.num_charged[COMMON] += 1
         pool.tenants.of_pages[page_id] = COMMON
@@ -49,7 +53,7 @@ cdef inline void end_charge(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t _session_of(const Pool *pool, int32_t number) noexcept nogil:
-    """The session that has the pages of rows and requests with a number, or NO_SESSION."""
+    """Return the session that owns the pages of a number's rows and requests, or NO_SESSION."""
     return pool.sessions.items[number].main if number != NO_SESSION else <int32_t>NO_SESSION
 
 
@@ -58,7 +62,7 @@ cdef inline bint is_live(const Session *session) noexcept nogil:
 
 
 cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexcept nogil:
-    """Count a holder of a session more, or, with -1, less. NO_SESSION is not counted."""
+    """Add a holder to a session, or remove one with a change of -1. NO_SESSION counts none."""
     cdef int32_t main = _session_of(pool, number)
     cdef Session *session = &pool.sessions.items[main]
     if number != main:
@@ -70,7 +74,7 @@ cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexce
 
 
 cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcept nogil:
-    """Let a row or request be of another session."""
+    """Move a row or request to another session."""
     if rare(place[0] != number):
         hold_session(pool, number, 1)
         hold_session(pool, place[0], -1)
@@ -91,7 +95,7 @@ cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept
 
 
 cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page from its owner, if it has one, or the one that it had."""
+    """Clear the owner of a page. A closed session loses its claim too."""
     cdef int32_t number = pool.sessions.owners[page_id]
     cdef Session *session = &pool.sessions.items[number]
     pool.sessions.owners[page_id] = NO_SESSION
@@ -107,7 +111,7 @@ cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void close_page(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page from its session, which is closed."""
+    """Take a page from its session, which is being closed."""
     cdef int32_t number = pool.sessions.owners[page_id]
     leave_session(pool, page_id)
     pool.sessions.owners[page_id] = SHARED - number
@@ -115,14 +119,15 @@ cdef inline void close_page(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void enter_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
-    """Give a page that has just been cached to the session of its row or request."""
+    """Give a newly cached page to the session of its row or request."""
     if rare(number != NO_SESSION) and _session_of(pool, number) != NO_SESSION:
         _own_page(pool, page_id, _session_of(pool, number))
 
 
 cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t number) noexcept nogil:
-    """Let pages outside the queue be used by a row or request of a session, or NO_SESSION: those of others, and those without
-    an owner, are shared from now on, its own that it closed are its own again, and those of other tenants common.
+    """Record that a row or request with this number uses pages outside the queue. Pages of other sessions, and pages without an
+    owner, become shared; pages of this session from before it was closed become its own again; pages of other tenants become
+    common.
     """
     cdef int32_t i, owner
     cdef uint8_t tenant
