@@ -49,7 +49,7 @@ from pagepool.arguments import (
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
-from pagepool.hashing.algorithms import HashAlgorithm, RequestPageHashes, make_page_hasher
+from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
 from pagepool.request import EngineRequestStatus, Request
@@ -196,24 +196,22 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
         check_groups(kv_cache_groups)
         self.kv_cache_groups = kv_cache_groups
-        self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         self.max_num_batched_tokens = max_num_batched_tokens
         if max_num_batched_tokens is not None:
             self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
-        self.use_eagle = require_flag("use_eagle", use_eagle)
+        use_eagle = require_flag("use_eagle", use_eagle)
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching, eviction)
         retention = retention or Retention()
-        self._rules = rules = make_rules(kv_cache_groups, self.use_eagle, self.enable_caching, windows, retention)
+        self._rules = rules = make_rules(kv_cache_groups, use_eagle, self.enable_caching, windows, retention)
         self.num_pages = self.page_pool.num_pages
         self.max_num_leased_pages = int(retention.max_leased_share * (self.num_pages - 1))
-        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
         hasher.keep_token_ids = keep_token_ids
@@ -233,14 +231,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large)
         if host_tier is not None:
             host_tier._bind(self._store)
-        self.host_tier = host_tier
+        self._host_tier = host_tier
 
     def __repr__(self) -> str:
         """Return the sizes, and the use of the pool."""
         return (
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
             f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._registry.held)}, "
-            f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
+            f"num_kv_cache_groups={len(self.kv_cache_groups)}, max_model_len={self.max_model_len}, "
             f"enable_caching={self.enable_caching}, eviction={self.page_pool.eviction!r})"
         )
 
@@ -248,11 +246,6 @@ class CacheManager(KeyHolder, SlotAllocator):
     def usage(self) -> float:
         """Share of pages in use, 0.0 to 1.0. The null page counts as used."""
         return self.page_pool.get_usage()
-
-    @property
-    def req_to_page_hashes(self) -> RequestPageHashes:
-        """A live, read-only view of the page hashes of each request, by request id."""
-        return RequestPageHashes(self._registry.hasher, self._registry.hashes)
 
     # Look-ups and slots.
 
@@ -846,7 +839,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             reuse_gap=reuse_gap,
             num_hit_pages=num_hit_pages,
             num_lru_hit_pages=num_lru_hit_pages,
-            host_tier=None if self.host_tier is None else self.host_tier.stats(),
+            host_tier=None if self._host_tier is None else self._host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
         )
 
@@ -875,7 +868,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentError(f"request {shown(request_id)}: status is {status}, allowed: RUNNING")
         num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
         held = self._registry.held.get(request_id)
-        return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(self.num_kv_cache_groups)]
+        return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(len(self.kv_cache_groups))]
 
     def create_empty_page_list(self) -> CachePages:
         """Return an empty list of pages for the groups of this manager."""

@@ -88,5 +88,5 @@ def test_hit(race: Race) -> None:
     others = {name: cached_prompt(engines[name], False) for name in ("no tier", "unused")}
     contenders = {name: Counted(prompt) for name, prompt in {**others, "tier": tiered}.items()}
     race(contenders, Work("prompt that hits", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=TIER))
-    stats = engines["tier"].manager.host_tier.stats()
+    stats = engines["tier"].manager.stats().host_tier
     assert stats.num_loaded_pages >= PAGES_PER_PROMPT * NUM_TURNS // 2

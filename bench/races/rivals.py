@@ -19,6 +19,7 @@ from oracle import OracleManager, OraclePool
 
 import pagepool
 from bench.workload import BenchRequest, make_group
+from pagepool.compat.easydel.names import RequestPageHashes
 
 MAX_MODEL_LEN = 1 << 20
 
@@ -84,7 +85,7 @@ class Rival:
 
     def get_hashes(self, manager: Any, request: Any) -> Sequence[Any]:
         """Return the hashes of a request after its look-up."""
-        return list(manager.req_to_page_hashes[request.request_id])
+        return RequestPageHashes(manager._registry)[request.request_id]
 
     def look_up(self, pool: Any, hashes: Sequence[Any]) -> list[int]:
         """Find the page of each hash, one call per page."""
@@ -109,6 +110,9 @@ class EasydelRival(Rival):
 
     def copy_into_request(self, name: str, tokens: list[int]) -> Any:
         return self._requests.EngineRequest(name, tokens, sampling_params=None, eos_token_id=None)
+
+    def get_hashes(self, manager: Any, request: Any) -> Sequence[Any]:
+        return manager.req_to_page_hashes[request.request_id]
 
 
 class OracleRival(Rival):

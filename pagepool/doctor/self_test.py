@@ -48,7 +48,7 @@ class Twins:
         self._documents = [[self._random.randrange(1000) for _ in range(MAX_LENGTH // 2)] for _ in range(8)]
         self._manager, of_batch = _make_manager(), _make_manager()
         self._requests: dict[int, EngineRequest] = {}  # one per row
-        table = MultiGroupPageTable(NUM_ROWS, MAX_LENGTH, MAX_LENGTH, [PAGE_SIZE] * of_batch.num_kv_cache_groups)
+        table = MultiGroupPageTable(NUM_ROWS, MAX_LENGTH, MAX_LENGTH, [PAGE_SIZE] * len(of_batch.kv_cache_groups))
         self._batch, self._pool = RunningBatch(of_batch, table), of_batch.page_pool
         self._journal = EntryJournal(self._pool.store)
         self._journal.start()

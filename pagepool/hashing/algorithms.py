@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from pagepool.hashing import (
 )
 from pagepool.request import Request, TokenIds
 
-__all__ = ["HashAlgorithm", "PageHasher", "RequestPageHashes", "make_page_hasher", "sha256_cbor", "sha256_page"]
+__all__ = ["HashAlgorithm", "PageHasher", "make_page_hasher", "sha256_cbor", "sha256_page"]
 
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
@@ -223,34 +223,3 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
         if isinstance(hash_algo, str) and hash_algo == hasher.algorithm:
             return hasher(page_size, hash_seed)
     raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
-
-
-class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
-    """A live, read-only view of hashes by request id. A look-up makes a new list of `PageHash` in O(pages), empty for an
-    unknown id.
-    """
-
-    def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
-        """View `hashes`, made by `hasher`."""
-        self._is_native = hasher.is_native
-        self._hashes = hashes
-
-    def __getitem__(self, request_id: str) -> list[PageHash]:
-        """Return the hashes made so far for a request. Native hashes are read from its chain."""
-        hashes = self._hashes.get(request_id)
-        if hashes is None or not self._is_native:
-            return [] if hashes is None else list(hashes.page_hashes)
-        chain = hashes.chain
-        return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
-
-    def __contains__(self, request_id: object) -> bool:
-        """Whether a request has hashes."""
-        return request_id in self._hashes
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over a copy of the ids, since other threads may add some."""
-        return iter(list(self._hashes))
-
-    def __len__(self) -> int:
-        """Return the number of requests with hashes."""
-        return len(self._hashes)

@@ -344,9 +344,9 @@ def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
     batch.step([0], [1])
     batch.admit(1, OTHER[:16])
     assert complete(manager).save_src.size == 3
-    assert manager.host_tier.stats().num_cached_pages == 3  # type: ignore[union-attr]
+    assert manager.stats().host_tier.num_cached_pages == 3  # type: ignore[union-attr]
     batch.release([0], num_computed_tokens=0)
-    assert manager.host_tier.stats().num_cached_pages == 0  # type: ignore[union-attr]
+    assert manager.stats().host_tier.num_cached_pages == 0  # type: ignore[union-attr]
     batch.check()
 
 
@@ -415,7 +415,7 @@ def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
     with pytest.raises(ArgumentError, match="row 0 has no pages in the host tier"):
         batch.swap_in(0)
     batch.check()
-    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    stats = manager.stats().host_tier  # type: ignore[union-attr]
     assert stats.num_free_pages == 19
 
 
@@ -631,7 +631,7 @@ class Interrupted:
         self.batch.check()
         assert self.manager.reset_prefix_cache()
         assert self.manager.page_pool.get_num_free_pages() == 23
-        stats = self.manager.host_tier.stats()  # type: ignore[union-attr]
+        stats = self.manager.stats().host_tier  # type: ignore[union-attr]
         assert (stats.num_free_pages, stats.num_in_flight) == (39, 0)
 
 

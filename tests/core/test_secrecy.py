@@ -18,9 +18,10 @@ from sources import run_python
 
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool._core import HashChain
+from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key
-from pagepool.hashing.algorithms import PageHasher, RequestHashes, RequestPageHashes, Sha256Hasher, make_page_hasher
+from pagepool.hashing.algorithms import PageHasher, RequestHashes, Sha256Hasher, make_page_hasher
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
 
@@ -78,7 +79,8 @@ def make_busy(manager: CacheManager) -> list[Any]:
     refused = EngineRequest("b", list(range(300)))
     hits, _ = manager.get_computed_pages(request)
     held = manager.allocate_slots(request, 19, 0, hits)
-    objects = [hits, held, manager.page_pool.pages[1], manager.req_to_page_hashes, manager.stats(), manager.take_events()]
+    hashes = RequestPageHashes(manager._registry)
+    objects = [hits, held, manager.page_pool.pages[1], hashes, manager.stats(), manager.take_events()]
     hits, _ = manager.get_computed_pages(refused)
     assert manager.allocate_slots(refused, 252, 0, hits) is None
     if manager._registry.hasher.is_native:

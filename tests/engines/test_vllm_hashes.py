@@ -12,6 +12,7 @@ import pytest
 from settings import NUM_OPERATIONS
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, PagePoolError
 
 cbor2 = pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
@@ -37,7 +38,7 @@ def make_manager(page_size: int = 4, **options: Any) -> CacheManager:
 
 
 def digests_of(manager: CacheManager, request_id: str) -> list[bytes]:
-    return [page_hash.hash_value.to_bytes(32, "big") for page_hash in manager.req_to_page_hashes[request_id]]
+    return [page_hash.hash_value.to_bytes(32, "big") for page_hash in RequestPageHashes(manager._registry)[request_id]]
 
 
 def hash_prompt(token_ids: list[int], page_size: int = 4, hash_seed: Any = None, **keys: Any) -> list[bytes]:

@@ -47,7 +47,7 @@ class FeaturedTwins(Twins):
         super().compare_states()
         if self.tier is not None:
             expected, manager = self.tier.stats(), self.system.manager
-            self.require_equal("tier", expected, {name: getattr(manager.host_tier.stats(), name) for name in expected})
+            self.require_equal("tier", expected, {name: getattr(manager.stats().host_tier, name) for name in expected})
             self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
         if self.oracle.manager.windows is not None:
             kept = sorted(self.oracle.manager.page_pool.kept)

@@ -133,7 +133,7 @@ BUGS = read_bugs("""
 == the last token hits too
                         store, self._rules.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
 == a hit is one page too long
-        return CachePages(pages, store), num_tokens{+ + (self.page_size if num_tokens else 0)+}
+        return CachePages(pages, store), num_tokens{+ + (self._rules.hash_page_size if num_tokens else 0)+}
 
     def probe
 == a hit in any shard will do

@@ -24,6 +24,7 @@ from twins import OracleTwin, PackageTwin, Twins
 from workload import RandomWorkload
 
 import pagepool
+from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
 from pagepool.page_pool.pages import forget_names
 
@@ -115,7 +116,7 @@ def test_a_batch_on_the_wire() -> None:
     events = manager.take_events()
     ts, [stored], rank = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)))
     assert (ts, rank) == (1.5, 3)
-    hashes = [page_hash.hash_value & MASK for page_hash in manager.req_to_page_hashes[request.request_id]]
+    hashes = [page_hash.hash_value & MASK for page_hash in RequestPageHashes(manager._registry)[request.request_id]]
     assert list(stored.items()) == [
         *[("type", "BlockStored"), ("block_hashes", hashes), ("parent_block_hash", None), ("token_ids", list(range(8)))],
         *[("block_size", 4), ("lora_id", None), ("medium", "GPU"), ("lora_name", None)],

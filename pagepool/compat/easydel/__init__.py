@@ -45,6 +45,7 @@ from pagepool.compat.easydel.coordinators import (
 from pagepool.compat.easydel.model_config import create_kv_cache_specs_from_config
 from pagepool.compat.easydel.names import (
     CacheGroupsConfig,
+    RequestPageHashes,
     RuntimePageBudgetEstimate,
     dp_shard_for_page_id,
     estimate_runtime_page_budget,
@@ -146,6 +147,14 @@ class CacheManager(manager.CacheManager):
     ) -> None:
         options = {"windows": read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"} | options
         super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
+        self.use_eagle = use_eagle
+        self.num_kv_cache_groups = len(kv_cache_groups)
+        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
+
+    @property
+    def req_to_page_hashes(self) -> RequestPageHashes:
+        """A live, read-only view of the page hashes of each request, by request id."""
+        return RequestPageHashes(self._registry)
 
     @cached_property
     def coordinator(self) -> CacheCoordinator:

@@ -1,13 +1,21 @@
-"""Names of EasyDeL's allocator without a use in pagepool itself: page budgets, a pool's groups, the shard of a page."""
+"""Names of EasyDeL's allocator without a use in pagepool itself: page budgets, groups, shards, hashes by request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError
+from pagepool.hashing import KeyHolder, PageHash
+from pagepool.request_registry import RequestRegistry
 from pagepool.specs import CacheGroupSpec, CacheSpec, cdiv, check_groups, pages_per_dp_shard, usable_pages_count
 
-__all__ = ["CacheGroupsConfig", "RuntimePageBudgetEstimate", "dp_shard_for_page_id", "estimate_runtime_page_budget"]
+__all__ = [
+    "CacheGroupsConfig",
+    "RequestPageHashes",
+    "RuntimePageBudgetEstimate",
+    "dp_shard_for_page_id",
+    "estimate_runtime_page_budget",
+]
 
 
 @dataclass(frozen=True)
@@ -93,3 +101,34 @@ def estimate_runtime_page_budget(
     usable_pages = usable_pages_count(num_pages)
     fitting = _max_concurrent_requests(num_pages, pages_per_request, data_parallel_size) if per_group_pages else usable_pages
     return RuntimePageBudgetEstimate(pages_per_request, max(1, fitting), usable_pages, per_group_pages)
+
+
+class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
+    """A live, read-only view of hashes by request id. A look-up makes a new list of `PageHash` in O(pages), empty for an
+    unknown id.
+    """
+
+    def __init__(self, registry: RequestRegistry) -> None:
+        """View the hashes of a manager's requests."""
+        self._is_native = registry.hasher.is_native
+        self._hashes = registry.hashes
+
+    def __getitem__(self, request_id: str) -> list[PageHash]:
+        """Return the hashes made so far for a request. Native hashes are read from its chain."""
+        hashes = self._hashes.get(request_id)
+        if hashes is None or not self._is_native:
+            return [] if hashes is None else list(hashes.page_hashes)
+        chain = hashes.chain
+        return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request has hashes."""
+        return request_id in self._hashes
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over a copy of the ids, since other threads may add some."""
+        return iter(list(self._hashes))
+
+    def __len__(self) -> int:
+        """Return the number of requests with hashes."""
+        return len(self._hashes)

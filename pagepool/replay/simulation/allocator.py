@@ -47,6 +47,7 @@ class Allocator(ABC):
         self.seconds = 0.0
         self._manager = manager
         self._interval = manager.checkpoint_interval
+        self._has_tier = manager.stats().host_tier is not None
         self._transfer_number = self._num_first_loads = 0
 
     def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
@@ -81,7 +82,7 @@ class Allocator(ABC):
 
     def take_transfers(self) -> None:
         """Take the transfers that are due before the next step. The step then runs."""
-        if self._manager.host_tier is not None:
+        if self._has_tier:
             transfers = self._time(self._manager.take_transfers)
             self._time(self._manager.end_step)
             self._transfer_number = transfers.number
@@ -95,10 +96,9 @@ class Allocator(ABC):
 
     def count_transfers(self) -> HostFigures | None:
         """Return the figures of the host tier since it was made; None without one."""
-        tier = self._manager.host_tier
-        if tier is None:
+        stats, spec = self._manager.stats().host_tier, self._manager.kv_cache_groups[0].kv_cache_spec
+        if stats is None:
             return None
-        stats, spec = tier.stats(), self._manager.kv_cache_groups[0].kv_cache_spec
         loaded_tokens = None if isinstance(spec, MambaSpec) else self._num_first_loads * spec.page_size
         return HostFigures(
             stats.num_saved_pages, stats.num_loaded_pages, loaded_tokens, stats.num_evicted_pages, stats.num_refused_pages
