@@ -1,4 +1,10 @@
-# Leases of pages, which have a reference to each. The caller holds the store's lock.
+# Leases: references that a caller keeps without a request. The caller holds the store's lock.
+#
+# Always:
+#
+# * A held lease has a reference to each of its pages, and `Leases.counts` has the number of leases by page.
+# * The list from `Leases.first` has the held leases of spans, which end by themselves; `num_pages` is the sum of their pages.
+# * No lease of that list ends before `next_end`.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
@@ -11,7 +17,7 @@ from pagepool.core.pool.records cimport LeasedSpan, Pool
 cdef inline void begin_lease(
     Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
 ) noexcept nogil:
-    """Begin a lease of pages, to each of which it has a reference; with a duration it is one of a span."""
+    """Begin a lease of pages, to which references were taken. A lease with a duration is one of a span, and ends by itself."""
     lease[0] = LeasedSpan(ids=ids, num=n, end=0, next=NULL, has_begun=True, is_held=True)
     if duration:
         lease.next = pool.leases.first
@@ -26,14 +32,14 @@ cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexce
 
 
 cdef inline void end_leases(Pool *pool) noexcept nogil:
-    """Give back the pages of leases that are over: before pages are taken."""
+    """Give back the pages of leases that are over. Each call that takes pages does so first."""
     if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
         _end_due_leases(pool)
 
 
 cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
-    """Give back the pages of leases that are over, except one of which somebody else gave back a page: its `release` tells
-    that. O(leases of spans, and pages of those that end).
+    """Give back the pages of leases that are over. If another caller gave back one of a lease's pages, that lease stays, and
+    its `release` raises the error. O(leases of spans, and pages of those that end).
     """
     cdef LeasedSpan *lease = pool.leases.first
     cdef LeasedSpan *following
@@ -49,8 +55,8 @@ cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
 
 
 cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
-    """Give back the pages of a lease that is held, the last first. Returns -1, or, with nothing changed, the index of a page
-    that somebody else gave back. O(pages), and O(leases of spans) for one of them.
+    """Give back the pages of a held lease, the last page first. Return -1 or, with nothing changed, the index of a page that
+    another caller gave back. O(pages), and for a lease of a span O(leases of spans).
     """
     cdef LeasedSpan **place = &pool.leases.first
     cdef Py_ssize_t i, bad = give_back(pool, lease.ids, lease.num, True)

@@ -1,4 +1,6 @@
 # Residency: how long sampled pages stay in the pool. The caller holds the store's lock.
+#
+# Always: a stay does not start after its last use, and neither is later than now.
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -7,7 +9,7 @@ from pagepool.core.pool.records cimport NUM_BUCKETS, Histogram, Pool, Stay
 
 
 cdef inline Stay *_stay_of(Pool *pool, int32_t page_id) noexcept nogil:
-    """When a sampled page was handed out and last used."""
+    """Return the times of a sampled page."""
     return &pool.residency.stays[page_id >> pool.residency.shift]
 
 
