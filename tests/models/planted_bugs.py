@@ -198,8 +198,7 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}take_from(pool, held.ids, 1, shard, holding.session)
-        record_taken(pool, held)
+        {+if not BUG: +}_take_into(pool, held, 0, 1, shard, holding.session)
         {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
@@ -211,8 +210,7 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
         {+if BUG: ids[n] = source.ids[n]
-        else: +}take_from(pool, ids + n, 1, shard, new.session)
-        record_taken(pool, target)
+        else: +}_take_into(pool, target, n, 1, shard, new.session)
         target.num_pages += 1
         {+if not BUG: +}_queue_copy(pool, source.ids[n], target, n, g)
 == a fork takes no reference to the pages that it shares
@@ -290,7 +288,7 @@ tier.items[i].key.hi == key.hi:
 == a load is of another page of the tier
 tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard
-    take_from(pool, taken, num_loads, {+-1 if BUG else +}shard, contents.session)
+    take(pool, taken, num_loads, {+-1 if BUG else +}shard, contents.session)
 == what is computed with a page that is being loaded is entered
     if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
         return

@@ -15,7 +15,7 @@ from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport drop, enter, find, has_key, rank
 from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
-from pagepool.core.pool.pool cimport count_request, take_from, touch_all
+from pagepool.core.pool.pool cimport count_request, take, touch_all
 from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.pool.store cimport PageStore
@@ -141,7 +141,7 @@ cdef class PolicyQueue(FreeQueue):
             self.null_block = None
             num -= 1
         with self.store.lock:
-            take_from(&self.store.pool, self.ids.ids, num, -1, NO_SESSION)
+            take(&self.store.pool, self.ids.ids, num, -1, NO_SESSION)
         for i in range(num):
             self.forget_ranking(self.ids.ids[i])
             taken.append(self.blocks[self.ids.ids[i]])

@@ -26,7 +26,7 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.owners cimport enter_session, use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
-    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take_from,
+    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take,
     take_this, touch_all,
 )
 from pagepool.core.pool.queue cimport (
@@ -590,14 +590,21 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
             record_taken(pool, held)
 
 
+cdef inline void _take_into(
+    Pool *pool, Held *held, int32_t place, int32_t n, int32_t shard, int32_t session
+) noexcept nogil:
+    """Take free pages for the places from `place` on."""
+    take(pool, held.ids + place, n, shard, session)
+    record_taken(pool, held)
+
+
 cdef inline int32_t take_missing(
     Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard, int32_t session
 ) noexcept nogil:
     """Take the pages that a group is short of, which are free, for a session. Returns how many."""
     cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
     if n:
-        take_from(pool, held.ids + held.num_pages, n, shard, session)
-        record_taken(pool, held)
+        _take_into(pool, held, held.num_pages, n, shard, session)
         held.num_pages += n
     return n
 
@@ -830,8 +837,7 @@ cdef inline bint keep_state(
     is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
     is_kept = is_kept and _enter_state(pool, group, held, contents, num_computed)
     if is_kept:
-        take_from(pool, held.ids, 1, shard, holding.session)
-        record_taken(pool, held)
+        _take_into(pool, held, 0, 1, shard, holding.session)
         _queue_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
     return is_kept
@@ -1187,8 +1193,7 @@ cdef inline void fork_group(
     target.read_list = 0
     if _has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
-        take_from(pool, ids + n, 1, shard, new.session)
-        record_taken(pool, target)
+        _take_into(pool, target, n, 1, shard, new.session)
         target.num_pages += 1
         _queue_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list

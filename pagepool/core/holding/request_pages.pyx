@@ -554,7 +554,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if rare(step.session != NO_SESSION):
         set_session(pool, &holding.session, step.session)
     if demand.num_new or demand.hits != NULL:
-        outcome = take(pool, holding, demand, new)
+        outcome = take_demanded(pool, holding, demand, new)
         step.num_changes = count_changes(pool)
         request.plan()
     if outcome == DONE and has_states:
@@ -662,7 +662,7 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
     return reserve_copies(pool, num_copies + (holding.num_groups if has_states else 0))
 
 
-cdef Outcome take(Pool *pool, const Holding *holding, Demand *demand, tuple new) noexcept:
+cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, tuple new) noexcept:
     """Attach the hits of a checked demand and take its new pages, or change nothing. If only the shard has too few pages,
     the hits go to the back of the queue, as if they were used.
     """

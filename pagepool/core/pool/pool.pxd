@@ -66,7 +66,7 @@ cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py
     return count
 
 
-cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
+cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
     There are enough, and none of them is held (`find_held_free`). They are charged to the tenant of a session. O(n),
     independent of the pool's size.

@@ -18,7 +18,7 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take_from,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take,
     touch_all,
 )
 from pagepool.core.pool.queue cimport (
@@ -568,7 +568,7 @@ cdef class PageStore:
             bad = find_held_free(&self.pool, num)
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
-                take_from(&self.pool, ids.ids, num, checked_shard, NO_SESSION)
+                take(&self.pool, ids.ids, num, checked_shard, NO_SESSION)
                 count_request(&self.pool)
                 go_on(thread)
                 ids.num = num

@@ -24,7 +24,7 @@ from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_f
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session, use_in_session
-from pagepool.core.pool.pool cimport find_untouchable, share, take_from, touch_all
+from pagepool.core.pool.pool cimport find_untouchable, share, take, touch_all
 from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
@@ -1281,7 +1281,7 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take_from(pool, &held.ids[i], 1, batch.rows[row].shard, batch.rows[row].holding.session)
+        take(pool, &held.ids[i], 1, batch.rows[row].shard, batch.rows[row].holding.session)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1

@@ -7,7 +7,7 @@ from pagepool.core.base.limits cimport NEVER
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport find
-from pagepool.core.pool.pool cimport fetch_entry, take_from, touch_all
+from pagepool.core.pool.pool cimport fetch_entry, take, touch_all
 from pagepool.core.pool.queue cimport end_of_queue, put_back, record_behind
 from pagepool.core.pool.records cimport (
     FILLING, FLAGS, NO_SESSION, NULL_PAGE, SAVED, TWIN, Page, Pool, Tier, Transfer, digest_of, term_of,
@@ -29,7 +29,7 @@ cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
 cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
     """Take a free page of the tier for a page, and queue the transfer, for which there is room."""
     cdef int32_t tier_id = NULL_PAGE
-    take_from(tier.pool, &tier_id, 1, -1, NO_SESSION)
+    take(tier.pool, &tier_id, 1, -1, NO_SESSION)
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
     tier.fills[tier_id] = FILLING
     queue_transfer(tier, Transfer(
