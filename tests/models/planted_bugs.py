@@ -63,8 +63,8 @@ BUGS = read_bugs("""
     {+if not BUG: +}drop(pool, page_id)
     pool.counters.num_ev
 == a free page that hits stays in the free queue
-            if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
-                reuse(pool, ids[i])
+                if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
+                    reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
@@ -189,7 +189,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
     if not _are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-find_unheld, find_untouchable, {+give_back, +}is_worthless, share
+find_unheld, find_untouchable, {+give_back, +}hit, is_worthless, share
 ...
             {+if BUG:
                 give_back(pool, holding.held[g].ids, 1, False)
@@ -203,7 +203,7 @@ find_unheld, find_untouchable, {+give_back, +}is_worthless, share
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
-            {+if BUG: touch_all(pool, hits.ids + hits.num - 1, 1)
+            {+if BUG: hit(pool, hits.ids + hits.num - 1, 1, holding.session)
             else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+

@@ -15,7 +15,7 @@ from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport drop, enter, find, has_key, rank
 from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
-from pagepool.core.pool.pool cimport count_request, take, touch_all
+from pagepool.core.pool.pool cimport count_request, hit, take
 from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.pool.store cimport PageStore
@@ -181,7 +181,7 @@ cdef class PolicyQueue(FreeQueue):
         """Report a hit to the policy. A queued page leaves the queue."""
         cdef Pool *pool = &self.store.pool
         if is_free(pool, page_id):
-            touch_all(pool, &page_id, 1)
+            hit(pool, &page_id, 1, NO_SESSION)
             self.num_free_blocks -= 1
         elif pool.pages[page_id].group != NO_GROUP:
             pool.policy.num_shared_hits += 1

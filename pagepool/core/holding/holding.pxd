@@ -26,15 +26,15 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.owners cimport enter_session, use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
-    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, is_worthless, share, take,
-    take_this, touch_all,
+    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, hit, is_worthless, share, take,
+    take_this,
 )
 from pagepool.core.pool.queue cimport (
     count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
 )
 from pagepool.core.pool.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_GROUP, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking, count_pages_in,
-    ids_in_shard, is_free, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking,
+    count_pages_in, ids_in_shard, is_free, shard_of,
 )
 
 cdef struct Held:             # in one group
@@ -573,8 +573,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
         held.num_skipped = held.next_needed = 0
         held.ranking = Ranking(num_ranked=hits.num, num_unseen=0)
         if not demand.num_adopted or not is_state(&group.rules):
-            touch_all(pool, hits.ids, hits.num)
-            use_in_session(pool, hits.ids, hits.num, holding.session)
+            hit(pool, hits.ids, hits.num, holding.session)
         if hits.num and not is_state(&group.rules):
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))

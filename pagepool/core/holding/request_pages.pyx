@@ -22,9 +22,9 @@ from pagepool.core.holding.rules cimport (
 )
 from pagepool.core.pool.index cimport is_entered_otherwise
 from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport give_back, is_worthless, touch_all
+from pagepool.core.pool.pool cimport give_back, hit, is_worthless
 from pagepool.core.pool.queue cimport count_free_in, find_held_free
-from pagepool.core.pool.records cimport NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
+from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
 from pagepool.core.values.arguments cimport as_list, size_of
 from pagepool.core.values.ids cimport ids_in, new_ids
 
@@ -671,7 +671,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     cdef int32_t n
     cdef Fit result = fit(pool, holding, demand)
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
-        touch_all(pool, demand.hits[g].ids, demand.hits[g].num)
+        hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         give_back(pool, demand.hits[g].ids, demand.hits[g].num, False)
     if result != FITS:

@@ -6,14 +6,14 @@ from pagepool.core.base.limits cimport UNKNOWN
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport drop, drop_all, find, home_of
-from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of
+from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of, use_in_session
 from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.pool.queue cimport (
     Supply, begin_supply, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first, start_of_part,
     use_page,
 )
 from pagepool.core.pool.records cimport (
-    FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, is_kept,
+    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, is_kept,
 )
 from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
@@ -287,7 +287,7 @@ cdef inline void _undo_give_back(
 
 
 cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
-    """Index of a page that `touch_all` could not touch, or -1. The call touches `num_all` in all."""
+    """Index of a page that could not get a reference by `hit`, or -1. The call gives `num_all` in all."""
     cdef Py_ssize_t i
     for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
@@ -311,15 +311,6 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
     pool.pages[page_id].ref_cnt += 1
 
 
-cdef inline void _add_reference(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference more for a page that was hit, and is not in the queue any more."""
-    share(pool, page_id)
-    if rare(pool.tier != NULL) and pool.tier.uses != NULL:
-        pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
-    if rare(not page_id & pool.sample_mask):
-        record_use(pool, page_id)
-
-
 cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a free page, also one that was given a reference, out of the queue as it is."""
     pool.num_held_free -= pool.pages[page_id].ref_cnt != 0
@@ -327,23 +318,29 @@ cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_reused += 1
 
 
-cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use=True) noexcept nogil:
-    """One reference more for each page, null pages passed over; a free page leaves the queue. If that `is_use` their terms end.
+cdef inline void hit(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t session, bint ends_terms=True
+) noexcept nogil:
+    """Give a reference to each page that hits for a row or request of a session, null pages passed over; a free page leaves
+    the queue. Its term ends, unless the hit is that of a lease, which uses no content. NOBODY in place of a session is neither
+    row nor request: pages stay with their owners.
     """
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     if rare(pool.num_parts != 0):
-        _touch_in_parts(pool, ids, n, is_use)
-        return
-    for i in range(n):
-        if ids[i] != NULL_PAGE:
-            if pool.pages[ids[i]].ref_cnt == 0:
-                reuse(pool, ids[i])
-            _add_reference(pool, ids[i])
+        _hit_in_parts(pool, ids, n, ends_terms)
+    else:
+        for i in range(n):
+            if ids[i] != NULL_PAGE:
+                if pool.pages[ids[i]].ref_cnt == 0:
+                    reuse(pool, ids[i])
+                _on_hit(pool, ids[i])
+    if session != NOBODY:
+        use_in_session(pool, ids, <int32_t>n, session)
 
 
-cdef inline void _touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint is_use) noexcept nogil:
-    """`touch_all` with parts."""
+cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint ends_terms) noexcept nogil:
+    """`hit` with parts."""
     cdef Py_ssize_t i
     cdef bint was_free
     for i in range(n):
@@ -355,9 +352,18 @@ cdef inline void _touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, b
                 pool.policy.num_free_hits += was_free
                 pool.policy.num_shared_hits += not was_free
                 record_hit(pool.policy, ids[i], was_free)
-            if is_use:
+            if ends_terms:
                 use_page(pool, ids[i])
-            _add_reference(pool, ids[i])
+            _on_hit(pool, ids[i])
+
+
+cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
+    """Give a page that hits and is outside the queue its reference, and count the hit where a feature does."""
+    share(pool, page_id)
+    if rare(pool.tier != NULL) and pool.tier.uses != NULL:
+        pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
+    if rare(not page_id & pool.sample_mask):
+        record_use(pool, page_id)
 
 
 # The tier loses the entries of wrong contents too.

@@ -30,6 +30,7 @@ cdef enum:
     NO_PART = -1
     SECOND = 16               # ticks of the clock of stamps
     NO_SESSION = 0
+    NOBODY = -1               # in place of a session: neither a row nor a request
     SHARED = -1               # owner of a page that two sessions used; SHARED - n: session n owned it until it was closed
     COMMON = 0                # tenant of pages that belong to no tenant
     MAX_TENANTS = 64          # the common one included

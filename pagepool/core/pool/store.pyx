@@ -18,17 +18,16 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, reuse, take,
-    touch_all,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, hit, reuse, take,
 )
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
     link_shards, now_of, page_before, page_behind, pick, push, push_all,
 )
 from pagepool.core.pool.records cimport (
-    COMMON, FLAGS, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters, Expectations,
-    Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts, count_queue_links,
-    count_remembered, digest_of, is_free, is_leased,
+    COMMON, FLAGS, MAX_TENANTS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters,
+    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts,
+    count_queue_links, count_remembered, digest_of, is_free, is_leased,
 )
 from pagepool.core.values.arguments cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
@@ -542,7 +541,7 @@ cdef class PageStore:
         with self.lock:
             bad = find_untouchable(&self.pool, ids.ids, ids.num, ids.num)
             if bad < 0:
-                touch_all(&self.pool, ids.ids, ids.num)
+                hit(&self.pool, ids.ids, ids.num, NOBODY)
         if bad >= 0:
             self.refuse_touch(ids.ids[bad])
 

@@ -24,10 +24,9 @@ from pagepool.core.holding.holding cimport (
 )
 from pagepool.core.holding.rules cimport Group, full_pages, is_state
 from pagepool.core.pool.index cimport drop, find_within, is_journaled
-from pagepool.core.pool.owners cimport use_in_session
-from pagepool.core.pool.pool cimport find_unheld, find_untouchable, touch_all
+from pagepool.core.pool.pool cimport find_unheld, find_untouchable, hit
 from pagepool.core.pool.queue cimport count_free_in, put_back_all, put_back_held
-from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
+from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids
 
 
@@ -410,8 +409,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
                 continue
             if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
                 continue
-            touch_all(batch.pool, &first, 1)
-            use_in_session(batch.pool, &first, 1, batch.rows[row].holding.session)
+            hit(batch.pool, &first, 1, batch.rows[row].holding.session)
             drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
             put_back_held(batch.pool, page_id)
             held.ids[place] = first

@@ -23,8 +23,8 @@ from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, c
 from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.pool.index cimport find, find_within
-from pagepool.core.pool.owners cimport set_session, use_in_session
-from pagepool.core.pool.pool cimport find_untouchable, share, take, touch_all
+from pagepool.core.pool.owners cimport set_session
+from pagepool.core.pool.pool cimport find_untouchable, hit, share, take
 from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
@@ -1150,7 +1150,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
             swapped.groups[g].num_pages = 0
         return False
     for g in range(batch.num_groups):
-        touch_all(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
+        hit(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages, NO_SESSION)
     for g in range(batch.num_groups):
         queue_saves(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
     return True
@@ -1230,8 +1230,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     ):
         return False
     for g in range(batch.num_groups):
-        touch_all(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
-        use_in_session(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.rows[row].holding.session)
+        hit(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.rows[row].holding.session)
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
         queue_loads(batch, row, <int32_t>g)

@@ -13,9 +13,9 @@ from pagepool.core.holding.request_pages cimport RequestPages
 from pagepool.core.holding.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.pool.index cimport find, has_key
 from pagepool.core.pool.leases cimport begin_lease, end_lease, end_leases, set_end
-from pagepool.core.pool.pool cimport find_untouchable, share, touch_all
+from pagepool.core.pool.pool cimport find_untouchable, hit, share
 from pagepool.core.pool.queue cimport expect_page, now_of
-from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
+from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.rows.batch cimport RowRecord, digests_of, hash_row, held_by
 from pagepool.core.rows.running cimport RunningRows
@@ -86,7 +86,7 @@ cdef class Lease:
         for i in range(self.ids.num):
             page_id = self.ids.ids[i]
             if is_free(pool, page_id):
-                touch_all(pool, &page_id, 1, False)
+                hit(pool, &page_id, 1, NOBODY, ends_terms=False)
             else:
                 share(pool, page_id)  # no policy is told: a lease does not use a page that is held
             pool.leases.counts[page_id] += 1

@@ -18,10 +18,10 @@ from pagepool.core.holding.lookups cimport (
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.pool.pool cimport take, touch_all
+from pagepool.core.pool.pool cimport hit, take
 from pagepool.core.pool.queue cimport count_free, has_free_pages, let_go, put_back, take_out
 from pagepool.core.pool.records cimport (
-    FILLED, FLAGS, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
+    FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
     count_pages_in, digest_of, is_free,
 )
 from pagepool.core.pool.store cimport PageStore
@@ -531,7 +531,7 @@ cdef bint load_missing(
         return False
     hold_hits(pool, hits, True)
     for i in range(num_loads):
-        touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
+        hit(tier.pool, &tier.items[first + i].tier_id, 1, NO_SESSION)
     take(pool, taken, num_loads, shard, contents.session)  # what is evicted for it is queued behind the loads
     for i in range(num_loads):
         tier.items[first + i].page_id = taken[i]
