@@ -38,7 +38,7 @@ cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2*
 
 
 cdef inline bint is_count(object value, int64_t *count) noexcept:
-    """Whether a value is an int from 0 to `MAX_COUNT`, which is read then."""
+    """Whether a value is an int from 0 to `MAX_COUNT`; if so, store it in `count`."""
     cdef int overflow = 0
     cdef int32_t number
     if is_small(value, &number):
@@ -56,7 +56,7 @@ cdef int64_t count_of(object value) except -1:
 
 
 cdef inline RequestPages find_held(dict requests, object request_id):
-    """Return what a request holds, or None. The manager's lock is not needed."""
+    """Return the pages that a request holds, or None. The manager's lock is not needed."""
     cdef PyObject *item = NULL
     cdef RequestPages held = None
     if not GIL_DISABLED:
@@ -69,9 +69,9 @@ cdef inline RequestPages find_held(dict requests, object request_id):
 
 cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_computed      # before the call
-    int64_t num_new_computed  # in hits
-    int64_t num_tokens        # with those, external ones and new ones
-    int64_t num_slots         # with lookahead tokens, at most those of the model
+    int64_t num_new_computed  # tokens of hits
+    int64_t num_tokens        # the above, external and new tokens together
+    int64_t num_slots         # the same with lookahead tokens, at most `max_num_tokens`
     int64_t num_reserved      # pages to leave free
 
 
@@ -89,23 +89,23 @@ cdef class RequestMaps:
 
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
-    """The native half of `CacheManager`. What it asks of the façade is in a `RequestRegistry`."""
+    """The native half of `CacheManager`. It reaches the façade only through a `RequestRegistry`."""
 
     cdef RequestMaps registry       # a `RequestRegistry`
     cdef PageStore store
     cdef CacheGroups groups
-    cdef dict held                  # that of the registry, and so are the next two
+    cdef dict held                  # the registry's own; so are the next two
     cdef dict hashes
     cdef object sessions            # `PageSessions`
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
-    cdef int64_t interval           # of checkpoints, in tokens; 0: none are kept
-    cdef bint restores_states       # whether the engine does, so that lookahead may pass checkpoints
+    cdef int64_t interval           # tokens between checkpoints; 0: none are kept
+    cdef bint restores_states       # the engine restores states, so lookahead may pass checkpoints
     cdef bint enables_caching
     cdef bint keeps_boundaries      # see `Boundaries`
-    cdef bint has_state             # whether any group is a state
-    cdef object on_too_large        # called for what can never fit, which then is None; None: it raises
+    cdef bint has_state             # some group is a state
+    cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
 
     def __init__(self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None):
@@ -213,7 +213,9 @@ cdef class SlotAllocator:
     cdef object allocate_or_doubt(
         self, object request, object request_id, Counts *counts, object hits, bint is_delayed, object hint, object size
     ):
-        """Allocate with the manager's lock. After None, or an error, tokens may change: hashes are unsure."""
+        """Allocate under the manager's lock. After None or an error the request's tokens may change, so its hashes become
+        unsure.
+        """
         cdef RequestHashes hashes
         cdef object pages = None
         try:
@@ -245,7 +247,7 @@ cdef class SlotAllocator:
             self.registry.cache_due(request, num_computed_tokens)
 
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
-        """Tell what a request holds at which numbers of tokens others can resume."""
+        """Fix the numbers of tokens at which other requests can resume where this one was."""
         cdef int64_t junction = 0
         places = self.registry.rules.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
@@ -263,8 +265,8 @@ cdef class SlotAllocator:
         self, object request, object request_id, Counts *counts, object new_computed_pages, bint is_delayed, object hint,
         object data_parallel_size
     ):
-        """Check a call for which something is due, and hash the pages that get full, which fails if tokens are missing. Then
-        allocate. The manager's lock is held.
+        """Check a call for which something is due, hash the pages that it fills, and allocate. Hashing fails if tokens are
+        missing. The manager's lock is held.
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.held.get(request_id)
@@ -332,8 +334,8 @@ cdef class SlotAllocator:
         self, object request, object request_id, RequestPages held, bint is_admission, tuple hits, RequestHashes hashes,
         int64_t num_hashed, PageIds tokens, Step *step, int32_t num_shards
     ):
-        """Allocate for a checked call in one native transaction, and keep what is known of the request, or of its refusal. Its
-        first `num_hashed` tokens have `hashes`, of which `tokens` are still to be hashed; None: no hashes are needed.
+        """Allocate for a checked call in one native transaction, then record the admission or the refusal. `hashes` belong to
+        the first `num_hashed` tokens (None: no hashes are needed); those still missing are computed from `tokens`.
         """
         cdef tuple new = None, checked = () if hits is self._no_ids else hits
         cdef bint needs_pages = hits is not self._no_ids or step.demand.num_tokens > held.limits.num_room
@@ -450,7 +452,7 @@ cdef class SlotAllocator:
         return 0
 
     cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages):
-        """Return the tokens that are to be hashed for the first `num_pages` pages of a request; None once all are."""
+        """Return the tokens still to be hashed for the first `num_pages` pages of a request; None if there are none."""
         cdef PageIds tokens
         if hashes.chain.num >= num_pages:
             return None
@@ -464,7 +466,7 @@ cdef class SlotAllocator:
         return None
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
-        """Return into how many shards the pool has to be divided for a request; 0: any page will do."""
+        """Return the number of shards into which a request needs the pool divided; 0: any page will do."""
         cdef object num_pages = self.store.pool.num_pages
         pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
@@ -474,7 +476,7 @@ cdef class SlotAllocator:
     cdef int name_pages(
         self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
     ) except -1:
-        """Name the keys of pages that may be entered, and their parents'."""
+        """Name the keys of pages that may be cached, and of their parents."""
         cdef int64_t start = held.count_entered_hashes(num_computed)
         cdef Py_ssize_t g
         if hits is not self._no_ids:
@@ -483,7 +485,7 @@ cdef class SlotAllocator:
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
-        """Remember what a refused request has hit."""
+        """Remember the hits of a refused request."""
         cdef Py_ssize_t g
         cdef Refusal refusal
         if self.on_too_large is not None:
@@ -538,7 +540,7 @@ cdef class CachePages:
         return self.groups
 
     def get_page_ids(self) -> tuple:
-        """One list of page ids for each group. O(pages)."""
+        """Return one list of page ids for each group. O(pages)."""
         if self.store is not None:
             return lists_of(self.groups)
         return tuple([[page.page_id for page in group] for group in self.groups])
@@ -575,12 +577,12 @@ cdef class CachePages:
         return type(self), (self.groups, self.store)
 
     def __repr__(self):
-        """The ids."""
+        """Show the ids."""
         return f"CachePages(page_ids={self.get_page_ids()})"
 
 
 cdef CachePages pages_of(tuple groups, PageStore store):
-    """`CachePages` of native ids."""
+    """Wrap native ids in `CachePages`."""
     cdef CachePages pages = CachePages.__new__(CachePages)
     pages.groups, pages.store = groups, store
     return pages
