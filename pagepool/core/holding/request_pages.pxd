@@ -1,5 +1,7 @@
-# What requests hold. A `Step` gives the next tokens of a request slots; its `Outcome` is DONE, or says why it was refused.
-# Always: the `limits` and `num_cached_tokens` of a request are those of its `holding`.
+# The pages that requests hold. A `Step` gives the next tokens of a request slots; its `Outcome` is DONE, or the reason for a
+# refusal.
+#
+# Always: `limits`, `num_cached_tokens` and `num_idle` are those that `plan` computed at the last change of `holding`.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -16,42 +18,42 @@ from pagepool.core.values.ids cimport PageIds
 
 cdef enum Outcome:
     DONE
-    TOO_FEW                   # pages are free
-    TOO_LARGE                 # for the pool, or shard, even if all its pages were free
-    WRONG_HIT                 # a hit has another content, or cannot be held
-    NOT_EMPTY                 # hits of a request that holds pages
-    HELD_FREE                 # a page in the free queue was given a reference
+    TOO_FEW                   # too few pages are free
+    TOO_LARGE                 # the pool or shard would be too small even if all its pages were free
+    WRONG_HIT                 # a hit has another content by now, or cannot be held
+    NOT_EMPTY                 # hits for a request that holds pages
+    HELD_FREE                 # a caller gave a reference to a page in the free queue
     COPIES_DUE                # copies or transfers of pages of the request are due
-    ENTERED_OTHERWISE         # a page that got full has an entry under another hash
-    LOST_PAGE                 # a page that is to be skipped or kept was given back by somebody else
+    ENTERED_OTHERWISE         # a page that was filled has an entry under another hash
+    LOST_PAGE                 # another caller gave back a page that is to be skipped or kept
     NO_MEMORY
 
 cdef struct Step:             # the next tokens of a request
-    int64_t num_computed      # tokens that are computed before it
+    int64_t num_computed      # tokens computed before the step
     int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
     int32_t context           # see `Origin`
-    int32_t session           # of a request without pages
+    int32_t session           # session of a request without pages, see `PageSessions.hold`
     Demand demand
-    bint stays_in_shard       # new pages come from the shard of the others, if these are in one
-    bint may_be_too_large     # what can never fit is TOO_FEW as well
-    int64_t num_changes       # of the index, until it was refused for want of pages
-    int32_t wrong_page        # the page that an outcome is about
-    Py_ssize_t wrong_at       # its place in its group
-    Py_ssize_t wrong_num      # pages of that group; or what is too large
-    int32_t wrong_shard       # for which it is too large; -1: for the pool
+    bint stays_in_shard       # new pages come from the shard of the request's other pages, if these are in one shard
+    bint may_be_too_large     # a request that can never fit is TOO_FEW, not TOO_LARGE
+    int64_t num_changes       # `count_changes` at the refusal for want of pages
+    int32_t wrong_page        # page for which the step was refused
+    Py_ssize_t wrong_at       # place of that page in its group
+    Py_ssize_t wrong_num      # pages of that group; for TOO_LARGE the pages needed
+    int32_t wrong_shard       # shard that is too small; -1: the pool is
 
 
 @cython.final
 cdef class RequestPages:
-    cdef Limits limits              # this and the next two first: a call with nothing due reads one cache line
+    cdef Limits limits              # first with the next two: a call with nothing due reads one cache line
     cdef readonly int64_t num_cached_tokens
     cdef int64_t num_idle           # tokens that have slots, up to the next checkpoint
     cdef PageStore store
     cdef CacheGroups groups
     cdef Holding holding
     cdef int64_t max_num_tokens
-    cdef Boundaries boundaries      # of `holding`, unless that has none
-    cdef public str session_id      # of `holding`, for events
+    cdef Boundaries boundaries      # storage for `holding.boundaries`, unless that is NULL
+    cdef public str session_id      # name of its session, for events
 
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept
     cdef void plan(self) noexcept

@@ -1,4 +1,4 @@
-"""What requests hold, and how they come to hold it: by the rules of `pagepool.core.holding.holding`, as running rows do."""
+"""The pages that requests hold. Requests and running rows share the rules of `pagepool.core.holding.holding`."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -53,7 +53,7 @@ cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
 
 
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
-    """Return what is known of the pages of a request by its locked chain: nothing without one."""
+    """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
     if chain is None:
         return Contents(digests=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, context=context, session=session)
     if chain.token_ids is None:
@@ -67,7 +67,9 @@ cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noe
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
-    """Return `hits` as page ids of the pool for each group, null pages first, or as none at all. O(hits)."""
+    """Return `hits` as page ids of the pool by group, or as no groups at all. ArgumentError unless null pages come first.
+    O(hits).
+    """
     cdef tuple checked = tuple(as_list(hits, "hits"))
     cdef PageIds ids
     cdef Py_ssize_t i
@@ -84,7 +86,7 @@ cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
 
 
 cdef Hits *list_hits(tuple hits) noexcept:
-    """Return the hits of each group in new memory; NULL without any, and where memory is short."""
+    """Return the hits of each group in new memory; NULL if there are none, or memory is short."""
     cdef Py_ssize_t g
     cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
     for g in range(len(hits) if array != NULL else 0):
@@ -105,9 +107,9 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
 cdef bint list_last_first(
     const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
 ) noexcept:
-    """Append the pages that stay cached without holders, or those that `are_worthless`, in the order in which they go back:
-    group by group, the last page first. Pages that were not computed count among the first: what forgets them finds their
-    entries, in the tier too. False where memory is short.
+    """Append pages of a request in the order of giving back: group by group, the last page first. They are the pages to stay
+    cached without holders or, if they `are_worthless`, the others. Uncomputed pages count as staying: `forget_uncomputed` finds
+    their entries later, in the tier too. False where memory is short.
     """
     cdef Py_ssize_t g, i, num = listed.num
     cdef int32_t page_id, stop
@@ -129,8 +131,8 @@ cdef bint list_last_first(
 
 
 cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept:
-    """List the pages of a request that gives all back with `num_computed` tokens, those that stay cached first. False where
-    memory is short.
+    """Rate and list all pages of a request that ends with `num_computed` tokens, those to stay cached first. False where memory
+    is short.
     """
     rate_pages(pool, holding, num_computed)
     if not list_last_first(pool, holding, num_computed, listed, False):
@@ -142,8 +144,9 @@ cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, Pag
 cdef void begin_boundaries(
     CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
 ) noexcept:
-    """Fix the boundaries of a request that knows `num_tokens` tokens: their end; the junction, where it would resume if windows
-    had stayed as full attention did (0: it does); and what the engine names in `resume_at`, unless it is None.
+    """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, at which it would have
+    resumed if windows had stayed as full attention did (0: it resumes there anyway); and those that the engine names in
+    `resume_at`, unless it is None.
     """
     cdef Py_ssize_t i
     boundaries[0] = groups.boundaries
@@ -158,7 +161,7 @@ cdef void begin_boundaries(
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
-    """Whether pages that tokens from `num_computed` on need were given back: a window has passed them."""
+    """Whether a window has passed pages that tokens from `num_computed` on need."""
     cdef const Group *group
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
@@ -169,7 +172,7 @@ cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
 
 
 cdef int64_t capacity_for(int64_t num_pages) noexcept:
-    """Compute for how many ids there is room where `num_pages` are held: a power of 2, or none."""
+    """Compute the number of ids for which `held` has room while it holds `num_pages`: a power of 2, or none."""
     cdef int64_t capacity = 4 if num_pages else 0
     while capacity < num_pages:
         capacity *= 2
@@ -214,7 +217,7 @@ cdef class RequestPages:
         for g in range(self.holding.num_groups if self.holding.held != NULL else 0):
             free(self.holding.held[g].ids)
         free(self.holding.held)
-        if self.holding.session != NO_SESSION and self.store is not None:  # it gave all pages back otherwise than at once
+        if self.holding.session != NO_SESSION and self.store is not None:  # destroyed without `give_back`
             with self.store.lock:
                 set_session(&self.store.pool, &self.holding.session, NO_SESSION)
 
@@ -235,18 +238,18 @@ cdef class RequestPages:
         return count
 
     def begin(self, num_tokens, junction) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. It would resume at `junction`
-        tokens if windows had stayed as full attention did; 0: it does.
+        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. It would have resumed at
+        `junction` tokens if windows had stayed as full attention did; 0: it does so anyway.
         """
         self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(junction, "junction", 0, INT64_MAX), None)
 
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept:
-        """`begin_boundaries`, if there are any."""
+        """Call `begin_boundaries` if the pool keeps windows at boundaries."""
         if self.holding.boundaries != NULL:
             begin_boundaries(self.groups, &self.boundaries, num_tokens, junction, resume_at)
 
     cdef void plan(self) noexcept:
-        """Compute up to which tokens nothing is due."""
+        """Recompute the token counts below which nothing is due."""
         cdef const Group *group
         cdef int64_t num_next
         cdef Py_ssize_t g
@@ -287,8 +290,8 @@ cdef class RequestPages:
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:
-        """Whether `num_slots` tokens have slots and pass no checkpoint, no page gets full by `num_tokens` tokens, and none is
-        to be skipped, kept or entered again with `num_computed`. O(1).
+        """Whether a call has nothing to do: `num_slots` tokens have slots and pass no checkpoint, `num_tokens` tokens fill no
+        further page, and with `num_computed` no page is skipped, kept or entered again. O(1).
         """
         cdef bint is_enough
         if GIL_DISABLED:
@@ -300,7 +303,7 @@ cdef class RequestPages:
         return is_enough
 
     def keeps_states_after(self, num_computed_tokens) -> bool:
-        """Return whether a state has come to, or past, the next multiple of its interval. O(groups)."""
+        """Whether a state has reached or passed the next multiple of its interval. O(groups)."""
         return self.has_states_due(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX))
 
     cdef bint has_states_due(self, int64_t num_computed) noexcept:
@@ -319,15 +322,14 @@ cdef class RequestPages:
     def allocate(
         self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0
     ) -> tuple | None:
-        """Give `num_tokens` tokens slots, as one transaction: first give back the pages that no token from
-        `num_computed_tokens` on attends to; then make `hits`, found under `chain`, the first pages, and take the missing ones;
-        then keep the states after `num_computed_tokens` tokens that are due, and enter the pages that `num_tokens_to_cache`
-        tokens fill in the prefix index. Return the new pages of each group; None if the pool has too few free pages. Pages that
-        were given back stay so.
+        """Give `num_tokens` tokens slots in one transaction. Return the new pages of each group; None if the pool has too few
+        free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
+        even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
+        due after `num_computed_tokens` tokens; enter the pages that `num_tokens_to_cache` tokens fill in the prefix index.
 
-        Errors, where nothing has changed: PageHashError for a hit that has another content by now, and for a page that was
-        entered as something else; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
-        transfers of its pages are due; DoubleFreeError if somebody else gave back a page that is due. O(pages).
+        Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
+        entered under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
+        transfers of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef tuple new = new_ids(self.holding.num_groups)
@@ -348,8 +350,8 @@ cdef class RequestPages:
     cdef Outcome allocate_checked(
         self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
     ) except *:
-        """Allocate with the locks of the chain, which hashes `tokens` first, and of the store, divided into `num_shards` shards
-        (0: as it is).
+        """Lock the chain, which hashes `tokens` first, and the store, which is divided into `num_shards` shards first (0: as it
+        is); then allocate.
         """
         cdef Hits *array = list_hits(hits)
         cdef Outcome outcome
@@ -369,10 +371,10 @@ cdef class RequestPages:
         return outcome
 
     def fork(self, RequestPages target not None, num_computed_tokens, session=0) -> bool:
-        """Let `target`, which holds nothing, go on from the computed tokens of the request, in its session, or in another
-        `session` of `PageSessions.hold`, unless that is 0: full pages are shared, others copied, within the shard of the first
-        page, if the pool is divided. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot
-        be shared. O(pages).
+        """Let `target`, which holds nothing, continue from the computed tokens of the request. Full pages are shared, others
+        copied; in a pool of shards the copies come from the shard of the first page. `session` is a number of
+        `PageSessions.hold`, or 0 for the request's own session. False, and nothing changed, if too few pages are free.
+        PageIdError for a page that cannot be shared. O(pages).
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
         cdef int32_t checked_session = self.store.checked_session(session)
@@ -409,8 +411,8 @@ cdef class RequestPages:
         return outcome == FORKED
 
     def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
-        """Enter the pages that `num_tokens` tokens fill in the prefix index, those with tokens from `num_computed_tokens` on
-        again. A page that has an entry keeps it. PageHashError, and nothing changed, if a page was entered as something else.
+        """Enter the pages that `num_tokens` tokens fill in the prefix index; those with tokens from `num_computed_tokens` on
+        once more if they lost their entry. PageHashError, and nothing changed, if a page was entered under another hash.
         O(pages due).
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
@@ -418,16 +420,18 @@ cdef class RequestPages:
         enter_computed(self, chain, num, num_computed, False, False, context)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
-        """Enter the pages that `num_tokens` tokens fill, some of which came from elsewhere, in the prefix index. Give back
-        the pages that no later token attends to, and if it `is_failed` those wholly behind the tokens, the last first.
+        """Enter the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
+        the pages that no later token attends to; if that `is_failed`, also the pages behind all the tokens, the last first.
 
-        PageHashError, and nothing changed, if a page was entered as something else. O(pages given back and entered).
+        PageHashError, and nothing changed, if a page was entered under another hash. O(pages given back and entered).
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
         enter_computed(self, chain, num, INT64_MAX, True, is_failed, context)
 
     def require_copies_taken(self, bint may_be_read=False) -> None:
-        """CopiesDueError while copies or transfers of the pages are due, except copies from them if they `may_be_read`."""
+        """Raise CopiesDueError while copies or transfers of the pages are due. Copies from the pages do not count if they
+        `may_be_read`.
+        """
         cdef Pool *pool = &self.store.pool
         cdef bint is_due
         with self.store.lock:
@@ -461,12 +465,12 @@ cdef class RequestPages:
     def give_back(
         self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0, term=0
     ) -> None:
-        """Give back all pages, group by group, the last page first; nothing is held then. Those without other holders get a
-        term of `term_of`, unless it is 0. O(pages).
+        """Give back all pages, group by group, the last page first. Pages without other holders get `term`, a term of
+        `term_of`, unless it is 0. O(pages).
 
         States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens`
-        on, which were not computed, lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing
-        changed, if somebody else gave one of the pages back.
+        on were not computed, and lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing
+        changed, if another caller gave one of the pages back.
         """
         cdef Pool *pool = &self.store.pool
         cdef PageIds ids = PageIds.__new__(PageIds)
@@ -484,7 +488,7 @@ cdef class RequestPages:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
-        if self.holding.boundaries != NULL or given is not None:  # before pages are rated, or the queue is divided
+        if self.holding.boundaries != NULL or given is not None:  # check before pages are marked, or the queue is divided
             overdrawn = find_overdrawn(pool, &self.holding)
         has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
         if has_room and given is not None:
@@ -514,8 +518,8 @@ cdef class RequestPages:
             self.store.refuse_give_back(ids, bad)
 
     def count_shared(self, group, num_holders) -> int:
-        """Return how many leading pages of a group have at least `num_holders` references, besides those of leases, copies
-        and loads. 0 without caching, and unless it is full attention. O(pages of the answer).
+        """Count the leading pages of a group with at least `num_holders` references, not counting those of leases, copies and
+        loads. 0 without caching, and for groups other than full attention. O(pages of the answer).
         """
         cdef Py_ssize_t checked_group = size_of(group, "group", 0, self.holding.num_groups - 1)
         cdef Held *held = &self.holding.held[checked_group]
@@ -531,7 +535,7 @@ cdef class RequestPages:
 
 
 cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, tuple new) noexcept:
-    """Check everything, then change. `new` takes the new pages of each group; None if none can be needed."""
+    """Check everything, then change. `new` gets the new pages of each group; it is None if there can be none."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
     cdef Demand *demand = &step.demand
@@ -568,7 +572,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
 
 
 cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Contents *contents, bint is_past_skip) noexcept:
-    """Return what is wrong with a step; DONE if it can be tried."""
+    """Return the reason why a step cannot be done; DONE if it can be tried."""
     if has_copies_due(pool, holding):
         return COPIES_DUE
     if step.demand.hits != NULL and count_places(holding):
@@ -588,7 +592,8 @@ cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Content
 
 
 cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noexcept:
-    """Whether a request has more pages after a priced step than the pool has, or the shard to which it is bound."""
+    """Whether a request would have more pages after a priced step than the pool, or the shard to which it is bound, has at all.
+    """
     cdef const Demand *demand = &step.demand
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
     step.wrong_num, step.wrong_shard = 0, -1
@@ -604,7 +609,7 @@ cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noe
 
 
 cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
-    """Whether a page that is to be entered was entered under another hash. O(pages due)."""
+    """Whether a page that is due to be entered has an entry under another hash. O(pages due)."""
     cdef const Group *group
     cdef const Held *held
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
@@ -623,7 +628,9 @@ cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step
 
 
 cdef int32_t find_common_shard(const Pool *pool, const Holding *holding, const Demand *demand, int32_t hinted) noexcept:
-    """Return the shard in which all pages are, or hits; -1 if they are in several, and the hinted one without any. O(pages)."""
+    """Return the shard that has all pages, or all hits; -1 if several have some, and the hinted one if there are none.
+    O(pages).
+    """
     cdef const int32_t *ids
     cdef int32_t shard = -1
     cdef Py_ssize_t g, i
@@ -638,14 +645,14 @@ cdef int32_t find_common_shard(const Pool *pool, const Holding *holding, const D
 
 
 cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand) noexcept:
-    """Take new pages from the shard of all pages, or hits, if they are in one, in place of the demanded one. O(pages)."""
+    """Demand new pages from the shard that has all pages or hits, if there is one. O(pages)."""
     cdef int32_t shard = find_common_shard(pool, holding, demand, demand.shard)
     if shard >= 0:
         demand.shard = shard
 
 
 cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tuple new, bint has_states) noexcept:
-    """Allocate room for hits, and for new pages here and in `new`, and for copies; False where memory is short."""
+    """Make room for hits and new pages in the holding, for new pages in `new`, and for copies; False where memory is short."""
     cdef Held *held
     cdef Py_ssize_t g, num_copies = count_state_hits(holding, demand.hits)
     cdef int64_t n, num_held
@@ -663,8 +670,8 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
 
 
 cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, tuple new) noexcept:
-    """Attach the hits of a checked demand and take its new pages, or change nothing. If only the shard has too few pages,
-    the hits go to the back of the queue, as if they were used.
+    """Attach the hits of a checked demand and take its new pages, or change nothing. If only the shard has too few pages, the
+    hits move to the back of the queue, as if they had been used.
     """
     cdef Held *held
     cdef Py_ssize_t g
@@ -689,8 +696,8 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
 cdef void keep_states(
     Pool *pool, const Holding *holding, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new
 ) noexcept:
-    """Keep the states that are due as checkpoints, if their tokens are known and hashed; then look at them no more, since
-    the step writes the working pages.
+    """Keep the states that are due as checkpoints, if their tokens are known and hashed. The other checkpoints are passed over,
+    since the step writes to the working pages.
     """
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
     cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
@@ -717,7 +724,7 @@ cdef void enter_full(Pool *pool, const Holding *holding, const Contents *content
 
 
 cdef bint make_room(const Holding *target, const Holding *source) noexcept:
-    """Allocate room for the pages that another request holds; False where memory is short."""
+    """Make room in a request for the pages that another one holds; False where memory is short."""
     cdef Py_ssize_t g
     for g in range(source.num_groups):
         if not reserve_ids(&target.held[g], source.held[g].num_pages):
@@ -726,7 +733,7 @@ cdef bint make_room(const Holding *target, const Holding *source) noexcept:
 
 
 cdef int32_t find_shard(const Pool *pool, const Holding *holding) noexcept:
-    """Return the shard of the first page; -1 in a pool without shards, and if there is no page."""
+    """Return the shard of the first page; -1 if the pool has no shards, or there is no page."""
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.num_shards else 0):
         for i in range(holding.held[g].num_pages):
@@ -739,7 +746,7 @@ cdef int enter_computed(
     RequestPages request, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed,
     object context,
 ) except -1:
-    """Do what `end_external` does if it `is_external`, else what `enter` does."""
+    """Do the work of `end_external` if it `is_external`, else that of `enter`."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
     cdef int32_t checked_context = request.store.checked_context(context)
@@ -768,8 +775,8 @@ cdef int enter_computed(
 
 
 cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
-    """Let pages be entered again whose tokens are computed again, if they have lost their entries: after a failed load, for
-    example, for which `PagePool.evict_pages` dropped them.
+    """Let pages be entered again whose tokens are computed again and that have lost their entries. After a failed load, for
+    example, `PagePool.evict_pages` drops them.
     """
     cdef Py_ssize_t g
     for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens else 0):
@@ -777,7 +784,7 @@ cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
 
 
 cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -1:
-    """Raise what is wrong with the first wrong hit."""
+    """Raise the error for the first wrong hit."""
     cdef const Group *group
     cdef PageIds ids
     cdef Py_ssize_t g, i = 0, flaw = 0, num_hits = sum([len(ids) for ids in hits])
@@ -796,5 +803,5 @@ cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -
             break
     if flaw == UNTOUCHABLE:
         request.store.refuse_touch(ids.ids[i])
-    page = f"page {ids[i]} (at {i} of group {group.id})" if flaw < 0 else "a page"  # which is right again by now
+    page = f"page {ids[i]} (at {i} of group {group.id})" if flaw < 0 else "a page"  # none is wrong any more
     raise PageHashError(f"{page} does not hold this prefix: look it up again, right before allocate_slots")
