@@ -43,7 +43,7 @@ cdef enum:
 cdef Block as_block(object value)
 cdef int check_unheld(list blocks) except -1
 
-cdef Block find_cached(dict cache, bytes key)
+cdef Block find_first_block(dict cache, bytes key)
 cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1
 cdef int add_block(dict cache, bytes key, Block block) except -1
 cdef object remove_block(dict cache, bytes key, int32_t block_id)

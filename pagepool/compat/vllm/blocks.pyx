@@ -329,7 +329,7 @@ class Queue(BlockQueue, metaclass=Unpatched):
     __slots__ = ()
 
 
-cdef Block find_cached(dict cache, bytes key):
+cdef Block find_first_block(dict cache, bytes key):
     """Return the block cached first under a key, or None."""
     found = cache.get(key)
     if found is None or type(found) is Block:
@@ -385,7 +385,7 @@ cdef class BlockMap:
 
     def get_one_block(self, bytes key not None) -> Block | None:
         """Return the block cached first."""
-        return find_cached(self._cache, key)
+        return find_first_block(self._cache, key)
 
     def contain(self, bytes key not None, block_id) -> bool:
         """Return whether the block is cached under this key."""

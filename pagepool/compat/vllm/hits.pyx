@@ -6,7 +6,7 @@ lists of hashes, and foreign pools are left to vLLM's own methods.
 
 cimport cython
 
-from pagepool.compat.vllm.blocks cimport Block, BlockMap, find_cached
+from pagepool.compat.vllm.blocks cimport Block, BlockMap, find_first_block
 from pagepool.compat.vllm.pool cimport block_key_of, suffix_of
 
 from vllm.v1.core.block_pool import BlockPool
@@ -34,7 +34,7 @@ cdef class Lookup:
         cdef list found = []
         cdef Block block
         for suffix in self.suffixes:
-            block = find_cached(self.cache, block_key_of(self.hashes[(i + 1) * self.stride - 1], suffix))
+            block = find_first_block(self.cache, block_key_of(self.hashes[(i + 1) * self.stride - 1], suffix))
             if block is None:
                 return None
             found.append(block)

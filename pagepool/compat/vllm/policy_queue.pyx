@@ -57,7 +57,7 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
     count_in_part(pool, page_id, 1)
 
 
-cdef inline void record_use(Pool *pool, int32_t page_id) noexcept:
+cdef inline void report_use(Pool *pool, int32_t page_id) noexcept:
     """Count a use of the queued page with the same content, which was computed again because a window was missing."""
     cdef int32_t first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if is_free(pool, first):
@@ -301,7 +301,7 @@ cdef class PolicyQueue(FreeQueue):
                 if self.ids.ids[i] != NULL_PAGE:
                     key = (<Block>blocks[i])._block_hash
                     if self.set_entry(self.ids.ids[i], key, &ranking, self.ids.ids, <int32_t>i):
-                        record_use(&self.store.pool, self.ids.ids[i])
+                        report_use(&self.store.pool, self.ids.ids[i])
         self.rankings[self.ids.ids[stop - 1]] = ranking
         return 0
 

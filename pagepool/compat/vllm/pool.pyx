@@ -8,7 +8,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport (
-    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_cached, has_block, remove_block,
+    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_first_block, has_block, remove_block,
 )
 
 from vllm.v1.core.block_pool import BlockPool
@@ -51,7 +51,7 @@ def get_cached_block(self, block_hash, kv_cache_group_ids):
     if type(cached) is not BlockMap:
         return vllm_get_cached_block(self, block_hash, kv_cache_group_ids)
     for group_id in kv_cache_group_ids:
-        block = find_cached((<BlockMap>cached)._cache, block_key_of(block_hash, suffix_of(group_id)))
+        block = find_first_block((<BlockMap>cached)._cache, block_key_of(block_hash, suffix_of(group_id)))
         if block is None:
             return None
         found.append(block)

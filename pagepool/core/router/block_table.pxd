@@ -339,7 +339,7 @@ cdef inline Py_ssize_t copy_hashes(
     return num
 
 
-cdef inline Py_ssize_t bytes_of(const BlockTable *table) noexcept nogil:
+cdef inline Py_ssize_t table_bytes(const BlockTable *table) noexcept nogil:
     """The memory of a table."""
     cdef Py_ssize_t i, num_bytes = sizeof(BlockTable)
     for i in range(table.num_spaces):

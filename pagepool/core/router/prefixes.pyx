@@ -9,7 +9,7 @@ from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport go_on, let_others_run, raw_calloc, raw_free
 from pagepool.core.router.block_table cimport (
-    BlockTable, bytes_of, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, take_blocks_out,
+    BlockTable, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes, take_blocks_out,
 )
 from pagepool.core.router.changes cimport MAX_BLOCKS, Media, apply_events, settle_groups
 from pagepool.core.router.event_batch cimport (
@@ -271,7 +271,7 @@ cdef class PrefixTable:
         """Return ``blocks`` (entries of all groups), ``held`` (blocks of each worker, a list) and ``bytes`` of memory."""
         cdef Py_ssize_t i, num_bytes, num_blocks = 0
         self.begin_write()
-        num_bytes = bytes_of(&self.table)
+        num_bytes = table_bytes(&self.table)
         for i in range(self.table.num_spaces):
             num_blocks += self.table.spaces[i].num_blocks
         self.end_write()

@@ -132,7 +132,7 @@ cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t gu
     return entry
 
 
-cdef inline void _empty_slot(Space *space, uint32_t slot) noexcept nogil:
+cdef inline void _vacate_slot(Space *space, uint32_t slot) noexcept nogil:
     """Empty a slot, and shift back those behind it whose search passes it."""
     cdef uint32_t home, other = slot
     while True:
@@ -153,7 +153,7 @@ cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
     cdef uint32_t slot = _home_of_tag(space, tag)
     while space.slots[slot].entry != entry:
         slot = _slot_behind(space, slot)
-    _empty_slot(space, slot)
+    _vacate_slot(space, slot)
     _append_free_entry(space, entry)
     space.num_blocks -= 1
 

@@ -110,7 +110,7 @@ cdef class HashChain:
         cdef Py_ssize_t num_pages = tokens.num // self.page_size
         cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(lo=0, hi=0)
         cdef void *thread
-        if not reserve(self, num_pages, tokens.num):
+        if not reserve_digests(self, num_pages, tokens.num):
             return False
         if self.token_ids is not None:
             self.token_ids.put(tokens.ids, num_pages * self.page_size)
@@ -130,7 +130,7 @@ cdef class HashChain:
         if copied.num not in (0, self.page_size):
             raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.page_size}")
         with self.lock:
-            has_room = reserve(self, 1, copied.num)
+            has_room = reserve_digests(self, 1, copied.num)
             if has_room:
                 self.digests[self.num] = digest
                 self.num += 1
@@ -151,7 +151,7 @@ cdef class HashChain:
         return tuple(tokens.to_list())
 
 
-cdef bint reserve(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
+cdef bint reserve_digests(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
     """Make room for these digests and tokens; False where memory is short."""
     if not reserve_items(<void **>&chain.digests, &chain.capacity, chain.num + num_pages, sizeof(Digest)):
         return False
