@@ -205,6 +205,7 @@ cdef list first_blocks(BlockQueue queue, Py_ssize_t n):
 cdef int join(BlockQueue queue, Block before, list blocks) except -1:
     """Insert checked blocks behind `before`, the head or a block of the queue."""
     cdef Block block, following = before.next_free_block
+    assert following is not None and following.prev_free_block is before
     for value in blocks:
         block = <Block>value
         block.prev_free_block = before
@@ -218,6 +219,8 @@ cdef int join(BlockQueue queue, Block before, list blocks) except -1:
 
 cdef int leave(BlockQueue queue, Block block) except -1:
     """Take a checked block out."""
+    assert queue.num_free_blocks > 0
+    assert block.prev_free_block.next_free_block is block and block.next_free_block.prev_free_block is block
     block.prev_free_block.next_free_block = block.next_free_block
     block.next_free_block.prev_free_block = block.prev_free_block
     block.prev_free_block = block.next_free_block = None

@@ -149,6 +149,7 @@ cdef bytes hash_encoded(uint8_t *buffer, BlockToHash *block, bint is_cbor):
     """Return a block's digest, or None for tokens not encoded here. Parent and number of tokens must be within bounds."""
     cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
     cdef bytes digest
+    assert 0 <= size <= ROOM + TOKEN_SIZE * block.num_tokens - 4
     if size == 0:
         return None
     digest = PyBytes_FromStringAndSize(NULL, DIGEST_SIZE)

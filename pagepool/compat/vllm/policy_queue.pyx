@@ -216,6 +216,7 @@ cdef class PolicyQueue(FreeQueue):
         with self.store.lock:
             self.put_ids(len(first), num)
         self.num_free_blocks += num
+        assert self.num_free_blocks == pool.num_free + (self.null_block is not None)
         return 0
 
     cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1:
@@ -235,6 +236,7 @@ cdef class PolicyQueue(FreeQueue):
         cdef Pool *pool = &self.store.pool
         cdef Py_ssize_t i
         cdef int32_t page_id
+        assert 0 <= num_first <= num <= self.ids.capacity
         if num > num_first:
             count_release(pool.policy, num - num_first, pool.num_free)
         for i in range(num_first - 1, -1, -1):

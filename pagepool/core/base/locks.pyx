@@ -85,6 +85,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
     cdef LockNode *ring = &lock_rings[<int>kind]
     cdef LockNode *last
     cdef bint is_locked
+    assert node.next == NULL and node.prev == NULL and not node.is_held
     if not has_lock(mutex):
         raise MemoryError("a lock")
     is_locked = lock_the_rings()
@@ -94,6 +95,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
     node[0] = LockNode(prev=last, next=last.next, mutex=mutex, is_held=False)
     last.next.prev = node
     last.next = node
+    assert node.prev.next == node and node.next.prev == node
     if is_locked:
         ring_lock.release()
     return 0
@@ -103,6 +105,7 @@ cdef void delist_lock(LockNode *node) noexcept:
     """Remove the lock of an object that is deallocated, if it was enlisted."""
     cdef bint is_locked = lock_the_rings()
     if node.next != NULL:
+        assert node.prev.next == node and node.next.prev == node
         node.prev.next = node.next
         node.next.prev = node.prev
     if is_locked:
@@ -117,6 +120,7 @@ cdef void lock_all(bint is_held) noexcept:
         node = lock_rings[kind].next
         while node != &lock_rings[kind]:
             if is_held:
+                assert not node.is_held
                 lock_at(node.mutex)
             elif node.is_held:
                 unlock_at(node.mutex)
@@ -139,6 +143,7 @@ cdef void release_core_locks() noexcept:
     global is_forking, num_forks
     if not is_forking:
         return
+    assert num_forks > 0
     lock_all(False)
     is_forking = False
     num_forks -= 1

@@ -14,6 +14,7 @@ cdef inline bint resize(void **memory, size_t size) noexcept nogil:
 cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
     """Make room for `num` items of a size in an array that doubles; False, and nothing changed, where memory is short."""
     cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
+    assert num >= 0 and capacity[0] >= 0 and (items[0] != NULL or capacity[0] == 0)
     if num <= capacity[0]:
         return True
     if not resize(items, increased * size):

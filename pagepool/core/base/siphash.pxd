@@ -76,6 +76,7 @@ cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, u
     cdef uint64_t[2] words
     cdef int lane
     cdef Py_ssize_t i
+    assert num_before % 8 == 0 and size >= 0 and lanes in (1, 2)
     for i in range(size // 8):
         for lane in range(lanes):
             memcpy(&words[lane], data[lane] + 8 * i, 8)
@@ -124,6 +125,7 @@ cdef inline void hash_pages(
 ) noexcept nogil:
     """The digests of consecutive pages, each from the one before."""
     cdef Py_ssize_t i
+    assert page_size > 0 and num_pages >= 0
     for i in range(num_pages):
         parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))
         out[i] = parent

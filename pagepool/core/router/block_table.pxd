@@ -68,6 +68,7 @@ cdef inline uint64_t *_bits_at(
 cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t entry, int32_t worker) noexcept nogil:
     """Note that a worker got a block."""
     cdef Worker *gainer = &table.workers[worker]
+    assert 0 <= gainer.num_gained <= gainer.capacity
     if gainer.num_bits == 0:
         gainer.num_gained, gainer.is_incomplete = 0, False
     if gainer.is_incomplete:
@@ -85,6 +86,7 @@ cdef inline uint64_t duplicate_key(
     const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     """The key of the copies of a block."""
+    assert entry and 0 <= plane < MAX_MEDIA and 0 <= worker <= 0xffff and 0 <= space - &table.spaces[0] < MAX_EVENT_GROUPS
     return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
 
 
@@ -92,6 +94,8 @@ cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker,
     """Set how many copies beyond the first a worker has. There is room."""
     if num or table.workers[worker].num_duplicates:
         table.workers[worker].num_duplicates += put_duplicate(&table.duplicates, key, num)
+    assert 0 <= table.workers[worker].num_duplicates <= table.workers[worker].num_bits
+    assert table.workers[worker].num_duplicates <= table.duplicates.num
 
 
 cdef inline uint64_t count_duplicates(const BlockTable *table, uint64_t key, int32_t worker) noexcept nogil:
@@ -131,6 +135,8 @@ cdef inline void _drop_duplicates(
 cdef inline void set_bit(BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
+    assert 0 < entry < space.num_entries and space.stride == 1 + table.num_planes * table.num_words
+    assert 0 <= plane < table.num_planes and 0 <= worker < table.num_words * WORD
     if bits[0] & bit == 0:
         _record_gain(table, space, entry, worker)
         table.workers[worker].num_bits += 1
@@ -147,10 +153,13 @@ cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int3
     """Clear the bit of a worker and forget its copies, and free an entry with no other."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
+    assert 0 < entry < space.num_entries and space.stride == 1 + table.num_planes * table.num_words
+    assert 0 <= plane < table.num_planes and 0 <= worker < table.num_words * WORD
     if bits[0] & bit:
         if rare(table.workers[worker].num_duplicates != 0):
             _drop_duplicates(table, space, entry, plane, worker)
         table.workers[worker].num_bits -= 1
+        assert table.workers[worker].num_bits >= table.workers[worker].num_duplicates
         bits[0] &= ~bit
         if is_free_entry(entry_at(space, entry), space.stride):
             drop_entry(space, entry)
@@ -209,6 +218,7 @@ cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcep
     if not table.workers[worker].is_incomplete:
         for block in table.workers[worker].gained[:table.workers[worker].num_gained]:
             _clear_bits(table, &table.spaces[block.group], block.entry, worker)
+        assert table.workers[worker].num_bits == table.workers[worker].num_duplicates == 0
         return
     for space in table.spaces[:table.num_spaces]:
         for entry in range(1, space.num_entries):
@@ -238,6 +248,7 @@ cdef inline bint reshape(BlockTable *table, int32_t num_planes, int32_t num_word
     cdef Worker *workers = <Worker *>raw_calloc(num_words * WORD, sizeof(Worker))
     cdef bint has_room = workers != NULL
     cdef Py_ssize_t g
+    assert table.num_planes <= num_planes <= MAX_MEDIA and table.num_words <= num_words
     shaped.num_planes, shaped.num_words = num_planes, num_words
     _set_strides(&shaped)
     for g in range(table.num_spaces):
@@ -292,6 +303,7 @@ cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noe
 
 cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept nogil:
     """Make a zeroed table an empty one with the GPU as its medium; False where memory is short."""
+    assert multiplier & 1
     table.multiplier = table.duplicates.multiplier = multiplier
     table.num_planes, table.num_words = 1, 1
     _set_strides(table)

@@ -158,6 +158,7 @@ cdef inline Py_ssize_t _find_change(const NetChanges *net, const Event *event, u
     cdef uint64_t tag = (block_hash ^ <uint64_t>event.group << 8 ^ <uint64_t>event.plane) * net.multiplier >> 32
     cdef Py_ssize_t slot = <Py_ssize_t>(tag * <uint64_t>net.num_slots >> 32)
     cdef const Change *found
+    assert net.items != NULL and net.num < net.num_slots
     while net.slots[slot]:
         found = &net.items[net.slots[slot] - 1]
         if found.block_hash == block_hash and found.group == event.group and found.plane == event.plane:
@@ -210,6 +211,7 @@ cdef inline bint _compute_changes(
                 change.num = 1 if is_lossy else change.num + 1
             else:
                 change.num = 0 if is_lossy or change.num == 0 else change.num - 1
+    assert net.num <= batch.num_hashes
     return True
 
 
@@ -226,6 +228,7 @@ cdef inline void _apply_change(BlockTable *table, const Change *item, int32_t wo
     """Apply the net change of a block that a worker has."""
     cdef Space *space = &table.spaces[item.group]
     cdef uint32_t entry = find_entry(space, item.block_hash, 0)
+    assert item.num_before and entry and has_bit(table, space, entry, item.plane, worker)
     if item.num:
         set_duplicates(table, duplicate_key(table, space, entry, item.plane, worker), worker, item.num - 1)
     else:

@@ -36,6 +36,7 @@ cdef inline Py_ssize_t _duplicate_behind(const DuplicateTable *table, Py_ssize_t
 cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key) noexcept nogil:
     """The slot of a key, or the empty one that ends the search. There are slots."""
     cdef Py_ssize_t slot = _home_of_key(table, key)
+    assert key and table.num < table.num_slots
     while table.slots[slot].key not in (0, key):
         slot = _duplicate_behind(table, slot)
     return slot
@@ -44,6 +45,7 @@ cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key)
 cdef inline void _empty_duplicate(DuplicateTable *table, Py_ssize_t slot) noexcept nogil:
     """Empty a slot, and shift back those whose search passes it."""
     cdef Py_ssize_t home, other = slot
+    assert table.num > 0 and table.slots[slot].key
     while True:
         other = _duplicate_behind(table, other)
         if table.slots[other].key == 0:
@@ -63,6 +65,7 @@ cdef inline int put_duplicate(DuplicateTable *table, uint64_t key, uint64_t num)
     if num:
         table.slots[slot] = Duplicate(key=key, num=num)
         table.num += is_new
+        assert table.num + table.num // 3 + 2 <= table.num_slots
         return is_new
     if is_new:
         return 0
@@ -81,6 +84,7 @@ cdef inline bint _resize_duplicates(DuplicateTable *table, Py_ssize_t num_slots)
     for taken in table.slots[:table.num_slots]:
         if taken.key:
             resized.slots[find_duplicate(&resized, taken.key)] = taken
+    assert resized.num == table.num < num_slots
     raw_free(table.slots)
     table[0] = resized
     return True

@@ -89,6 +89,7 @@ cdef inline uint64_t _read_number(Reader *reader, int size) noexcept nogil:
     """Read a big-endian number; 0 where the payload ends before."""
     cdef uint64_t number = 0
     cdef int i
+    assert 0 < size <= 8 and reader.at <= reader.end
     if rare(reader.end - reader.at < size):
         _fail(reader, "the payload ends within a value")
         return 0
@@ -338,6 +339,7 @@ cdef inline void _read_hashes(Reader *reader, EventBatch *batch, Event *event) n
         if rare(reader.error != NULL):
             return
     batch.num_hashes += num
+    assert batch.num_hashes <= batch.hash_capacity
 
 
 cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Field field) noexcept nogil:
@@ -373,6 +375,7 @@ cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *even
     if event.kind == CLEARED:
         batch.num_hashes = batch.num_stored = 0
         batch.num_void, batch.is_cleared = batch.num_events, True
+        assert batch.num_void <= batch.capacity
         return
     if event.kind == NO_EVENT or not event.has_hashes:
         _fail(reader, "an event has no type, or no block_hashes")
@@ -384,6 +387,10 @@ cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *even
         batch.events[batch.num_events] = event[0]
         batch.num_events += 1
         batch.num_stored += event.num if event.kind == STORED else 0
+        assert 0 <= event.first <= event.first + event.num <= batch.num_hashes
+        assert batch.num_void < batch.num_events <= batch.capacity
+        assert batch.num_stored <= batch.num_hashes
+        assert event.kind != STORED or 0 < event.spec.block_size <= MAX_BLOCK_SIZE
 
 
 cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:

@@ -9,7 +9,8 @@ from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport go_on, let_others_run, raw_calloc, raw_free
 from pagepool.core.router.block_table cimport (
-    BlockTable, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes, take_blocks_out,
+    BlockTable, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes,
+    take_blocks_out,
 )
 from pagepool.core.router.changes cimport MAX_BLOCKS, Media, apply_events, settle_groups
 from pagepool.core.router.event_batch cimport (
@@ -155,6 +156,8 @@ cdef class PrefixTable:
             thread = let_others_run(batch.num_hashes)
             error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
             go_on(thread)
+            assert error != NULL or self.table.workers[worker].num_bits <= self.max_worker_blocks
+            assert self.table.num_workers <= self.table.num_words * WORD
         self.end_write()
         return error
 

@@ -43,6 +43,7 @@ cdef inline uint32_t _find_workers(
         if not entry:
             entry = find_entry(space, block_hash, 0)
             bits = space.entries + entry * <size_t>(1 + num_planes * num_words)
+        assert entry == 0 or (entry < space.num_entries and bits[0] == block_hash)
         for word in range(num_words):
             holders[word] = 0
             for plane in range(num_planes if entry else 0):
@@ -127,6 +128,7 @@ cdef inline Py_ssize_t _find_last_run(
 ) noexcept nogil:
     """The end of the last `need` consecutive pages before `stop` that a worker has; if there are none, of its leading pages."""
     cdef Py_ssize_t page, num = 0
+    assert need > 0 and stop <= group.num_pages
     for page in range(stop - 1, -1, -1):
         num = num + 1 if _has_page(group, num_words, page, worker) else 0
         if num == need:
@@ -155,6 +157,7 @@ cdef inline Py_ssize_t _find_longest_prefix(
         for g in range(num):
             num_hashes = _shorten_prefix(&groups[g], num_words, worker, num_hashes)
             num_hashes -= num_hashes % multiple
+    assert 0 <= num_hashes <= previous
     return num_hashes
 
 
@@ -168,6 +171,7 @@ cdef inline bint _search_group(
     SearchedGroup *group,
 ) noexcept nogil:
     """Look all pages of a group up; False where memory is short."""
+    assert space.is_known and space.spec.block_size >= page_size and space.spec.block_size % page_size == 0
     group.stride = space.spec.block_size // page_size
     group.num_pages = search.num_hashes // group.stride
     group.is_state = space.spec.is_state

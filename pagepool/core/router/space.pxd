@@ -77,6 +77,7 @@ cdef inline uint32_t _slot_behind(const Space *space, uint32_t slot) noexcept no
 cdef inline uint32_t _find_slot(const Space *space, uint64_t block_hash, uint32_t tag) noexcept nogil:
     """The slot of a block, or the empty one that ends the search. The table has slots."""
     cdef uint32_t slot = _home_of_tag(space, tag)
+    assert space.num_blocks < space.num_slots
     while space.slots[slot].entry:
         if space.slots[slot].tag == tag and entry_at(space, space.slots[slot].entry)[0] == block_hash:
             break
@@ -102,6 +103,7 @@ cdef inline uint32_t find_entry(const Space *space, uint64_t block_hash, uint32_
 cdef inline void _append_free_entry(Space *space, uint32_t entry) noexcept nogil:
     """Put a free entry at the end of the ring."""
     cdef FreeEntry *ring = _free_entry_at(space, 0)
+    assert 0 < entry < space.num_entries and is_free_entry(entry_at(space, entry), space.stride)
     _free_entry_at(space, entry)[0] = FreeEntry(prev=ring.prev, next=0)
     _free_entry_at(space, ring.prev).next = entry
     ring.prev = entry
@@ -109,6 +111,8 @@ cdef inline void _append_free_entry(Space *space, uint32_t entry) noexcept nogil
 
 cdef inline void _unlink_free_entry(Space *space, uint32_t entry) noexcept nogil:
     cdef FreeEntry removed = _free_entry_at(space, entry)[0]
+    assert 0 < entry < space.num_entries and is_free_entry(entry_at(space, entry), space.stride)
+    assert _free_entry_at(space, removed.prev).next == entry and _free_entry_at(space, removed.next).prev == entry
     _free_entry_at(space, removed.prev).next = removed.next
     _free_entry_at(space, removed.next).prev = removed.prev
 
@@ -129,6 +133,7 @@ cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t gu
     entry_at(space, entry)[0] = block_hash
     space.slots[slot] = BlockSlot(tag=tag, entry=entry)
     space.num_blocks += 1
+    assert space.num_blocks < space.num_entries and space.num_blocks + space.num_blocks // 3 + 2 <= space.num_slots
     return entry
 
 
@@ -151,7 +156,9 @@ cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
     cdef uint64_t block_hash = entry_at(space, entry)[0]
     cdef uint32_t tag = _tag_of_hash(space, block_hash)
     cdef uint32_t slot = _home_of_tag(space, tag)
+    assert space.num_blocks > 0 and is_free_entry(entry_at(space, entry), space.stride)
     while space.slots[slot].entry != entry:
+        assert space.slots[slot].entry
         slot = _slot_behind(space, slot)
     _vacate_slot(space, slot)
     _append_free_entry(space, entry)
@@ -161,6 +168,7 @@ cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
 cdef inline void _put_slot(Space *space, BlockSlot taken) noexcept nogil:
     """Put a block that has no slot into the table."""
     cdef uint32_t slot = _home_of_tag(space, taken.tag)
+    assert 0 < taken.entry < space.num_entries
     while space.slots[slot].entry:
         slot = _slot_behind(space, slot)
     space.slots[slot] = taken

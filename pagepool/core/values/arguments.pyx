@@ -74,6 +74,7 @@ cdef int32_t term_of_seconds(object seconds) except -1:
         raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: at least 0, or None")
     while term < LAST_TERM and value >= <int64_t>1 << term:
         term += 1
+    assert UNKNOWN < term <= LAST_TERM < NEVER
     return NEVER if isinf(value) else term
 
 
@@ -132,6 +133,7 @@ cdef object as_int32_array(object values, str name):
 cdef object array_of(const int32_t *values, Py_ssize_t n):
     """A new int32 array."""
     cdef Py_buffer view
+    assert n >= 0
     array = empty(n, INT32)
     if n:
         PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)

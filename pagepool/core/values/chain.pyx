@@ -100,6 +100,7 @@ cdef class HashChain:
 
     cdef void cut(self, Py_ssize_t num_pages) noexcept:
         """Forget the digests from page `num_pages` on."""
+        assert num_pages >= 0
         with self.lock:
             self.num = min(self.num, num_pages)
             if self.token_ids is not None:
@@ -110,6 +111,7 @@ cdef class HashChain:
         cdef Py_ssize_t num_pages = tokens.num // self.page_size
         cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(lo=0, hi=0)
         cdef void *thread
+        assert tokens.num % self.page_size == 0
         if not reserve_digests(self, num_pages, tokens.num):
             return False
         if self.token_ids is not None:
@@ -120,6 +122,8 @@ cdef class HashChain:
         hash_pages(self.key, parent, tokens.ids, self.page_size, self.digests + self.num, num_pages)
         go_on(thread)
         self.num += num_pages
+        assert self.num <= self.capacity
+        assert self.token_ids is None or self.token_ids.num <= self.num * self.page_size
         return True
 
     def append_key(self, object key, tokens=()) -> None:

@@ -66,10 +66,12 @@ cdef class PageIds:
 
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept:
         """`reserve`; False where memory is short."""
+        assert num_more >= 0 and (self.ids == NULL or self.ids != self.view.buf)
         return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
         """Append ids, for which there is room."""
+        assert n >= 0 and self.num + n <= self.capacity
         if n:
             memcpy(self.ids + self.num, ids, n * sizeof(int32_t))
         self.num += n
@@ -83,6 +85,7 @@ cdef class PageIds:
         """Append ``items[start:stop]``, fewer where the list ends before. A slice would touch each reference count twice."""
         cdef Py_ssize_t i, num = 0
         cdef int32_t number
+        assert start >= 0
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
         while not GIL_DISABLED and start + num < stop and is_small_item(items, start + num, &self.ids[self.num + num]):
@@ -98,6 +101,7 @@ cdef class PageIds:
                 num += 1
         except (OverflowError, TypeError) as error:
             raise explained(name, error) from None
+        assert self.num + num <= self.capacity
         self.num += num
         return 0
 
@@ -141,6 +145,7 @@ cdef bint borrow(PageIds ids, object values) except -1:
     """
     cdef const char *kind
     cdef bint is_signed
+    assert ids.ids == NULL and ids.num == 0 and ids.capacity == 0
     try:
         PyObject_GetBuffer(values, &ids.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
     except (BufferError, ValueError):
@@ -185,6 +190,7 @@ cdef PageIds as_own_ids(object values, str name):
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
     """ArgumentError for a token id below 0, with its place, where the first one stands at `first`."""
     cdef Py_ssize_t bad = find_negative(token_ids, n)
+    assert first >= 0 and -1 <= bad < n
     if bad >= 0:
         raise ArgumentError(f"token_ids: got {token_ids[bad]} (at {first + bad}), allowed: at least 0")
     return 0
