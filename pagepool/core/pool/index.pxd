@@ -1,15 +1,18 @@
-# The prefix index: which page is cached under a key.
+# The prefix index: the page that is cached under a key.
 #
-# It maps a 128-bit key and a group to the page that was cached first under them. Later pages with the same content hang
-# behind it in a ring of `Links`, in the order in which they were cached, and have `TWIN` set in `group`, as has the first. In a
-# pool of shards those of each shard are a ring of their own in the same order, and the first of each shard are one, in any
-# order: so a shard's first is found in O(shards).
+# It is an open-addressing table with linear probing. Deletion shifts entries back (Knuth, The Art of Computer Programming, vol.
+# 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever. Pools that report changes have a `Journal`.
 #
-# It is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back (Knuth, The Art of
-# Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
+# Always:
 #
-# A pool whose changes are told has a `Journal`. Its ring of new keys has the first page of each key that is in the index and
-# was not when the changes were taken last; `removed` has each key once that was, and is not since then.
+# * The index has one slot for each pair of key and group, which names the page cached first under them. At most half of the
+#   slots are used.
+# * Later pages with the same content follow the first one in a ring of `Links`, in the order in which they were cached. `TWIN`
+#   is set in exactly the pages of rings of two or more.
+# * With shards, the twins in each shard also form a ring in that order. The firsts of the shards form another one, in any
+#   order, so that each is found in O(shards).
+# * The journal's ring of new keys has the first page of each key in the index that was not there when changes were last taken.
+#   `removed` has each key once that was there then, and has left.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -27,7 +30,7 @@ from pagepool.core.pool.records cimport (
 )
 
 
-# The journal. Only the net change is recorded, so that its size is bounded: a new key that goes again leaves nothing behind.
+# The journal records net changes, so its size is bounded: a new key that leaves again is not recorded.
 
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
@@ -44,7 +47,7 @@ cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexce
 
 
 cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
-    """Put a page behind the last in the ring."""
+    """Append a page to the ring of new keys."""
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
     notes[page_id].new = Links(last, NULL_PAGE)
@@ -63,7 +66,7 @@ cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _record_drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
+    """Record that a page loses its entry. If other pages have the key, it stays, and the next of them becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
@@ -84,9 +87,9 @@ cdef inline void _record_clear(Journal *journal) noexcept nogil:
 
 
 cdef inline int32_t add_context(Journal *journal) noexcept:
-    """Append a context, held once; -1 if memory is short."""
+    """Append a context with one holder; -1 if memory is short."""
     cdef int32_t context = journal.num_contexts
-    if context & (context - 1) == 0:  # as many as there is room for
+    if context & (context - 1) == 0:  # a power of 2: the room is used up
         if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
             return -1
     journal.contexts[context] = Context(num_users=0, num_holders=1)
@@ -95,7 +98,7 @@ cdef inline int32_t add_context(Journal *journal) noexcept:
 
 
 cdef inline void end_journal(Journal *journal) noexcept nogil:
-    """Begin the journal anew: its changes were copied."""
+    """Empty the journal, after its changes were copied."""
     cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         following = journal.notes[page_id].new.next
@@ -106,12 +109,12 @@ cdef inline void end_journal(Journal *journal) noexcept nogil:
     journal.is_cleared = 0
 
 
-# Pages of equal content: a ring for each key, and with shards one for each shard of it.
+# Twins: pages of equal content are in one ring for each key and, with shards, in one for each of its shards.
 
 
 cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
-    """The page cached first in `ids` among the twins of `first`, or NULL_PAGE. O(shards) where the ids are those of a shard;
-    else O(pages of equal content).
+    """Return the twin of `first` in `ids` that was cached first, or NULL_PAGE. O(shards) if all ids are in one shard, else
+    O(pages of equal content).
     """
     cdef Links *ring = pool.twins
     cdef int32_t page_id
@@ -127,7 +130,7 @@ cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept no
 
 
 cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
-    """The page cached first in a shard among the twins of `first`, which was cached first of all; or NULL_PAGE. O(shards)."""
+    """Return the twin that was cached first in a shard, or NULL_PAGE; `first` was cached first of all. O(shards)."""
     cdef int32_t page_id = first
     while shard_of(pool, page_id) != shard:
         page_id = pool.shard_firsts[page_id].next
@@ -137,7 +140,7 @@ cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t shard) 
 
 
 cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Put `page_id` at the end of the ring that begins with `first`. O(1), in a pool of shards O(shards)."""
+    """Append a page to the ring that begins with `first`. O(1), with shards O(shards)."""
     if not pool.pages[first].group & TWIN:
         pool.twins[first] = Links(first, first)
         pool.pages[first].group |= TWIN
@@ -150,13 +153,13 @@ cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcep
 
 
 cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page the only twin of its shard, and the only one that is the first of its shard."""
+    """Put a page alone into both of its rings, that of its shard's twins and that of the shards' firsts."""
     pool.shard_twins[page_id] = Links(page_id, page_id)
     pool.shard_firsts[page_id] = Links(page_id, page_id)
 
 
 cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Put a page that was cached after the twins of `first` behind those of its shard."""
+    """Append the newest twin of `first` to the ring of its shard."""
     cdef int32_t shard_first = _find_shard_first(pool, first, shard_of(pool, page_id))
     if shard_first == NULL_PAGE:
         _begin_shard_twins(pool, page_id)
@@ -167,7 +170,7 @@ cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) n
 
 
 cdef inline void _leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """If the page was the first of its shard, the next one there takes its place."""
+    """Take a page out of the ring of its shard. If it was the first there, the next one takes its place."""
     cdef int32_t following = pool.shard_twins[page_id].next
     unlink(pool.shard_twins, page_id)
     if pool.shard_firsts[page_id].next != NOT_FIRST:
@@ -177,7 +180,7 @@ cdef inline void _leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
-    """Build the rings of the shards from those of all twins. O(pool + twins x shards)."""
+    """Build the rings of all shards from the rings of twins. O(num_pages + twins x shards)."""
     cdef Py_ssize_t i
     cdef int32_t first, page_id
     for i in range(num_slots_of(pool)):
@@ -191,7 +194,7 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
 
 
 cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
-    """The key's `slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
+    """Take a page out of its ring of twins. If `slot` names it, it was the first, and the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     unlink(pool.twins, page_id)
     if pool.num_shards:
@@ -203,7 +206,7 @@ cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept 
 
 
 cdef enum:
-    MAX_UNSEEN = 4            # sampled keys
+    MAX_UNSEEN = 4            # sampled keys in a row
 
 
 cdef inline uint32_t _tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
@@ -211,12 +214,14 @@ cdef inline uint32_t _tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcep
 
 
 cdef inline uint32_t _home_at(const Pool *pool, uint32_t tag) noexcept nogil:
-    """The upper bits of a tag: the lower ones of a product depend on the lower ones of a key alone, and could be aimed at."""
+    """Return the slot where a look-up begins: the upper bits of the tag. Its lower bits depend on the lower bits of the key
+    alone, so that keys could be chosen to collide there.
+    """
     return tag >> pool.home_shift
 
 
 cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
-    """The slot where a look-up begins."""
+    """Return the slot where a look-up begins."""
     return &pool.slots[_home_at(pool, _tag_of(pool, key.lo, group))]
 
 
@@ -225,7 +230,7 @@ cdef inline bint has_key(const Page *page, Digest key, int32_t group) noexcept n
 
 
 cdef inline Slot *_slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag) noexcept nogil:
-    """The slot of the key, or the empty slot that ends the search."""
+    """Return the slot of the key, or the empty slot that ends the search."""
     cdef uint32_t i = _home_at(pool, tag)
     while pool.slots[i].page_id != NULL_PAGE:
         if pool.slots[i].tag == tag and has_key(&pool.pages[pool.slots[i].page_id], key, group):
@@ -235,12 +240,12 @@ cdef inline Slot *_slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag)
 
 
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
-    """The page cached first under the key, or NULL_PAGE."""
+    """Return the page cached first under the key, or NULL_PAGE."""
     return _slot_for(pool, key, group, _tag_of(pool, key.lo, group)).page_id
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
-    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE."""
+    """Return the page cached first under the key among those with an id in `ids`, or NULL_PAGE."""
     cdef int32_t first = find(pool, key, group)
     if first == NULL_PAGE or ids.start <= first < ids.stop:
         return first
@@ -248,8 +253,8 @@ cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids
 
 
 cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Give a page without an entry the key; whether no other page has it. The index cannot be full: it has a slot for every two
-    pages and more.
+    """Give a page its entry. Return whether no other page has the key. There is a free slot, for the index has two or more a
+    page.
     """
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = _tag_of(pool, key.lo, group)
@@ -273,7 +278,7 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
 
 
 cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page that was blank, in the queue or taken out of it as it is, a new one. It has just been given its entry."""
+    """Move a newly cached page from the blank part to the new part, whether it is in the queue or was just taken out."""
     cdef bint was_free = is_free(pool, page_id)
     if was_free:
         pull(pool, page_id)
@@ -286,8 +291,8 @@ cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void rank(
     Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
 ) noexcept nogil:
-    """Let the policy rank a page of a request that misses: by what it knows of its key, and so the pages since the last that it
-    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new.
+    """Rank a missed page by its key, if the policy samples it, and the unsampled pages before it. After `MAX_UNSEEN` keys in a
+    row that it does not know, the rest of the request counts as new.
     """
     cdef uint64_t word
     cdef uint32_t part
@@ -308,7 +313,7 @@ cdef inline void rank(
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a page is cached, and the one that a look-up finds."""
+    """Whether a page is cached, and a look-up of its key finds it and not a twin."""
     cdef Page *page = &pool.pages[page_id]
     if page.group == NO_GROUP:
         return False
@@ -316,7 +321,9 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline Py_ssize_t _find_entered(Pool *pool, const int32_t *ids, Range span) noexcept nogil:
-    """Index of a page in ``ids[span]``, null pages aside, that has an entry or stands there before; -1: there is none."""
+    """Return the index of the first page in ``ids[span]`` that has an entry or is repeated; -1 if there is none. Null pages may
+    repeat.
+    """
     cdef Py_ssize_t i, bad = -1
     for i in range(span.start, span.stop):
         if ids[i] == NULL_PAGE:
@@ -324,7 +331,7 @@ cdef inline Py_ssize_t _find_entered(Pool *pool, const int32_t *ids, Range span)
         if pool.pages[ids[i]].group != NO_GROUP:
             bad = i
             break
-        pool.pages[ids[i]].group = MAX_GROUP  # until all are checked
+        pool.pages[ids[i]].group = MAX_GROUP  # until all are checked: a page that is repeated looks cached
     for i in range(span.start, span.stop if bad < 0 else bad):
         if ids[i] != NULL_PAGE:
             pool.pages[ids[i]].group = NO_GROUP
@@ -362,12 +369,12 @@ cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t gr
 
 
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Whether a page, null pages aside, has an entry under another key."""
+    """Whether a page has an entry under another key; False for the null page."""
     return page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not has_key(&pool.pages[page_id], key, group)
 
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page if the pool keeps tokens, and has room for `n`."""
+    """Keep the tokens of a page if the pool keeps tokens; keep none if there is no room for `n`."""
     cdef int32_t *kept
     if pool.page_tokens == NULL:
         return
@@ -380,7 +387,9 @@ cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens,
 
 
 cdef inline Slot *_slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
-    """The slot that names a page, or, for a twin that no slot names, the empty slot that ends the search."""
+    """Return the slot that names a page. No slot names later twins: for one of these return the empty slot that ends the
+    search.
+    """
     cdef uint32_t i = _home_at(pool, tag)
     while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
         i = (i + 1) & pool.mask
@@ -431,7 +440,7 @@ cdef inline void drop_all(Pool *pool) noexcept nogil:
 
 
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the term of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
+    """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
     cdef bint is_moved = is_free(pool, page_id)
     if pool.policy != NULL:
         is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)

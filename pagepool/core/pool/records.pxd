@@ -50,7 +50,7 @@ cdef struct Ranking:          # how a policy ranked the pages that a request com
     int32_t num_unseen        # sampled keys behind them, all unknown to the policy
 
 cdef struct Slot:             # one slot of the prefix index
-    uint32_t tag              # hash of key and group; its low bits are the home slot
+    uint32_t tag              # hash of key and group; its high bits are the home slot
     int32_t page_id           # page cached first under the key; NULL_PAGE: empty
 
 cdef struct Links:
