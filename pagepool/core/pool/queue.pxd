@@ -1,17 +1,22 @@
-# The free queue, of the pool and of each shard: one ring of pages, closed by a record. With parts there is one more record
-# before each part: those of the policy, or, without one, a blank part and one of cached pages, which the pools of models that
-# keep states have from the start; and once pages were expected back, one for each term, the longest first. Once shares were set
-# each tenant has all of these parts, except that blank pages are in that of the first, the common one.
+# The free queue of the pool, and that of each shard: a ring of records, which the null page, or the shard's end, closes. With
+# parts there is one more record before each part, its mark:
 #
-# Always: a free page is in the part for its term, or, without one, in the part that the lowest bits of its mark name; without a
-# policy in the blank one, unless it has an entry. The pages of each part of a policy, and of each term, are counted.
+# * With a policy the plain parts, those for pages without a term, are the policy's. Without one they are a blank part and one
+#   of cached pages; pools of models that keep states have these two from the start.
+# * Once a page was expected back, each term has a part, the longest first.
+# * Once shares were set, each tenant has all of these parts, but blank pages stay in the blank part of the common tenant.
 #
-# Blank pages, and pages that nobody expects back, are evicted first; then the page with the furthest return among the oldest of
-# each term and the one that the policy picks, which counts as expected in twice the time that it has been idle. They are
-# compared by terms, and of equal ones the one that was released earlier goes. With shares that is so in each tenant; of the
-# tenants above their share the one gives a page whose page was released earliest.
+# Numbered steps in core/README.md, "The victim", say which page is evicted next.
 #
-# Always: the pages of a term are in the order of their stamps, so that none is late before the oldest.
+# Always:
+#
+# * A free page with a term is in the part of that term.
+# * A free page without one is in the part that its mark's lowest bits name; without a policy in the blank part if it has no
+#   entry, else in the part of cached pages.
+# * `Policy.num_in_part` counts the free pages without a term by part of the policy, `Expectations.num_free` the others by term.
+#   Bit n of `free_terms` is set exactly when `num_free[n]` is not 0.
+# * The pages of a term are in the order of their stamps, so none is late before the oldest.
+# * A shard's queue has the shard's pages in the order of the pool's queue.
 
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
@@ -29,47 +34,47 @@ from pagepool.core.pool.records cimport (
 
 
 cdef enum:
-    MAX_DUE = 31              # pages from a tenant until it is chosen again, or another one
+    MAX_DUE = 31              # pages taken from a tenant before a tenant is chosen again
 
-cdef struct Supply:           # of a call that takes pages
-    int32_t taker             # tenant that they are for
-    int32_t num_left          # pages that it is still to take
-    int32_t tenant            # from which it takes pages that are not blank
-    int32_t num_due           # further pages from that one
-    int64_t now               # when it began; 0 without terms
-    int32_t part              # of the page with a term that was picked last; NO_PART: there is none
-    uint32_t stamp            # of that page
+cdef struct Supply:           # state of a call that takes pages
+    int32_t taker             # tenant for which they are taken
+    int32_t num_left          # pages still to be taken
+    int32_t tenant            # tenant that gives pages which are not blank
+    int32_t num_due           # further pages from that tenant
+    int64_t now               # time at which the call began; 0 without terms
+    int32_t part              # part of the last page with a term that was picked; NO_PART: there is none
+    uint32_t stamp            # stamp of that page
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
-    """The record that closes the queue of a shard; -1 means the whole pool."""
+    """Return the record that closes the queue of a shard; -1 means the whole pool."""
     return NULL_PAGE if shard < 0 else pool.num_pages + shard * (1 + pool.num_parts)
 
 
 cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """The record before the pages of a part."""
+    """Return the record before the pages of a part."""
     return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
 
 
 cdef inline int32_t _end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """The record behind the pages of a part; without parts behind all pages."""
+    """Return the record behind the pages of a part; without parts the one that closes the queue."""
     if part + 1 < pool.num_parts:
         return start_of_part(pool, part + 1, shard)
     return end_of_queue(pool, shard)
 
 
 cdef inline int32_t _part_of_term(const Pool *pool, int32_t first, int32_t term) noexcept nogil:
-    """The part for pages with a term, which is not UNKNOWN, of the tenant with that `first` part."""
+    """Return the part for pages with a term, which is not UNKNOWN, of the tenant whose parts begin at `first`."""
     return first + count_plain_parts(pool) + NEVER - term
 
 
 cdef inline int32_t _first_part_of(const Pool *pool, int32_t page_id) noexcept nogil:
-    """The first part of the tenant of a cached page."""
+    """Return the first part of a cached page's tenant."""
     return pool.tenants.of_pages[page_id] * pool.num_parts_each if rare(pool.tenants.of_pages != NULL) else 0
 
 
 cdef inline int32_t _part_of(const Pool *pool, int32_t page_id) noexcept nogil:
-    """The part of the queue in which a page belongs; NO_PART without any."""
+    """Return the part of the queue in which a page belongs; NO_PART if there are no parts."""
     cdef int32_t part = NEW
     if pool.num_parts == 0:
         return NO_PART
@@ -85,7 +90,7 @@ cdef inline int32_t _part_of(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
-    """The record behind `page_id` in that queue: a page, or one that closes the queue or begins a part."""
+    """Return the record behind `page_id` in a shard's queue: a page, a part's mark, or the end of the queue."""
     return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
 
 
@@ -94,12 +99,12 @@ cdef inline int32_t _record_before(const Pool *pool, int32_t page_id, int32_t sh
 
 
 cdef inline bint is_page(const Pool *pool, int32_t record) noexcept nogil:
-    """Whether a record of a queue is a page, not one of its marks."""
+    """Whether a record of a queue is a page, not a mark or an end."""
     return NULL_PAGE < record < pool.num_pages
 
 
 cdef inline int32_t _oldest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """The page that has been in a part for longest, or NULL_PAGE."""
+    """Return the page that has been in a part for longest, or NULL_PAGE."""
     cdef int32_t page_id = record_behind(pool, start_of_part(pool, part, shard), shard)
     return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
 
@@ -110,7 +115,7 @@ cdef inline int32_t _newest_in(const Pool *pool, int32_t part, int32_t shard) no
 
 
 cdef inline int32_t _oldest_in_parts(const Pool *pool, int32_t first, int32_t stop, int32_t shard) noexcept nogil:
-    """The oldest page of the first of the parts ``[first, stop)`` that has any, or NULL_PAGE. O(parts)."""
+    """Return the oldest page of the first of the parts ``[first, stop)`` that has any, or NULL_PAGE. O(parts)."""
     cdef int32_t part, page_id = NULL_PAGE
     for part in range(first, stop):
         page_id = _oldest_in(pool, part, shard)
@@ -120,7 +125,7 @@ cdef inline int32_t _oldest_in_parts(const Pool *pool, int32_t first, int32_t st
 
 
 cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept nogil:
-    """Put a page outside the queue before the record that ends it, or a part."""
+    """Insert a page into the pool's queue, before the record `end`."""
     cdef Page *pages = pool.pages
     cdef int32_t last = pages[end].prev_free
     assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
@@ -132,7 +137,7 @@ cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept no
 
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page outside the queue to its back, which is evicted last; with a policy to that of its part."""
+    """Append a page to the queue; if that has parts, to the part in which the page belongs."""
     if rare(pool.is_divided):
         _push_to_divisions(pool, page_id)
     else:
@@ -140,7 +145,7 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """`push` to the back of the part in which the page belongs, and of that of its shard."""
+    """Append a page to its part of the queue, and of its shard's."""
     if pool.num_parts > NEW + 1 or pool.num_shards:
         push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     else:
@@ -148,13 +153,13 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """`_push_to_divisions` at a time, which matters only with terms."""
+    """Do `_push_to_divisions` at a given time, which matters only with terms."""
     _mark_queued(pool, page_id, now)
     _place(pool, page_id)
 
 
 cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
-    """Link a page into its part, and into that of its shard, at the back."""
+    """Link a page in at the back of its part, and of its shard's part."""
     cdef int32_t shard, part = _part_of(pool, page_id)
     count_in_part(pool, page_id, 1)
     link_page(pool, page_id, _end_of_part(pool, part, -1))
@@ -164,7 +169,7 @@ cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry, outside the queue, to its front; with a policy to that of the blank part."""
+    """Put a page without an entry at the front of the queue; if that has parts, of its blank part."""
     if rare(pool.is_divided):
         _push_first_to_divisions(pool, page_id)
     else:
@@ -172,7 +177,7 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry to the front of the blank part, if there are parts, and of its shard's."""
+    """Put a page without an entry at the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
     _mark_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
@@ -183,13 +188,13 @@ cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept 
 
 
 cdef inline int32_t _front_of_blank(const Pool *pool, int32_t shard) noexcept nogil:
-    """The record before the pages without an entry; without parts before all pages."""
+    """Return the record before the pages without an entry; without parts the one before all pages."""
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
 cdef inline void _mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """Mark a page that is put into the queue as one of the policy's part that its mark names, or, without an entry, of the
-    blank one, and stamp it.
+    """Mark a page that is put into the queue with its part of the policy, which is the blank one if it has no entry, and stamp
+    it. End the charge of a blank page.
     """
     cdef uint32_t part
     if pool.policy != NULL:
@@ -205,7 +210,7 @@ cdef inline void _mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept
 
 
 cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
-    """The time of stamps."""
+    """Return the time on the clock of stamps."""
     return pool.expected.fixed_time or coarse_time(SECOND)
 
 
@@ -219,17 +224,17 @@ cdef inline bint _is_older(const Pool *pool, int32_t page_id, int32_t other) noe
 
 
 cdef inline uint32_t _limit_of(int32_t term) noexcept nogil:
-    """The idle time at which a term is over."""
+    """Return the idle time at which a term is over."""
     return <uint32_t>SECOND << term
 
 
 cdef inline int32_t _term_from_idle(uint32_t idle) noexcept nogil:
-    """Return the term of a page without an expectation: it is expected in twice its idle time."""
+    """Return the term of a page that has none: it counts as expected in twice its idle time."""
     return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
 
 
 cdef inline int32_t _current_term(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """The term of a free page that has one: of a late page, which has been idle for all of it, the first that is not over."""
+    """Return the term of a free page that has one. A late page counts as one of the first term longer than its idle time."""
     cdef int32_t term = term_of(pool, page_id)
     cdef uint32_t idle = _idle_time(pool, page_id, now)
     if term == NEVER or idle < _limit_of(term):
@@ -238,7 +243,7 @@ cdef inline int32_t _current_term(const Pool *pool, int32_t page_id, int64_t now
 
 
 cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
-    """Count a page that comes into its part, or leaves it."""
+    """Count a page that enters its part, or with a change of -1 leaves it."""
     if rare(pool.expected.terms != NULL):
         _count_with_term(pool, page_id, change)
     if pool.policy != NULL and term_of(pool, page_id) == UNKNOWN:
@@ -246,7 +251,7 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
 
 
 cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
-    """`count_in_part` for its term, if it has one, and its tenant."""
+    """Count a page for its term, if it has one, and for its tenant."""
     cdef int32_t term = term_of(pool, page_id)
     if term != UNKNOWN:
         pool.expected.num_free[term] += change
@@ -259,7 +264,7 @@ cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) n
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page of a pool without shards into the part that its mark names, as it was there before it was saved."""
+    """Append a page to the part that its mark names, as it was before it was saved. The pool has no shards."""
     cdef int32_t part = <int32_t>(pool.policy.marks[page_id] & PART)
     link_page(pool, page_id, _end_of_part(pool, part, -1))
     pool.policy.num_in_part[part] += 1
@@ -271,7 +276,7 @@ cdef inline void _push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int3
 
 
 cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page out of the queue, wherever it stands in it."""
+    """Take a page out of the queue, wherever it is."""
     cdef Page *page = &pool.pages[page_id]
     assert 0 < page_id < pool.num_pages and is_free(pool, page_id)
     pool.pages[page.prev_free].next_free = page.next_free
@@ -284,7 +289,7 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page out of its shard's queue, and of the count of its part."""
+    """Take a page out of its shard's queue and the count of its part, and begin its charge."""
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
@@ -294,21 +299,21 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void take_out(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page out of the queue that is not used: it loses its entry, or is put there again."""
+    """Take a page out of the queue without counting a use: it is about to lose its entry, or to be queued again."""
     if pool.policy != NULL:
         discount(pool.policy, page_id)
     pull(pool, page_id)
 
 
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
-    """Link the marks of the parts of an empty queue."""
+    """Link the marks of all parts into an empty queue."""
     cdef int32_t part
     for part in range(pool.num_parts):
         _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
 cdef inline void _link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
-    """Put the start of a part before another record of the pool's queue."""
+    """Insert a part's mark into the pool's queue, before the record `end`."""
     cdef int32_t last = pages[end].prev_free
     pages[mark] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=last, next_free=end, group=NO_GROUP)
     pages[last].next_free = mark
@@ -332,8 +337,8 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
 
 
 cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
-    """Divide the pool's queue, which has parts, by terms. Behind the stamps there is room for terms and tenants, all 0. Free
-    pages count as released now. O(num_pages).
+    """Divide the pool's queue, which has parts, by terms. The memory of `stamps` also has room for terms and tenants, all 0.
+    Free pages count as released now. O(num_pages).
     """
     cdef int32_t part, page_id, num_plain_parts = pool.num_parts
     cdef uint32_t now = <uint32_t>now_of(pool)
@@ -346,7 +351,7 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
-    """Divide the pool's queue, which is divided by terms, by tenants too. All pages are common. O(num_pages)."""
+    """Divide the pool's queue, which has terms, by tenants too. All pages become common. O(num_pages)."""
     cdef int32_t part, page_id
     for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
         _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
@@ -362,8 +367,8 @@ cdef inline void begin_tenants(Pool *pool) noexcept nogil:
 
 
 cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
-    """Charge the pages of a tenant to the common one, whose free pages stay in the order of their release. The queues of shards
-    have to be linked anew. O(num_pages).
+    """Charge the pages of a tenant to the common one, and merge its free pages in the order of their release. The caller links
+    the queues of shards anew. O(num_pages).
     """
     cdef int32_t part, page_id, target
     for part in range(NEW, pool.num_parts_each):
@@ -384,7 +389,7 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
-    """Build the queue of each shard from the whole one. O(free pages)."""
+    """Build the queue of each shard from that of the pool. O(free pages)."""
     cdef int32_t page_id, shard, end, part
     for shard in range(pool.num_shards):
         pool.shard_num_free[shard] = 0
@@ -408,7 +413,8 @@ cdef inline int32_t count_free_in(const Pool *pool, int32_t shard) noexcept nogi
 
 
 cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
-    """The page behind `page_id` in that queue, whatever its part; NULL_PAGE, or a shard's end: there is none."""
+    """Return the page behind `page_id` in a shard's queue, whatever its part. If there is none: NULL_PAGE, or the shard's end.
+    """
     page_id = record_behind(pool, page_id, shard)
     while page_id >= pool.num_pages and page_id != end_of_queue(pool, shard):
         page_id = record_behind(pool, page_id, shard)
@@ -416,14 +422,14 @@ cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard
 
 
 cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogil:
-    """The page before `page_id` in the pool's queue, whatever its part, or NULL_PAGE."""
+    """Return the page before `page_id` in the pool's queue, whatever its part, or NULL_PAGE."""
     page_id = pool.pages[page_id].prev_free
     while page_id >= pool.num_pages:
         page_id = pool.pages[page_id].prev_free
     return page_id
 
 
-# The page that is evicted next.
+# The victim. `first` is the first part of the tenant whose page it is.
 
 
 cdef inline int32_t *_known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
@@ -431,7 +437,7 @@ cdef inline int32_t *_known_newest(Pool *pool, int32_t part, int32_t shard) noex
 
 
 cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, int32_t first) noexcept nogil:
-    """The page that the newest call which released any into a part of a tenant released first, or NULL_PAGE. Amortised O(1)."""
+    """Return the first page that the latest release put into a part of the policy, or NULL_PAGE. Amortised O(1)."""
     cdef Policy *policy = pool.policy
     cdef const uint32_t *marks = policy.marks
     cdef int32_t *known = _known_newest(pool, part, shard)
@@ -456,7 +462,7 @@ cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t 
 
 
 cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Choose the oldest page of all parts of the tenant with that first one."""
+    """Choose the oldest page of all parts of the policy."""
     cdef Policy *policy = pool.policy
     cdef Decision oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
     cdef uint32_t mark
@@ -471,7 +477,9 @@ cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) no
 
 
 cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Choose the page of least value among the oldest and the newest of each part, if it is worth less than LRU's choice."""
+    """Choose the page of least value among the oldest and the newest of each part, if its value is less than MARGIN % of that
+    of LRU's choice.
+    """
     cdef Policy *policy = pool.policy
     cdef Decision best = _decide_as_lru(pool, shard, first)
     cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
@@ -490,7 +498,7 @@ cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept 
 
 
 cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """The page to be evicted next by what the policy has learned. It leaves the queue before the next call."""
+    """Return the page that the policy evicts next. It has to leave the queue before the next call."""
     cdef Policy *policy = pool.policy
     cdef Decision *decision = &policy.learned.decision
     cdef int32_t behind, page_id = NULL_PAGE
@@ -506,7 +514,9 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
 
 
 cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """The page without a term that the policy picks, or that was released first; NULL_PAGE: there is none, but blank ones."""
+    """Return the victim among the pages without a term: the policy's pick, or the page released first. NULL_PAGE: all are
+    blank.
+    """
     if pool.policy == NULL:
         return _oldest_in(pool, first + NEW, shard)
     if pool.expected.free_terms and _oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
@@ -515,7 +525,7 @@ cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexce
 
 
 cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
-    """A call that takes pages for a tenant."""
+    """Begin a call that takes pages for a tenant."""
     return Supply(
         taker=taker, num_left=0, tenant=COMMON, num_due=0, now=now_of(pool) if pool.expected.terms != NULL else 0, part=NO_PART,
         stamp=0,
@@ -523,8 +533,8 @@ cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
 
 
 cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
-    """The page that nobody expects back, or whose return is furthest off, of those with a term; NULL_PAGE: there is none. The
-    oldest page of each term is late before the others are. O(terms).
+    """Return the victim among the pages with a term: one that is not expected back, or the one whose return is furthest off
+    among the oldest of each term, which are late first. NULL_PAGE: there is none. O(terms).
     """
     cdef uint32_t terms = pool.expected.free_terms
     cdef int32_t term, page_id, longest = UNKNOWN, furthest = NULL_PAGE
@@ -543,7 +553,7 @@ cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t firs
 
 
 cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """`_find_furthest`, which is not compared again while pages follow that were released with the one before."""
+    """Return `_find_furthest`. Pages with the stamp of the last one follow it without a comparison."""
     cdef int32_t page_id = NULL_PAGE
     if first <= supply.part < first + pool.num_parts_each:
         page_id = _oldest_in(pool, supply.part, shard)
@@ -555,13 +565,13 @@ cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t firs
 
 
 cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
-    """Whether the return of a page without a term is further off than that of one with a term."""
+    """Whether the return of a page without a term is further off than that of a page with one."""
     cdef int32_t term = _term_from_idle(_idle_time(pool, page_id, now)), other_term = _current_term(pool, other, now)
     return term > other_term or (term == other_term and not _is_older(pool, other, page_id))
 
 
 cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
-    """Whether a tenant has pages in a queue, blank ones aside."""
+    """Whether a tenant has pages in a shard's queue that are not blank."""
     cdef int32_t first = tenant * pool.num_parts_each
     if pool.tenants.num_free[tenant] == 0 or shard < 0:
         return pool.tenants.num_free[tenant] > 0
@@ -569,7 +579,7 @@ cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard)
 
 
 cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """The page to be evicted next among those of the tenant with that first part."""
+    """Return the victim among the pages of a tenant that are not blank."""
     cdef int32_t plain
     cdef int32_t page_id = _pick_expected(pool, shard, first, supply)
     if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
@@ -581,13 +591,13 @@ cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Suppl
 
 
 cdef inline double _excess_of(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
-    """The pages above a tenant's share, with those that it is about to take."""
+    """Return the number of pages above a tenant's share. Pages that it is about to take count."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
     return pool.tenants.num_charged[tenant] + num_taken - pool.tenants.shares[tenant] * (pool.num_pages - 1)
 
 
 cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
-    """Whether a page goes before one of another tenant: nobody expects it back, or it was released earlier."""
+    """Whether a page goes before one of another tenant: it alone is not expected back, or else it was released earlier."""
     cdef bint is_wanted = term_of(pool, page_id) != NEVER
     if is_wanted != (term_of(pool, other) != NEVER):
         return not is_wanted
@@ -595,7 +605,9 @@ cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) 
 
 
 cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
-    """Choose the tenant whose page goes first, of those with more than so much above their share; False: there is none."""
+    """Choose the tenant whose page goes first among those with more than `least` pages above their share; False if there is
+    none.
+    """
     cdef double excess
     cdef int32_t tenant, page_id, first = NULL_PAGE
     for tenant in range(MAX_TENANTS):
@@ -609,8 +621,8 @@ cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double
 
 
 cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
-    """Choose the tenant above its share whose page goes first, for a number of pages; if all are below it, any. O(tenants)
-    when it is chosen.
+    """Choose the tenant above its share whose page goes first, for up to MAX_DUE more pages; any tenant if none is above.
+    O(tenants) for each choice.
     """
     supply.num_due -= 1
     if supply.num_due >= 0 and _has_cached_in(pool, supply.tenant, shard):
@@ -620,7 +632,7 @@ cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexc
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
-    """The page to be evicted next, of a shard unless that is -1. Without parts it is the one in front."""
+    """Return the victim of a shard; -1 means the whole pool. Without parts it is the page in front."""
     cdef int32_t page_id
     if pool.num_parts == 0:
         return record_behind(pool, end_of_queue(pool, shard), shard)
@@ -635,8 +647,8 @@ cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nog
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
-    """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE. With a policy, which may
-    evict any, among all.
+    """Return a page with references among the first `n` of the free queue and of each shard's, or NULL_PAGE. With parts any
+    page can be the next, so all are searched.
     """
     cdef int32_t page_id, shard
     cdef Py_ssize_t _
@@ -650,13 +662,13 @@ cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogi
 
 
 cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Put pages to the back of the queue. Returns -1, or, with nothing changed, the index of one that must not be there."""
+    """Append pages to the queue. Return -1 or, with nothing changed, the index of a page that must not be there."""
     cdef Py_ssize_t i, bad = -1
     for i in range(n):
         if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt:
             bad = i
             break
-        pool.pages[ids[i]].prev_free = ids[i]  # until all are checked: a page that stands there twice looks free
+        pool.pages[ids[i]].prev_free = ids[i]  # until all are checked: a repeated page looks free
     for i in range(n if bad < 0 else bad):
         pool.pages[ids[i]].prev_free = NOT_FREE
     for i in range(n if bad < 0 else 0):
@@ -679,11 +691,11 @@ cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num
     return num_pages <= count_free_in(pool, shard)
 
 
-# References given back page by page.
+# References are given back page by page.
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a reference from a page that has one; without any left it goes to the back of the queue."""
+    """Give back a reference of a held page. With the last one the page is queued."""
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
@@ -692,7 +704,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
-    """Take a reference from each page, the last first; null pages are passed over."""
+    """Give back a reference of each page, the last page first, except null pages."""
     cdef int32_t i
     for i in range(n - 1, -1, -1):
         if ids[i] != NULL_PAGE:
@@ -700,32 +712,32 @@ cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcep
 
 
 cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a policy counts a page that is put into the queue: blank pages would only wear its clock out."""
+    """Whether a policy counts the release of a page. It skips blank pages, which would only use its clock up."""
     if pool.policy == NULL or pool.pages[page_id].group == NO_GROUP:
         return False
     return pool.policy.marks[page_id] & PART != BLANK
 
 
 cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without references, that is not in the queue, to its back."""
+    """Queue a page that just lost its last reference."""
     if is_counted(pool, page_id):
         count_release(pool.policy, 1, pool.num_free)
     push(pool, page_id)
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
-    """`put_back`, except for the null page and for a page without references."""
+    """Give back a reference of a page, unless it is the null page or has none."""
     if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > 0 and not is_free(pool, page_id):
         put_back(pool, page_id)
 
 
-# Terms of cached pages. A page gets one while it is held, or free; the time runs from then on, or from when it is released. Its
-# next use, and the loss of its entry, end the term.
+# Terms of cached pages. A held or free page gets one; its time runs from then on, and starts again when the page is released.
+# The next use ends the term, and so does the loss of the entry.
 
 
 cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
-    """Whether a page is cached and can get a term, or lose it. One that sessions share only gets a shorter one, so that none
-    of them puts off what the others use.
+    """Whether a page is cached and can get a term, or lose it. A shared page's term can only be shortened: no session delays
+    the eviction of pages that others use.
     """
     if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(pool, page_id) == UNKNOWN):
         return False
@@ -733,7 +745,7 @@ cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) 
 
 
 cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t now) noexcept nogil:
-    """Give a page another term, or UNKNOWN, if it may have it. A free page is queued as if it had been released now."""
+    """Give a page another term, or UNKNOWN, if it may have it. A free page is queued as if it had just been released."""
     cdef bint is_moved = is_free(pool, page_id)
     if not may_have_term(pool, page_id, term):
         return
@@ -746,7 +758,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
 
 
 cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
-    """The term of a page, or that from its idle time."""
+    """Return the term of a page. If it has none, that of its idle time counts, and 1 for a held page."""
     if not is_free(pool, page_id):
         return term_of(pool, page_id) or 1
     if term_of(pool, page_id) == UNKNOWN:
@@ -755,7 +767,8 @@ cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
-    """End the term, if there is one, of a page outside the queue that is used, and count whether it was used in time."""
+    """End the term of a page that is used, if it has one, and count whether the use is in time. The page is outside the queue.
+    """
     cdef int32_t term = term_of(pool, page_id)
     cdef bint is_late
     if term == UNKNOWN:
@@ -768,7 +781,7 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
-    """End the term, if there is one, of a page outside the queue that has lost its entry."""
+    """End the term of a page that has lost its entry, if it has one. The page is outside the queue."""
     if term_of(pool, page_id) != UNKNOWN:
         pool.expected.outcomes.num_unused_pages += term_of(pool, page_id) != NEVER
         pool.expected.terms[page_id] = UNKNOWN
