@@ -1,6 +1,6 @@
 # Locks across a fork: a thread that forks takes the locks of all objects first.
 
-cdef enum LockKind:           # in the order in which they are taken
+cdef enum LockKind:           # in locking order
     BATCH_LOCK
     CHAIN_LOCK
     STORE_LOCK
@@ -8,11 +8,11 @@ cdef enum LockKind:           # in the order in which they are taken
     INDEX_LOCK
 
 
-cdef struct LockNode:         # of an object with a lock
-    LockNode *prev            # others of the kind, in a ring; NULL outside
+cdef struct LockNode:         # the lock of an object
+    LockNode *prev            # ring of the locks of a kind; NULL: not enlisted
     LockNode *next
     void *mutex
-    bint is_held              # by the thread that forks
+    bint is_held              # held by the forking thread
 
 
 cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1

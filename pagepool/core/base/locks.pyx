@@ -1,8 +1,11 @@
 """Locks across a fork: a thread that forks takes the locks of all objects first.
 
-A child has only the thread that forked. A lock that another thread held would stay locked in the child, and its records half
-changed. So a thread that forks takes all locks, in their order, and releases them in parent and child. A thread that holds a
-lock runs no Python code and waits for nothing but other such locks, so it always releases it.
+A forked child has only the thread that forked. A lock held by another thread would stay locked in the child, with its records
+half changed. So the forking thread takes all locks in order, and releases them in parent and child. A thread that holds a lock
+runs no Python code and waits only for other such locks, so it always releases it. Always:
+
+* An enlisted lock is in the ring of its kind, and its neighbours point back at it.
+* Only the forking thread sets `is_held`, and `num_forks` counts the threads that fork or wait to fork.
 """
 
 cimport cython
@@ -15,7 +18,7 @@ from pagepool.process_forks import hold_locks, release_locks, replace_lost_locks
 
 cdef extern from *:
     """
-    /* Before CPython 3.13 a Cython mutex is a lock that was allocated, and NULL where that failed. */
+    /* Before CPython 3.13 a Cython mutex is an allocated lock; NULL if the allocation failed. */
     #if PY_VERSION_HEX > 0x030d0000
     #define pagepool_has_lock(mutex) 1
     #else
@@ -27,7 +30,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* The same locks by their addresses. A thread that waits lets other Python threads run. */
+    /* Lock and unlock by address. A waiting thread lets other Python threads run. */
     #if PY_VERSION_HEX > 0x030d0000
     #define pagepool_lock(mutex) PyMutex_Lock((PyMutex *)(mutex))
     #define pagepool_unlock(mutex) PyMutex_Unlock((PyMutex *)(mutex))
@@ -46,16 +49,16 @@ cdef extern from *:
     """
     void lock_at "pagepool_lock" (void *mutex)
     void unlock_at "pagepool_unlock" (void *mutex)
-    bint is_forking "pagepool_is_forking"       # this thread, which holds all locks
+    bint is_forking "pagepool_is_forking"       # this thread holds all locks
 
 
 cdef enum:
-    NUM_LOCK_KINDS = 5        # in LockKind
+    NUM_LOCK_KINDS = 5        # members of LockKind
 
 
 cdef LockNode[NUM_LOCK_KINDS] lock_rings
-cdef cython.pymutex ring_lock     # taken before all others
-cdef int num_forks = 0            # that hold it, or wait for it
+cdef cython.pymutex ring_lock     # taken before all other locks
+cdef int num_forks = 0            # threads that hold `ring_lock` to fork, or wait for it
 
 
 cdef int start_lock_rings() except -1:
@@ -71,8 +74,8 @@ start_lock_rings()
 
 
 cdef inline bint lock_the_rings() noexcept:
-    """Lock before a change. Returns whether that was needed. With the GIL it is needed only while a thread forks, and never by
-    the forking thread itself: it holds all locks, and its hooks may make objects and collect garbage.
+    """Lock the rings before a change; return whether that was needed. With the GIL it is needed only while another thread
+    forks: the forking thread holds all locks, and its hooks may make objects and collect garbage.
     """
     if is_forking or not (GIL_DISABLED or num_forks):
         return False
@@ -81,7 +84,7 @@ cdef inline bint lock_the_rings() noexcept:
 
 
 cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
-    """Let forks take the lock of a fresh object. MemoryError if it could not be allocated: using it would crash."""
+    """Let forks take the lock of a new object. Raise MemoryError if the lock was not allocated, since using it would crash."""
     cdef LockNode *ring = &lock_rings[<int>kind]
     cdef LockNode *last
     cdef bint is_locked
@@ -102,7 +105,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
 
 
 cdef void delist_lock(LockNode *node) noexcept:
-    """Remove the lock of an object that is deallocated, if it was enlisted."""
+    """Remove the lock of a deallocated object, if it was enlisted."""
     cdef bint is_locked = lock_the_rings()
     if node.next != NULL:
         assert node.prev.next == node and node.next.prev == node
@@ -113,7 +116,7 @@ cdef void delist_lock(LockNode *node) noexcept:
 
 
 cdef void lock_all(bint is_held) noexcept:
-    """Take all locks, or release those that are held."""
+    """Take all locks, or release the held ones."""
     cdef LockNode *node
     cdef int kind
     for kind in range(NUM_LOCK_KINDS):
@@ -129,9 +132,9 @@ cdef void lock_all(bint is_held) noexcept:
 
 
 cdef void hold_core_locks() noexcept:
-    """Wait until no other thread is inside any object, and keep them out."""
+    """Wait until no other thread is inside an object, and keep threads out."""
     global is_forking, num_forks
-    if is_forking:  # a hook forks
+    if is_forking:  # a hook forks again
         return
     num_forks += 1
     ring_lock.acquire()
@@ -151,7 +154,7 @@ cdef void release_core_locks() noexcept:
 
 
 def _before_fork() -> None:
-    """Take the locks of Python objects, under which calls into the core are made, and then those of the core."""
+    """Take the locks of Python objects, then those of the core: calls into the core are made under the former."""
     try:
         hold_locks()
     finally:
@@ -166,7 +169,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global num_forks
     release_core_locks()
-    num_forks = 0  # other threads that were about to fork are gone
+    num_forks = 0  # other threads that waited to fork are gone
     release_locks()
     replace_lost_locks()
 

@@ -1,10 +1,10 @@
-# Arrays that grow.
+# Arrays that grow. Always: an array without memory has no capacity, and a failed change leaves the array as it is.
 
 from pagepool.core.base.platform cimport raw_realloc
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept nogil:
-    """Reallocate an array; False, and nothing changed, where memory is short."""
+    """Reallocate an array; return False, with nothing changed, if memory is short."""
     cdef void *resized = raw_realloc(memory[0], size)
     if resized != NULL:
         memory[0] = resized
@@ -12,7 +12,7 @@ cdef inline bint resize(void **memory, size_t size) noexcept nogil:
 
 
 cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
-    """Make room for `num` items of a size in an array that doubles; False, and nothing changed, where memory is short."""
+    """Make room for `num` items in an array that doubles; return False, with nothing changed, if memory is short."""
     cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
     assert num >= 0 and capacity[0] >= 0 and (items[0] != NULL or capacity[0] == 0)
     if num <= capacity[0]:

@@ -1,4 +1,4 @@
-# What the operating system and the compiler provide.
+# The operating system and the compiler.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
@@ -7,7 +7,7 @@ cdef extern from *:
     #if defined(__linux__)
     #include <sys/mman.h>
     #endif
-    /* Memory that is touched here and there: huge pages would make all of it resident. */
+    /* Use small pages for sparsely touched memory: huge pages would make all of it resident. */
     static inline void pagepool_keep_sparse(char *memory, size_t size) {
     #if defined(MADV_NOHUGEPAGE)
         size_t start = ((size_t)memory + 4095) & ~(size_t)4095;
@@ -22,7 +22,7 @@ cdef extern from *:
     """
     static inline void *pagepool_calloc(size_t num, size_t size) { return PyMem_RawCalloc(num, size); }
     static inline void *pagepool_realloc(void *memory, size_t size) { return PyMem_RawRealloc(memory, size); }
-    static inline void pagepool_free(void *memory) { PyMem_RawFree(memory); }  /* `cython -a` takes PyMem_... for Python */
+    static inline void pagepool_free(void *memory) { PyMem_RawFree(memory); }  /* `cython -a` marks PyMem_... as Python */
     """
     void *raw_calloc "pagepool_calloc" (size_t num, size_t size) noexcept nogil
     void *raw_realloc "pagepool_realloc" (void *memory, size_t size) noexcept nogil
@@ -42,7 +42,7 @@ cdef extern from *:
 cdef extern from *:
     """
     #if defined(CLOCK_MONOTONIC_COARSE)
-    #define PAGEPOOL_COARSE_CLOCK CLOCK_MONOTONIC_COARSE  /* a few ms behind, and read in a few ns */
+    #define PAGEPOOL_COARSE_CLOCK CLOCK_MONOTONIC_COARSE  /* up to a few ms late, but read in a few ns */
     #else
     #define PAGEPOOL_COARSE_CLOCK CLOCK_MONOTONIC
     #endif
@@ -51,7 +51,7 @@ cdef extern from *:
         clock_gettime(PAGEPOOL_COARSE_CLOCK, &now);
         return (int64_t)now.tv_sec * units_a_second + now.tv_nsec / (1000000000 / units_a_second);
     }
-    static inline int32_t pagepool_highest_bit(uint32_t word) { return 31 - __builtin_clz(word); }  /* not of 0 */
+    static inline int32_t pagepool_highest_bit(uint32_t word) { return 31 - __builtin_clz(word); }  /* word != 0 */
     """
     int64_t coarse_time "pagepool_coarse_time" (int32_t units_a_second) noexcept nogil
     int32_t highest_bit "pagepool_highest_bit" (uint32_t word) noexcept nogil
@@ -59,7 +59,7 @@ cdef extern from *:
 cdef extern from *:
     """
     #define PAGEPOOL_RELEASE_GIL_AT 1024
-    /* Release the GIL for work on many pages. Only C may run until `go_on`. A build that traces lines keeps the GIL. */
+    /* Release the GIL for work on many pages; only C may run until `go_on`. Builds that trace lines keep the GIL. */
     static inline void *pagepool_let_others_run(Py_ssize_t num_pages) {
     #if CYTHON_TRACE_NOGIL
         return NULL;
@@ -76,7 +76,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* 0 only in the build that `python -m bench.races.guards` compares with: what the guards of the hot loops cost. */
+    /* 0 only in the build that `python -m bench.races.guards` compares with, to measure the guards of hot loops. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
     #endif
@@ -99,7 +99,7 @@ cdef enum:
 
 cdef extern from *:
     """
-    /* The condition, which seldom holds: what depends on it lies apart from the rest, so that this needs less of the caches. */
+    /* Mark a rare condition: the compiler moves the branch out of the hot cache lines. */
     #define pagepool_rare(condition) __builtin_expect(!!(condition), 0)
     """
     bint rare "pagepool_rare" (bint condition) noexcept nogil

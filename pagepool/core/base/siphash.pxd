@@ -40,7 +40,7 @@ cdef inline void _sip_rounds(SipState *s, int n, int lanes) noexcept nogil:
 
 
 cdef inline void _sip_absorb(SipState *s, const uint64_t *words, int lanes) noexcept nogil:
-    """One word for each message."""
+    """Absorb a word of each message."""
     cdef int lane
     for lane in range(lanes):
         s[lane].v3 ^= words[lane]
@@ -72,7 +72,7 @@ cdef inline void sip_finish(SipState *s, Digest *digests, int lanes) noexcept no
 
 
 cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, uint64_t num_before, int lanes) noexcept nogil:
-    """Absorb the last `size` bytes of each message, little-endian; `num_before`, a multiple of 8, were absorbed already."""
+    """Absorb the last `size` bytes of each message, little-endian, after `num_before` bytes, a multiple of 8."""
     cdef uint64_t[2] words
     cdef int lane
     cdef Py_ssize_t i
@@ -91,7 +91,7 @@ cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, u
 cdef inline void _hash_lanes(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
 ) noexcept nogil:
-    """Digests of messages, each its parent's 16 bytes followed by `size` bytes of data."""
+    """Hash messages: the 16 bytes of a parent and `size` bytes of data each."""
     cdef SipState[2] s
     cdef uint64_t[2] words
     cdef int lane
@@ -107,7 +107,7 @@ cdef inline void _hash_lanes(
 
 
 cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py_ssize_t size) noexcept nogil:
-    """Digest of the parent's 16 bytes followed by `data`: one link of a chain."""
+    """Hash the parent's 16 bytes and `data`: one link of a chain."""
     cdef Digest digest
     _hash_lanes(key, &parent, &data, size, &digest, 1)
     return digest
@@ -116,14 +116,14 @@ cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py
 cdef inline void hash_two_after(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests
 ) noexcept nogil:
-    """A link of each of two chains at once."""
+    """Hash a link of each of two chains at once."""
     _hash_lanes(key, parents, data, size, digests, 2)
 
 
 cdef inline void hash_pages(
     Digest key, Digest parent, const int32_t *tokens, Py_ssize_t page_size, Digest *out, Py_ssize_t num_pages
 ) noexcept nogil:
-    """The digests of consecutive pages, each from the one before."""
+    """Hash consecutive pages, each with the digest of the page before."""
     cdef Py_ssize_t i
     assert page_size > 0 and num_pages >= 0
     for i in range(num_pages):

@@ -1,12 +1,11 @@
 # The index of a router: which workers have a block, by its hash.
 #
-# Each cache group has a `Space`, whose entries have for each medium a bit for each worker. Always:
+# Each cache group has a `Space`. Its entries have a bit for each medium and worker. Changes reserve their memory first and
+# cannot fail later. Always:
 #
-# * A bit stands for one copy or more; `duplicates` counts those beyond the first.
-# * A worker has as many bits as its `num_bits`, and as many duplicates as its `num_duplicates`.
-# * The blocks that a worker `gained` are all that it has, and some that it had, unless they are incomplete.
-#
-# Changes reserve their memory first and cannot fail then.
+# * A bit stands for one copy or more. `duplicates` counts the copies beyond the first.
+# * `num_bits` of a worker is the number of its bits, and `num_duplicates` the number of bits with duplicates.
+# * `gained` lists all blocks of a worker, and some that it had before, unless `is_incomplete`.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -23,36 +22,36 @@ from pagepool.core.router.space cimport (
 cdef enum:
     MAX_MEDIA = 8
     MAX_MEDIUM_SIZE = 32      # bytes of a name
-    FETCH_AHEAD = 8           # hashes by which a change has memory fetched before it reads it
-    BLOCKS_PER_DUPLICATE = 32  # of all groups, for which one more slot is kept
-    MIN_GAINED = 64           # blocks that a worker is known to have got, at least
-    ENTRIES_PER_GAINED = 2048  # of a space, for which one more is known
+    FETCH_AHEAD = 8           # hashes between a prefetch and its use
+    BLOCKS_PER_DUPLICATE = 32  # blocks per spare slot for duplicates
+    MIN_GAINED = 64           # places in a list of gained blocks, at least
+    ENTRIES_PER_GAINED = 2048  # entries of a space per further place
 
 cdef struct Medium:
     char[MAX_MEDIUM_SIZE] name
     Py_ssize_t size
 
-cdef struct GainedBlock:      # a block that a worker got
+cdef struct GainedBlock:      # current or earlier block of a worker
     uint32_t group
     uint32_t entry
 
 cdef struct Worker:
     int64_t num_bits
-    int64_t num_duplicates    # bits with further copies
-    bint is_lossy             # whether batches were lost, so that copies are not counted
-    GainedBlock *gained       # [num_gained] all of its blocks, and some that it had, unless `is_incomplete`
+    int64_t num_duplicates    # bits with duplicates
+    bint is_lossy             # batches were lost, so duplicates are not counted
+    GainedBlock *gained       # [num_gained] blocks gained since it last had none
     Py_ssize_t num_gained
-    Py_ssize_t capacity
-    bint is_incomplete        # whether it got more since it last had none
+    Py_ssize_t capacity       # of `gained`
+    bint is_incomplete        # `gained` was too short for all of them
 
 cdef struct BlockTable:
     Space[MAX_EVENT_GROUPS] spaces
-    Py_ssize_t num_spaces     # behind the last that is known
+    Py_ssize_t num_spaces     # one more than the last known group
     Medium[MAX_MEDIA] media
-    int32_t num_planes
-    int32_t num_words
-    int32_t num_workers       # behind the last that told anything
-    int32_t num_groups        # of the workers, as they say; 0: unknown
+    int32_t num_planes        # media
+    int32_t num_words         # words of workers
+    int32_t num_workers       # highest number of a worker with a batch, plus 1
+    int32_t num_groups        # groups of the workers; 0: unknown
     Worker *workers           # [num_words * WORD]
     DuplicateTable duplicates
     uint64_t multiplier
@@ -61,12 +60,12 @@ cdef struct BlockTable:
 cdef inline uint64_t *_bits_at(
     const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """The word with the bit of a worker."""
+    """Return the word with the bit of a worker."""
     return entry_at(space, entry) + 1 + plane * table.num_words + worker // WORD
 
 
 cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t entry, int32_t worker) noexcept nogil:
-    """Note that a worker got a block."""
+    """List a block that a worker gained."""
     cdef Worker *gainer = &table.workers[worker]
     assert 0 <= gainer.num_gained <= gainer.capacity
     if gainer.num_bits == 0:
@@ -85,13 +84,13 @@ cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t en
 cdef inline uint64_t duplicate_key(
     const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """The key of the copies of a block."""
+    """Return the key of a block's duplicates."""
     assert entry and 0 <= plane < MAX_MEDIA and 0 <= worker <= 0xffff and 0 <= space - &table.spaces[0] < MAX_EVENT_GROUPS
     return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
 
 
 cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker, uint64_t num) noexcept nogil:
-    """Set how many copies beyond the first a worker has. There is room."""
+    """Set the number of duplicates of a block at a worker. There is room."""
     if num or table.workers[worker].num_duplicates:
         table.workers[worker].num_duplicates += put_duplicate(&table.duplicates, key, num)
     assert 0 <= table.workers[worker].num_duplicates <= table.workers[worker].num_bits
@@ -99,7 +98,7 @@ cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker,
 
 
 cdef inline uint64_t count_duplicates(const BlockTable *table, uint64_t key, int32_t worker) noexcept nogil:
-    """The copies beyond the first."""
+    """Count the duplicates of a block at a worker."""
     if table.workers[worker].num_duplicates == 0:
         return 0
     return table.duplicates.slots[find_duplicate(&table.duplicates, key)].num
@@ -108,7 +107,7 @@ cdef inline uint64_t count_duplicates(const BlockTable *table, uint64_t key, int
 cdef inline void _add_duplicate(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has a further copy of a block."""
+    """Count one more copy of a block that a worker has."""
     cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
     if not table.workers[worker].is_lossy:
         set_duplicates(table, key, worker, count_duplicates(table, key, worker) + 1)
@@ -117,7 +116,7 @@ cdef inline void _add_duplicate(
 cdef inline bint _remove_duplicate(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has a further copy of a block less; False if it has none."""
+    """Count one duplicate less; return False if there is none."""
     cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
     cdef uint64_t num = 0 if table.workers[worker].is_lossy else count_duplicates(table, key, worker)
     if num:
@@ -128,7 +127,7 @@ cdef inline bint _remove_duplicate(
 cdef inline void _drop_duplicates(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Forget the further copies of a block."""
+    """Forget the duplicates of a block."""
     set_duplicates(table, duplicate_key(table, space, entry, plane, worker), worker, 0)
 
 
@@ -150,7 +149,7 @@ cdef inline bint has_bit(
 
 
 cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
-    """Clear the bit of a worker and forget its copies, and free an entry with no other."""
+    """Clear the bit of a worker, forget the duplicates, and free an entry without bits."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     assert 0 < entry < space.num_entries and space.stride == 1 + table.num_planes * table.num_words
@@ -168,9 +167,7 @@ cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int3
 cdef inline void store_blocks(
     BlockTable *table, Space *space, const uint64_t *hashes, Py_ssize_t num, uint32_t last, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Record blocks of a worker, or further copies of them, each behind the one before. `last` is the entry before the first;
-    0: unknown.
-    """
+    """Record consecutive blocks of a worker, or duplicates of them. `last` is the entry of the block before; 0: unknown."""
     cdef Py_ssize_t i
     for i in range(num):
         if i + FETCH_AHEAD < num:
@@ -185,7 +182,7 @@ cdef inline void store_blocks(
 cdef inline void remove_blocks(
     BlockTable *table, Space *space, const uint64_t *hashes, Py_ssize_t num, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Note that a worker has a copy of blocks less. The end of a prompt mostly goes before its beginning."""
+    """Remove one copy of each block from a worker. Prompts are mostly removed from their end."""
     cdef Py_ssize_t i
     cdef uint32_t entry, last = 0
     for i in range(num):
@@ -206,8 +203,8 @@ cdef inline void _clear_bits(BlockTable *table, Space *space, uint32_t entry, in
 
 
 cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcept nogil:
-    """Note that a worker has nothing. O(its blocks) while its marks list them all, then O(blocks of all workers), which is at
-    most a constant for each block that it got since it last had none.
+    """Remove all blocks of a worker. O(its blocks) if `gained` lists them all; otherwise O(blocks of all workers), which is a
+    constant for each block that it gained since it last had none.
     """
     cdef Space *space
     cdef GainedBlock block
@@ -228,7 +225,7 @@ cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcep
 
 
 cdef inline void trim_table(BlockTable *table) noexcept nogil:
-    """Give back room for copies that did not come."""
+    """Free the memory that duplicates do not need."""
     cdef Py_ssize_t g, num_kept = 0
     for g in range(table.num_spaces):
         num_kept += table.spaces[g].num_blocks // BLOCKS_PER_DUPLICATE
@@ -236,14 +233,14 @@ cdef inline void trim_table(BlockTable *table) noexcept nogil:
 
 
 cdef inline void _set_strides(BlockTable *table) noexcept nogil:
-    """Let entries have a word for each medium and each 64 workers."""
+    """Set the stride of all spaces: the hash, and a word for each medium and 64 workers."""
     cdef Py_ssize_t g
     for g in range(MAX_EVENT_GROUPS):
         table.spaces[g].stride, table.spaces[g].multiplier = 1 + table.num_planes * table.num_words, table.multiplier
 
 
 cdef inline bint reshape(BlockTable *table, int32_t num_planes, int32_t num_words) noexcept nogil:
-    """Give all entries more media or workers; False, and nothing changed, where memory is short. O(blocks)."""
+    """Widen all entries for more media or workers; return False, with nothing changed, if memory is short. O(blocks)."""
     cdef BlockTable shaped = table[0]
     cdef Worker *workers = <Worker *>raw_calloc(num_words * WORD, sizeof(Worker))
     cdef bint has_room = workers != NULL
@@ -274,7 +271,7 @@ cdef inline bint reshape(BlockTable *table, int32_t num_planes, int32_t num_word
 cdef inline void _copy_entries(
     const BlockTable *table, const Space *space, const BlockTable *shaped, const Space *into
 ) noexcept nogil:
-    """Copy the entries of a space into larger ones."""
+    """Copy the entries of a space into wider ones."""
     cdef const uint64_t *entry
     cdef uint64_t *copied
     cdef uint32_t i
@@ -291,7 +288,7 @@ cdef inline void _copy_entries(
 
 
 cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noexcept nogil:
-    """The place of a medium, `num` if it is new. None is the first one, the GPU."""
+    """Return the place of a medium; `num` if it is new. None means the first one, the GPU."""
     cdef int32_t i
     if name.at == NULL:
         return 0
@@ -302,7 +299,7 @@ cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noe
 
 
 cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept nogil:
-    """Make a zeroed table an empty one with the GPU as its medium; False where memory is short."""
+    """Make a zeroed table an empty one, with the GPU as its medium; return False if memory is short."""
     assert multiplier & 1
     table.multiplier = table.duplicates.multiplier = multiplier
     table.num_planes, table.num_words = 1, 1
@@ -314,7 +311,7 @@ cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept no
 
 
 cdef inline void take_blocks_out(BlockTable *table, BlockTable *taken) noexcept nogil:
-    """Forget all blocks and groups. What is left to free is in `taken`. Workers keep their numbers."""
+    """Move all blocks and groups to `taken`, which the caller frees. Workers keep their numbers."""
     cdef int32_t worker
     taken[0] = table[0]
     taken.workers = NULL
@@ -341,7 +338,7 @@ cdef inline void free_table(BlockTable *table) noexcept nogil:
 cdef inline Py_ssize_t copy_hashes(
     const BlockTable *table, const Space *space, int32_t plane, int32_t worker, uint64_t *hashes
 ) noexcept nogil:
-    """Copy the hashes of a worker's blocks in a medium, and return their number. The table has both."""
+    """Copy the hashes of a worker's blocks in a medium, and return their number. Both are in the table."""
     cdef Py_ssize_t num = 0
     cdef uint32_t entry
     for entry in range(1, space.num_entries):
@@ -352,7 +349,7 @@ cdef inline Py_ssize_t copy_hashes(
 
 
 cdef inline Py_ssize_t table_bytes(const BlockTable *table) noexcept nogil:
-    """The memory of a table."""
+    """Return the bytes of memory of a table."""
     cdef Py_ssize_t i, num_bytes = sizeof(BlockTable)
     for i in range(table.num_spaces):
         num_bytes += table.spaces[i].num_entries * table.spaces[i].stride * <Py_ssize_t>sizeof(uint64_t)
@@ -363,7 +360,7 @@ cdef inline Py_ssize_t table_bytes(const BlockTable *table) noexcept nogil:
 
 
 cdef inline const char *_find_duplicate_fault(const BlockTable *table, int64_t *num_duplicates) noexcept nogil:
-    """What contradicts what in the duplicates, or NULL. `num_duplicates` is for each worker."""
+    """Return what is wrong in the duplicates, or NULL. `num_duplicates` has room for a number per worker."""
     cdef Duplicate duplicate
     cdef const Space *space
     cdef Py_ssize_t i, num = 0
@@ -392,7 +389,7 @@ cdef inline const char *_find_duplicate_fault(const BlockTable *table, int64_t *
 
 
 cdef inline const char *find_fault(const BlockTable *table) noexcept nogil:
-    """What contradicts what in a table, or NULL."""
+    """Return what is wrong in a table, or NULL."""
     cdef const char *fault = NULL
     cdef Py_ssize_t i
     cdef int64_t *counts = <int64_t *>raw_calloc(table.num_words * WORD, sizeof(int64_t))

@@ -1,7 +1,10 @@
-# A batch of events applied to the index of a router.
+# Batches of events, applied to the index of a router.
 #
-# A batch is compared with the index before anything changes, and its memory is reserved; then nothing can fail. Only where a
-# worker may come to have too many blocks are the net changes of a batch worked out, and applied instead of its events.
+# A batch is compared with the index, and its memory is reserved, before anything changes. If its events could exceed the blocks
+# that a worker may have, the net changes of the batch are computed and applied instead. Always:
+#
+# * Net changes have one `Change` for each block, group and medium in the batch, and a slot for each change.
+# * A worker has at most `max_blocks` blocks after a batch.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -16,19 +19,19 @@ from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, NO_MEMORY, STORE
 from pagepool.core.router.space cimport WORD, Space, ensure_entry, find_entry, reserve_blocks
 
 cdef enum:
-    MAX_BLOCKS = 1 << 30      # of a group
+    MAX_BLOCKS = 1 << 30      # blocks of a group
 
-cdef struct Change:           # what a batch does to a block
+cdef struct Change:           # net change of a block
     uint64_t block_hash
     int32_t group
     int32_t plane
-    uint64_t num_before       # copies that the worker has
-    uint64_t num
+    uint64_t num_before       # copies before the batch
+    uint64_t num              # copies after the batch
 
-cdef struct NetChanges:       # what a batch changes, or NULL: it was not worked out
+cdef struct NetChanges:       # net changes of a batch; NULL: not computed
     Change *items             # [num] in the order of the batch
     Py_ssize_t num
-    uint32_t *slots           # [num_slots] one more than the place of a block in `items`; 0: empty
+    uint32_t *slots           # [num_slots] place in `items` plus 1; 0: empty
     Py_ssize_t num_slots
     uint64_t multiplier
 
@@ -40,8 +43,10 @@ cdef struct Media:
 cdef inline const char *settle_groups(
     const BlockTable *table, EventBatch *batch, Py_ssize_t page_size, int32_t num_groups
 ) noexcept nogil:
-    """The reason why the groups of a batch contradict one another, those before or the index; NULL: they do not. `num_groups`
-    was given, or is 0; the batch gets the number that holds behind it. Both may change while nobody has blocks.
+    """Compare the groups of a batch with each other and with the index; return the contradiction, or NULL.
+
+    Sets the batch's number of groups. `num_groups` is the number given to the index, or 0. Numbers and groups may change while
+    no worker has blocks.
     """
     cdef Spec[MAX_EVENT_GROUPS] specs
     cdef const Event *event
@@ -77,7 +82,7 @@ cdef inline const char *settle_groups(
 cdef inline Py_ssize_t _count_unknown(
     const BlockTable *table, const EventBatch *batch, Py_ssize_t group, const NetChanges *net
 ) noexcept nogil:
-    """Count the stored hashes of a group that have no entry yet, repeated ones again unless net changes are known."""
+    """Count the stored hashes of a group without an entry. Without net changes, repeated hashes count again."""
     cdef const Event *event
     cdef Py_ssize_t i, j, num = 0
     cdef uint32_t entry
@@ -97,8 +102,8 @@ cdef inline Py_ssize_t _count_unknown(
 
 
 cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
-    """Find the media of events, which are those of the index and those that the batch adds; False if they are too many, or a
-    name is too long. The payload is not read later, in case another thread changes it.
+    """Find the media of the index and the batch, and the medium of each event; return False if there are too many, or a name is
+    too long. Names are copied now, because another thread may change the payload later.
     """
     cdef Event *event
     cdef Py_ssize_t i
@@ -123,7 +128,7 @@ cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media
 cdef inline const char *_reserve_changes(
     BlockTable *table, const EventBatch *batch, const Media *media, int32_t worker, const NetChanges *net
 ) noexcept nogil:
-    """Reserve the memory of a batch, or of its net changes; the reason why there is none, or NULL."""
+    """Reserve the memory for a batch or its net changes; return the reason for a failure, or NULL."""
     cdef Py_ssize_t i, g, num_copies = 0
     cdef Py_ssize_t[MAX_EVENT_GROUPS] num_stored
     cdef int32_t num_words = max(table.num_words, worker // <int32_t>WORD + 1)
@@ -154,7 +159,7 @@ cdef inline const char *_reserve_changes(
 
 
 cdef inline Py_ssize_t _find_change(const NetChanges *net, const Event *event, uint64_t block_hash) noexcept nogil:
-    """The slot of a block among the net changes, or the empty one that ends the search."""
+    """Find the slot of a block in the net changes, or the empty slot that ends the search."""
     cdef uint64_t tag = (block_hash ^ <uint64_t>event.group << 8 ^ <uint64_t>event.plane) * net.multiplier >> 32
     cdef Py_ssize_t slot = <Py_ssize_t>(tag * <uint64_t>net.num_slots >> 32)
     cdef const Change *found
@@ -170,7 +175,7 @@ cdef inline Py_ssize_t _find_change(const NetChanges *net, const Event *event, u
 cdef inline uint64_t _count_copies(
     const BlockTable *table, const Event *event, uint64_t block_hash, int32_t worker
 ) noexcept nogil:
-    """The copies of a block that a worker has."""
+    """Count the copies of a block that a worker has."""
     cdef const Space *space = &table.spaces[event.group]
     cdef uint32_t entry
     if worker >= table.num_workers or event.plane >= table.num_planes:
@@ -184,7 +189,7 @@ cdef inline uint64_t _count_copies(
 cdef inline bint _compute_changes(
     const BlockTable *table, const EventBatch *batch, int32_t worker, NetChanges *net
 ) noexcept nogil:
-    """List the blocks that a batch changes, with the copies of each before and after; False where memory is short."""
+    """Compute the net changes of a batch; return False if memory is short."""
     cdef bint is_lossy = worker < table.num_workers and table.workers[worker].is_lossy and not batch.is_cleared
     cdef const Event *event
     cdef Change *change
@@ -216,7 +221,7 @@ cdef inline bint _compute_changes(
 
 
 cdef inline int64_t _count_gained(const NetChanges *net) noexcept nogil:
-    """The blocks that a worker has more behind the changes."""
+    """Count the blocks that a worker gains by the changes; negative if it loses more."""
     cdef int64_t num = 0
     cdef Py_ssize_t i
     for i in range(net.num):
@@ -225,7 +230,7 @@ cdef inline int64_t _count_gained(const NetChanges *net) noexcept nogil:
 
 
 cdef inline void _apply_change(BlockTable *table, const Change *item, int32_t worker) noexcept nogil:
-    """Apply the net change of a block that a worker has."""
+    """Apply the net change of a block that the worker has."""
     cdef Space *space = &table.spaces[item.group]
     cdef uint32_t entry = find_entry(space, item.block_hash, 0)
     assert item.num_before and entry and has_bit(table, space, entry, item.plane, worker)
@@ -238,7 +243,7 @@ cdef inline void _apply_change(BlockTable *table, const Change *item, int32_t wo
 cdef inline void _apply_changes(
     BlockTable *table, const EventBatch *batch, int32_t worker, const NetChanges *net
 ) noexcept nogil:
-    """Apply a batch for which there is room, or its net changes alone."""
+    """Apply a batch, or its net changes if they were computed. There is room."""
     cdef const Event *event
     cdef Space *space
     cdef Py_ssize_t i
@@ -271,7 +276,7 @@ cdef inline void _store_changes(
     BlockTable *table, Space *space, const EventBatch *batch, const Event *event, uint32_t last, int32_t worker,
     const NetChanges *net,
 ) noexcept nogil:
-    """Note the blocks of an event that a worker has behind the batch, and their copies."""
+    """Store the blocks of an event that the worker has after the batch, with their duplicates."""
     cdef const Change *found
     cdef Py_ssize_t j
     for j in range(event.first, event.first + event.num):
@@ -285,10 +290,7 @@ cdef inline void _store_changes(
 
 
 cdef inline const char *apply_events(BlockTable *table, EventBatch *batch, int32_t worker, int64_t max_blocks) noexcept nogil:
-    """Apply a batch, if its groups agree with the index. Return NULL, or the reason why it is refused.
-
-    Only a batch after which the worker may have too many blocks has its net changes worked out.
-    """
+    """Apply a batch whose groups are settled; return NULL, or the reason for refusing it, with no block changed."""
     cdef const char *error = NULL
     cdef NetChanges net
     cdef Media media

@@ -1,27 +1,27 @@
-# Further copies of blocks: the copies beyond the first that a worker has of a block.
+# Duplicates: a worker's copies of a block beyond the first.
 #
-# They are rare, so the index has a bit for each block of a worker, and counts the further copies in a hash table with linear
-# probing. Always:
+# They are rare, so the index has a bit for each block of a worker, and this hash table with linear probing counts its
+# duplicates. Always:
 #
 # * A slot is empty exactly when its key is 0. A taken slot counts one copy or more.
 # * At least a quarter of the slots is empty, so that each search ends.
-# * No slot between the home of a key and its own is empty: deletion shifts entries back.
+# * No slot between a key's home and its own is empty: deletion shifts slots back.
 
 from libc.stdint cimport uint64_t
 
 from pagepool.core.base.platform cimport raw_calloc, raw_free
 
 cdef enum:
-    MIN_DUPLICATE_SLOTS = 256  # slots that are kept
+    MIN_DUPLICATE_SLOTS = 256  # slots, at least
 
-cdef struct Duplicate:        # copies beyond the first of a block that a worker has
-    uint64_t key              # of its entry, group, medium and worker; 0: empty
-    uint64_t num
+cdef struct Duplicate:        # duplicates of a block at a worker
+    uint64_t key              # entry, group, medium and worker; 0: empty
+    uint64_t num              # copies beyond the first
 
 cdef struct DuplicateTable:
     Duplicate *slots          # [num_slots]
     Py_ssize_t num_slots
-    Py_ssize_t num            # slots that are taken
+    Py_ssize_t num            # taken slots
     uint64_t multiplier
 
 
@@ -34,7 +34,7 @@ cdef inline Py_ssize_t _duplicate_behind(const DuplicateTable *table, Py_ssize_t
 
 
 cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key) noexcept nogil:
-    """The slot of a key, or the empty one that ends the search. There are slots."""
+    """Find the slot of a key, or the empty slot that ends the search. There are slots."""
     cdef Py_ssize_t slot = _home_of_key(table, key)
     assert key and table.num < table.num_slots
     while table.slots[slot].key not in (0, key):
@@ -43,7 +43,7 @@ cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key)
 
 
 cdef inline void _empty_duplicate(DuplicateTable *table, Py_ssize_t slot) noexcept nogil:
-    """Empty a slot, and shift back those whose search passes it."""
+    """Empty a slot, and shift back the slots behind it whose search passes it."""
     cdef Py_ssize_t home, other = slot
     assert table.num > 0 and table.slots[slot].key
     while True:
@@ -59,7 +59,7 @@ cdef inline void _empty_duplicate(DuplicateTable *table, Py_ssize_t slot) noexce
 
 
 cdef inline int put_duplicate(DuplicateTable *table, uint64_t key, uint64_t num) noexcept nogil:
-    """Set how many copies beyond the first there are. There is room. Returns how many slots more are taken: -1, 0 or 1."""
+    """Set the number of duplicates under a key, and return the change in taken slots: -1, 0 or 1. There is room."""
     cdef Py_ssize_t slot = find_duplicate(table, key)
     cdef bint is_new = table.slots[slot].key == 0
     if num:
@@ -74,7 +74,7 @@ cdef inline int put_duplicate(DuplicateTable *table, uint64_t key, uint64_t num)
 
 
 cdef inline bint _resize_duplicates(DuplicateTable *table, Py_ssize_t num_slots) noexcept nogil:
-    """Give the table another number of slots, enough for all; False, and nothing changed, where memory is short."""
+    """Resize the table to hold all of its keys; return False, with nothing changed, if memory is short."""
     cdef DuplicateTable resized = table[0]
     cdef Duplicate taken
     resized.num_slots = num_slots
@@ -95,13 +95,13 @@ cdef inline Py_ssize_t _slots_for(Py_ssize_t num) noexcept nogil:
 
 
 cdef inline bint reserve_duplicates(DuplicateTable *table, Py_ssize_t num_more) noexcept nogil:
-    """Make room for more keys; False where memory is short."""
+    """Make room for more keys; return False if memory is short."""
     cdef Py_ssize_t num_slots = _slots_for(table.num + num_more)
     return num_slots <= table.num_slots or _resize_duplicates(table, max(num_slots, 2 * _slots_for(table.num)))
 
 
 cdef inline void trim_duplicates(DuplicateTable *table, Py_ssize_t num_kept) noexcept nogil:
-    """Give back room for copies that did not come, but for `num_kept` slots."""
+    """Free slots that no key needs, except `num_kept` spare ones."""
     cdef Py_ssize_t num_slots = 2 * _slots_for(table.num) + num_kept
     if table.num_slots > 2 * num_slots:
         _resize_duplicates(table, num_slots)

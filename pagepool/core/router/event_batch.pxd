@@ -1,8 +1,11 @@
-# Batches of cache events, read from msgpack as they come from the wire.
+# Batches of cache events, read from the msgpack of a worker's messages.
 #
 # A batch is ``[ts, events, rank]`` or a map with these names. An event is a map with ``type``, or an array that begins with it.
-# Nothing is trusted: each length is compared with the bytes that are left before anything is reserved for it, nothing recurses,
-# and each step consumes a byte. A `Reader` with an error reads nothing more.
+# Payloads are not trusted: each length is compared with the remaining bytes before memory is reserved, there is no recursion,
+# and each step consumes a byte. Always:
+#
+# * A `Reader` is at or before its end. After an error its values are meaningless, and callers stop.
+# * The hashes of an event lie within those of its batch. Events before `num_void` are void.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -12,7 +15,7 @@ from pagepool.core.base.platform cimport rare, raw_free
 
 cdef enum:
     MAX_EVENT_GROUPS = 64
-    MAX_BLOCK_SIZE = 1 << 30  # tokens, of a block or window
+    MAX_BLOCK_SIZE = 1 << 30  # tokens per block or window
 
 cdef enum EventKind:
     NO_EVENT
@@ -39,11 +42,11 @@ cdef struct Reader:
     const uint8_t *end
     const char *error         # NULL: none
 
-cdef struct Text:             # bytes of a payload; NULL: None
+cdef struct Text:             # some bytes of a payload; NULL: None
     const uint8_t *at
     Py_ssize_t size
 
-cdef struct Spec:             # what a stored event says of its group
+cdef struct Spec:             # properties of a cache group, from a stored event
     int32_t block_size        # tokens; 0: unknown
     int32_t window            # tokens; 0: none
     bint is_state
@@ -51,12 +54,12 @@ cdef struct Spec:             # what a stored event says of its group
 cdef struct Event:
     EventKind kind
     int32_t group
-    int32_t num_groups        # of the worker; 0: unknown
+    int32_t num_groups        # groups of the worker; 0: unknown
     Spec spec
     Text medium
-    int32_t plane             # of the medium in the index, once it is found; -1: none
-    Py_ssize_t first          # of its hashes, in the batch
-    Py_ssize_t num
+    int32_t plane             # place of the medium in the index, set when the batch is applied; -1: none
+    Py_ssize_t first          # place of the first hash in the batch
+    Py_ssize_t num            # hashes
     uint64_t parent
     bint has_parent
     bint has_hashes
@@ -70,8 +73,8 @@ cdef struct EventBatch:
     Py_ssize_t hash_capacity
     Py_ssize_t num_stored     # hashes of stored events
     bint is_cleared
-    int32_t num_groups        # of the workers, once the index has agreed
-    Py_ssize_t num_void       # events before the last that cleared everything: they tell nothing but their groups
+    int32_t num_groups        # groups of the workers, set by `settle_groups`
+    Py_ssize_t num_void       # leading events that a later one clears; only their groups count
 
 cdef extern from *:
     """
@@ -86,7 +89,7 @@ cdef inline void _fail(Reader *reader, const char *error) noexcept nogil:
 
 
 cdef inline uint64_t _read_number(Reader *reader, int size) noexcept nogil:
-    """Read a big-endian number; 0 where the payload ends before."""
+    """Read a big-endian number; 0 if the payload ends before it does."""
     cdef uint64_t number = 0
     cdef int i
     assert 0 < size <= 8 and reader.at <= reader.end
@@ -111,14 +114,14 @@ cdef inline void _skip_bytes(Reader *reader, uint64_t size) noexcept nogil:
 
 
 cdef inline bint _is_none(Reader *reader) noexcept nogil:
-    """Whether the next value is None, which is read."""
+    """Read the next value if it is None, and return whether it was."""
     cdef bint found = reader.at < reader.end and reader.at[0] == 0xc0
     reader.at += found
     return found
 
 
 cdef inline Py_ssize_t _read_count(Reader *reader, uint8_t few, uint8_t few_mask, uint8_t code) noexcept nogil:
-    """Read the header of an array or map, whose short form is `few`; the long ones are `code` and the next."""
+    """Read the header of an array or map. Its short form is `few` and a count, its long forms are `code` and ``code + 1``."""
     cdef uint8_t first = _read_byte(reader)
     cdef uint64_t num = 0
     if (first & <uint8_t>~few_mask) == few:
@@ -127,7 +130,7 @@ cdef inline Py_ssize_t _read_count(Reader *reader, uint8_t few, uint8_t few_mask
         num = _read_number(reader, 2 if first == code else 4)
     else:
         _fail(reader, "got another type, allowed: an array or a map")
-    if num > <uint64_t>(reader.end - reader.at):  # each item takes a byte
+    if num > <uint64_t>(reader.end - reader.at):  # each item takes a byte or more
         _fail(reader, "an array or a map is longer than the payload")
     return 0 if reader.error != NULL else <Py_ssize_t>num
 
@@ -145,7 +148,7 @@ cdef inline bint _is_map(const Reader *reader) noexcept nogil:
 
 
 cdef inline const uint8_t *_pass_ints(const uint8_t *at, const uint8_t *end, Py_ssize_t *num) noexcept nogil:
-    """Pass over token ids: unsigned ints up to 32 bits, at most `num` of them. Stops at anything else, and near the end."""
+    """Skip up to `num` token ids, unsigned ints of up to 32 bits. Stop at any other value, and near the end."""
     cdef Py_ssize_t left = num[0]
     while left and end - at > 5:
         if at[0] == 0xcd:
@@ -164,7 +167,7 @@ cdef inline const uint8_t *_pass_ints(const uint8_t *at, const uint8_t *end, Py_
 
 
 cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
-    """Skip values of any type, and all that is within them."""
+    """Skip values of any type, with the values inside them."""
     cdef uint8_t first
     cdef int64_t left
     reader.at = _pass_ints(reader.at, reader.end, &num)
@@ -203,10 +206,10 @@ cdef inline void _skip_values(Reader *reader, Py_ssize_t num) noexcept nogil:
 
 
 cdef inline uint64_t _read_int(Reader *reader) noexcept nogil:
-    """Read an int of at most 64 bits, negative ones as their two's complement."""
+    """Read an int of at most 64 bits; a negative one as its two's complement."""
     cdef uint8_t first
     cdef int unused
-    if reader.end - reader.at >= 9 and reader.at[0] == 0xcf:  # nearly all hashes
+    if reader.end - reader.at >= 9 and reader.at[0] == 0xcf:  # nearly every hash
         reader.at += 1
         return _read_number(reader, 8)
     first = _read_byte(reader)
@@ -233,7 +236,7 @@ cdef inline int32_t _read_size(Reader *reader, int32_t highest) noexcept nogil:
 
 
 cdef inline Text _read_text(Reader *reader) noexcept nogil:
-    """Read a string or bytes; None with an error."""
+    """Read a string or bytes; return None after an error."""
     cdef uint8_t first = _read_byte(reader)
     cdef uint64_t size = 0
     cdef Text text
@@ -259,7 +262,7 @@ cdef inline bint _is_int(const Reader *reader) noexcept nogil:
 
 
 cdef inline uint64_t _read_hash(Reader *reader) noexcept nogil:
-    """Read a hash, an int or bytes of which the last 64 bits count."""
+    """Read a hash: an int, or the last 64 bits of bytes."""
     cdef Text text
     cdef Reader last
     if _is_int(reader):
@@ -278,7 +281,7 @@ cdef inline bint _is_text(Text text, const char *name, Py_ssize_t size) noexcept
 
 
 cdef inline Field _field_of(Text name) noexcept nogil:
-    """The field with a name, of a batch or an event."""
+    """Return the field of a batch or event by its name."""
     if _is_text(name, "type", 4):
         return TYPE
     if _is_text(name, "block_hashes", 12):
@@ -305,7 +308,7 @@ cdef inline Field _field_of(Text name) noexcept nogil:
 
 
 cdef inline Field _field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
-    """The field at a place behind the type of an event that is an array."""
+    """Return the field at a place of an event in array form. Place 0 follows the type."""
     cdef Field[11] stored = [HASHES, PARENT, TOKENS, BLOCK_SIZE, OTHER, MEDIUM, OTHER, OTHER, GROUP, SPEC_KIND, WINDOW]
     cdef Field[3] removed = [HASHES, MEDIUM, GROUP]
     if kind == STORED and place < 11:
@@ -343,7 +346,7 @@ cdef inline void _read_hashes(Reader *reader, EventBatch *batch, Event *event) n
 
 
 cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Field field) noexcept nogil:
-    """Read one field of an event. None leaves a field as it is."""
+    """Read a field of an event. None leaves the field unchanged."""
     if field == TYPE:
         event.kind = _read_kind(reader)
     elif field in (OTHER, EVENTS):
@@ -371,7 +374,7 @@ cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Fi
 
 
 cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *event) noexcept nogil:
-    """Add an event that was read. One that clears everything makes those before it void."""
+    """Add an event to the batch. An event that clears everything makes the events before it void."""
     if event.kind == CLEARED:
         batch.num_hashes = batch.num_stored = 0
         batch.num_void, batch.is_cleared = batch.num_events, True
@@ -426,7 +429,7 @@ cdef inline void _read_events(Reader *reader, EventBatch *batch) noexcept nogil:
 
 
 cdef inline void read_batch(Reader *reader, EventBatch *batch) noexcept nogil:
-    """Read a payload, which is one batch and nothing else. `free_batch` has to follow, with an error too."""
+    """Read a payload, which is one batch and nothing else. The caller frees the batch, after an error too."""
     cdef Py_ssize_t i, num
     cdef bint has_names = _is_map(reader), has_events = False
     cdef bint is_events
@@ -452,7 +455,7 @@ cdef inline void read_batch(Reader *reader, EventBatch *batch) noexcept nogil:
 
 
 cdef inline double read_seconds(Reader *reader) noexcept nogil:
-    """Read the time of a batch, its first value; 0 where it is no float."""
+    """Read the time of a batch, its first value; 0 unless it is a finite float."""
     cdef uint64_t number
     cdef double seconds = 0
     if _is_map(reader):

@@ -1,4 +1,4 @@
-"""The index of a router: which workers have which prefixes cached."""
+"""The index of a router, which records the prefixes that workers have cached."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -28,15 +28,15 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, EventBatchError, IntegrityError, shown
 
 cdef enum:
-    NUM_LOCKS = 8             # readers that look up side by side
+    NUM_LOCKS = 8             # concurrent readers
     MAX_WORKERS = 1 << 16
-    BYTES_OF_A_PAGE = 64      # of a payload, as many as take the time of a page
-    HASHES_OF_A_PAGE = 2      # looked up for 64 workers: two threads gain from 2,048 hashes on
+    BYTES_OF_A_PAGE = 64      # bytes of a payload that take as long as a page
+    HASHES_OF_A_PAGE = 2      # hashes for 64 workers that take as long as a page: two threads gain from 2,048 hashes on
 
 cdef extern from *:
     """
     static int pagepool_num_readers;
-    /* The lock of a thread, the same at each call. */
+    /* Returns the number of a thread's lock, the same at each call. */
     static inline int pagepool_lock_of_thread(int num_locks) {
         static __thread int number;
         if (!number) number = __atomic_add_fetch(&pagepool_num_readers, 1, __ATOMIC_RELAXED);
@@ -48,7 +48,7 @@ cdef extern from *:
 
 @cython.final
 cdef class ReaderLock:
-    """One of several locks of an index: a reader takes one, a writer takes all in their order."""
+    """One of the locks of an index. A reader takes one lock; a writer takes all of them in order."""
 
     cdef cython.pymutex lock
     cdef LockNode lock_node
@@ -84,12 +84,12 @@ def time_of_batch(payload) -> float:
 
 
 cdef class PrefixTable:
-    """Which workers have which prefixes cached: the compiled part of `pagepool.router.PrefixIndex`, which describes it."""
+    """The compiled part of `pagepool.router.PrefixIndex`, which describes it."""
 
     cdef BlockTable table
     cdef readonly Py_ssize_t page_size
     cdef readonly Py_ssize_t max_worker_blocks
-    cdef int32_t num_groups   # that was given; 0: none
+    cdef int32_t num_groups   # argument of the index; 0: not given
     cdef tuple locks
 
     def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, **_):
@@ -118,11 +118,11 @@ cdef class PrefixTable:
             (<ReaderLock>self.locks[i]).lock.release()
 
     def apply(self, worker, payload) -> bool:
-        """Apply an encoded batch of events of a worker, an int from 0 on: bytes, or another buffer. Returns whether it is
-        complete in itself, because it has `AllBlocksCleared`.
+        """Apply an encoded batch of events of a worker. Return whether it has `AllBlocksCleared`, and so is complete in itself.
 
-        EventBatchError if it is malformed, contradicts what is known of the groups, or exceeds a limit; nothing has changed
-        then. O(bytes); what `AllBlocksCleared` costs is of the order of what was stored before it.
+        `worker` is an int from 0 on, `payload` is bytes or another buffer. Raise EventBatchError, with nothing changed, if the
+        batch is malformed, contradicts the groups of the index, or exceeds a limit. O(bytes); `AllBlocksCleared` costs at most
+        a constant for each block stored before it.
         """
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         cdef Py_buffer view
@@ -147,7 +147,7 @@ cdef class PrefixTable:
         return is_cleared
 
     cdef const char *apply_batch(self, int32_t worker, EventBatch *batch) noexcept:
-        """Check a batch against the index, and apply it. Returns the reason if it cannot be, or NULL."""
+        """Check a batch against the index and apply it; return the reason for refusing it, or NULL."""
         cdef const char *error
         cdef void *thread
         self.begin_write()
@@ -164,8 +164,8 @@ cdef class PrefixTable:
     def find(self, hashes, medium=None):
         """Return how many tokens of a prompt each worker has, int32 ``[workers]``.
 
-        `hashes` are those of the pages of the prompt: a uint64 or int64 array ``[pages]``, a list of ints or bytes, of which
-        the last 64 bits count, or a `HashChain`. A page counts if the worker has it in any medium, or in `medium` if given.
+        `hashes` are the hashes of the prompt's pages: a uint64 or int64 array ``[pages]``, a list of ints or bytes, which count
+        by their last 64 bits, or a `HashChain`. A page counts if the worker has it in any medium, or in `medium` if given.
         O(pages x groups); with windows or states O(pages x groups x workers).
         """
         cdef Py_buffer view
@@ -202,12 +202,12 @@ cdef class PrefixTable:
             raw_free(words)
 
     cdef uint32_t plane_of(self, bytes name) noexcept:
-        """The bit of a medium, none if there is none."""
+        """Return the bit of a medium; 0 for an unknown medium."""
         return <uint32_t>1 << find_medium(self.table.media, self.table.num_planes, text_of(name))
 
     def note_loss(self, worker) -> None:
-        """Note that batches of a worker were lost. Until it has cleared everything, or is removed, a block is gone with the
-        first copy that it removes, because removals of others may be lost. O(1).
+        """Note that batches of a worker were lost. From now on the first removal of a block removes all its copies, since other
+        removals may be lost; this ends when the worker clears everything or is removed. O(1).
         """
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         self.begin_write()
@@ -216,7 +216,7 @@ cdef class PrefixTable:
         self.end_write()
 
     def remove_worker(self, worker) -> None:
-        """Forget what a worker has cached. O(blocks that it got since it last had none)."""
+        """Forget all blocks of a worker. O(blocks that it got since it last had none)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         self.begin_write()
         if number < self.table.num_workers:
@@ -224,7 +224,7 @@ cdef class PrefixTable:
         self.end_write()
 
     def clear(self) -> None:
-        """Forget all blocks and groups, and give their memory back. Workers keep their numbers."""
+        """Forget all blocks and groups, and free their memory. Workers keep their numbers."""
         cdef BlockTable forgotten
         self.begin_write()
         take_blocks_out(&self.table, &forgotten)
@@ -241,7 +241,7 @@ cdef class PrefixTable:
         cdef int32_t plane
         cdef Py_ssize_t num = 0, num_held = -1
         cdef bint is_there
-        while num_held != num:  # the array is made without the locks
+        while num_held != num:  # the array is allocated without the locks
             num = num_held
             hashes = np.empty(max(num, <Py_ssize_t>0), np.uint64)
             found = hashes
@@ -256,12 +256,12 @@ cdef class PrefixTable:
 
     @property
     def num_workers(self) -> int:
-        """One more than the highest number of a worker that told anything."""
+        """Highest number of a worker with a batch, plus 1."""
         return self.table.num_workers
 
     @property
     def media(self) -> tuple:
-        """The media that were told, ``"GPU"`` first."""
+        """Names of the media in events, ``"GPU"`` first."""
         cdef Media media
         cdef int32_t i
         self.begin_write()
@@ -271,7 +271,7 @@ cdef class PrefixTable:
         return tuple([media.items[i].name[:media.items[i].size].decode(errors="surrogateescape") for i in range(media.num)])
 
     def stats(self) -> dict:
-        """Return ``blocks`` (entries of all groups), ``held`` (blocks of each worker, a list) and ``bytes`` of memory."""
+        """Return ``blocks`` (entries of all groups), ``held`` (a list of the blocks of each worker) and ``bytes`` of memory."""
         cdef Py_ssize_t i, num_bytes, num_blocks = 0
         self.begin_write()
         num_bytes = table_bytes(&self.table)
@@ -281,7 +281,7 @@ cdef class PrefixTable:
         return {"blocks": num_blocks, "held": [self.num_held(i) for i in range(self.table.num_workers)], "bytes": num_bytes}
 
     cdef int64_t num_held(self, int32_t worker) noexcept:
-        """The blocks of a worker that told anything."""
+        """Count the blocks of a worker below `num_workers`."""
         cdef int64_t num
         self.begin_write()
         num = self.table.workers[worker].num_bits
@@ -289,7 +289,7 @@ cdef class PrefixTable:
         return num
 
     def check(self) -> None:
-        """Check that the records agree. IntegrityError if they do not. O(blocks x workers)."""
+        """Check that the records agree; raise IntegrityError if they do not. O(blocks x workers)."""
         cdef const char *fault
         self.begin_write()
         fault = find_fault(&self.table)
@@ -316,7 +316,7 @@ cdef object ndarray = np.ndarray
 
 
 cdef object as_hashes(object hashes):
-    """Hashes as a contiguous array of uint64."""
+    """Return hashes as a contiguous array of uint64."""
     if type(hashes) is ndarray and hashes.dtype is UINT64 and hashes.ndim == 1 and hashes.flags.c_contiguous:
         return hashes
     if isinstance(hashes, HashChain):
@@ -335,7 +335,7 @@ cdef object as_hashes(object hashes):
 
 
 cdef object as_hash(object block_hash):
-    """The last 64 bits of a hash."""
+    """Return the last 64 bits of a hash."""
     if isinstance(block_hash, bytes):
         if len(block_hash) < 8:
             raise ArgumentError(f"hashes: got {shown(block_hash)}, allowed: bytes with at least 8")
@@ -344,7 +344,7 @@ cdef object as_hash(object block_hash):
 
 
 cdef object hashes_of_chain(HashChain chain):
-    """The lower halves of the digests of a chain."""
+    """Return the lower halves of the digests of a chain."""
     cdef Py_ssize_t i, num
     cdef uint64_t[::1] copied
     with chain.lock:

@@ -1,7 +1,10 @@
-# Look-ups of a prompt: how much of it each worker has, by its hashes.
+# The search for a prompt: how much of it each worker has cached.
 #
-# A group has the workers of each page, or, where any number of leading pages is a hit, only how many leading pages each worker
-# has. Leading pages are counted by words of bits, until no worker is left.
+# In a group where any number of leading pages is a hit, the search counts the leading pages of each worker: it combines the
+# words of bits page by page, until no worker is left. In other groups it keeps the workers of each page. Then it looks for the
+# longest prefix at which all groups can resume. Always:
+#
+# * A group has either counts of leading pages or bits. Neither reaches past the hashes of the prompt.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memset
@@ -12,26 +15,27 @@ from pagepool.core.router.block_table cimport BlockTable
 from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS
 from pagepool.core.router.space cimport WORD, Space, ctz, find_entry, is_free_entry
 
-cdef struct SearchedGroup:    # of a look-up, which all of its workers share
+cdef struct SearchedGroup:    # a cache group of a search
     Rules rules
     bint is_state
-    Py_ssize_t stride         # hashes of a page
-    Py_ssize_t num_pages      # that hashes were given for
-    int32_t *num_leading      # [workers] pages that a worker has from the first on; NULL with a window or a state
-    uint64_t *bits            # [num_pages * words] workers that have a page; NULL without
+    Py_ssize_t stride         # hashes per page
+    Py_ssize_t num_pages      # full pages of the prompt
+    int32_t *num_leading      # [workers] leading pages of each worker; NULL with a window or a state
+    uint64_t *bits            # [num_pages * words] workers of each page; NULL without a window or a state
 
 cdef struct Search:
     const uint64_t *hashes
     Py_ssize_t num_hashes
-    uint32_t planes           # a bit for each medium that counts
+    uint32_t planes           # a bit for each medium to search
 
 
 cdef inline uint32_t _find_workers(
     const Space *space, uint64_t block_hash, uint32_t guess, uint32_t planes, uint64_t *holders, int32_t num_planes,
     int32_t num_words,
 ) noexcept nogil:
-    """Find the workers that have a block in one of the media, a bit for each. Returns its entry, which may be `guess`, or 0.
-    The numbers are those of the table, and known to the compiler where there are few.
+    """Find the workers of a block, a bit for each, and return its entry; 0 if it has none. `guess` is tried first.
+
+    `num_planes` and `num_words` are those of the table. As constants, they let the compiler unroll the loops.
     """
     cdef const uint64_t *bits
     cdef uint64_t any_held
@@ -51,11 +55,11 @@ cdef inline uint32_t _find_workers(
             any_held |= holders[word]
         if not rare(not any_held and entry and entry == guess and is_free_entry(bits, 1 + num_planes * num_words)):
             return entry
-        guess = 0  # the links of a free entry looked like the hash
+        guess = 0  # the links in a free entry look like the hash: search again
 
 
 cdef inline void _set_counts(int32_t *counts, uint64_t workers, int32_t first, int32_t count) noexcept nogil:
-    """Set the count of workers, a bit for each from `first` on."""
+    """Set the count of some workers, given by bits from worker `first` on."""
     while workers:
         counts[first + ctz(workers)] = count
         workers &= workers - 1
@@ -65,7 +69,7 @@ cdef inline void _count_leading_of(
     const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words, int32_t num_planes,
     int32_t num_words,
 ) noexcept nogil:
-    """`_count_leading` for numbers that the compiler may know."""
+    """Count leading pages, as `_count_leading` does, for numbers that may be constants."""
     cdef uint64_t *holders = words
     cdef uint64_t *still = words + num_words
     cdef uint64_t left
@@ -95,7 +99,7 @@ cdef inline void _count_leading_of(
 cdef inline void _count_leading(
     const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words
 ) noexcept nogil:
-    """Count for each worker the pages that it has from the first one on. `words` are twice those of a page."""
+    """Count the leading pages of each worker. `words` has room for the bits of two pages."""
     if table.num_planes == 1 and table.num_words == 1:
         _count_leading_of(space, search, stride, counts, words, 1, 1)
     else:
@@ -105,7 +109,7 @@ cdef inline void _count_leading(
 cdef inline bint _search_pages(
     const BlockTable *table, const Space *space, const Search *search, SearchedGroup *group
 ) noexcept nogil:
-    """List the workers that have each page; False where memory is short."""
+    """Find the workers of each page; return False if memory is short."""
     cdef Py_ssize_t page
     cdef uint32_t entry = 0
     group.bits = <uint64_t *>raw_calloc(max(<Py_ssize_t>1, group.num_pages * table.num_words), sizeof(uint64_t))
@@ -126,7 +130,7 @@ cdef inline bint _has_page(const SearchedGroup *group, int32_t num_words, Py_ssi
 cdef inline Py_ssize_t _find_last_run(
     const SearchedGroup *group, int32_t num_words, int32_t worker, Py_ssize_t stop, Py_ssize_t need
 ) noexcept nogil:
-    """The end of the last `need` consecutive pages before `stop` that a worker has; if there are none, of its leading pages."""
+    """Return the end of a worker's last run of `need` pages before `stop`; without a run, the number of its leading pages."""
     cdef Py_ssize_t page, num = 0
     assert need > 0 and stop <= group.num_pages
     for page in range(stop - 1, -1, -1):
@@ -139,7 +143,7 @@ cdef inline Py_ssize_t _find_last_run(
 cdef inline Py_ssize_t _shorten_prefix(
     const SearchedGroup *group, int32_t num_words, int32_t worker, Py_ssize_t num_hashes
 ) noexcept nogil:
-    """The hashes of the longest prefix, at most `num_hashes`, that a group can resume at."""
+    """Return the longest prefix at which a group can resume, in hashes: at most `num_hashes`."""
     cdef Py_ssize_t need, num_pages = num_hashes // group.stride
     if group.num_leading != NULL:
         return min(num_pages, <Py_ssize_t>group.num_leading[worker]) * group.stride
@@ -150,7 +154,7 @@ cdef inline Py_ssize_t _shorten_prefix(
 cdef inline Py_ssize_t _find_longest_prefix(
     const SearchedGroup *groups, Py_ssize_t num, int32_t num_words, int32_t worker, Py_ssize_t num_hashes, Py_ssize_t multiple
 ) noexcept nogil:
-    """The hashes of the longest prefix that all groups can resume at: each shortens it in turn, until none does any more."""
+    """Find the longest prefix at which all groups can resume, in hashes. The groups shorten it in turn until none does."""
     cdef Py_ssize_t g, previous = -1
     while num_hashes != previous:
         previous = num_hashes
@@ -170,7 +174,7 @@ cdef inline bint _search_group(
     const BlockTable *table, const Space *space, const Search *search, Py_ssize_t page_size, uint64_t *words,
     SearchedGroup *group,
 ) noexcept nogil:
-    """Look all pages of a group up; False where memory is short."""
+    """Search all pages of a group; return False if memory is short."""
     assert space.is_known and space.spec.block_size >= page_size and space.spec.block_size % page_size == 0
     group.stride = space.spec.block_size // page_size
     group.num_pages = search.num_hashes // group.stride
@@ -185,7 +189,7 @@ cdef inline bint _search_group(
 
 
 cdef inline Py_ssize_t _common_stride(const SearchedGroup *groups, Py_ssize_t num, Py_ssize_t highest) noexcept nogil:
-    """The least number of hashes that is a multiple of the pages of all groups, or one above `highest`."""
+    """Return the least common multiple of the strides of all groups, or a number above `highest`."""
     cdef Py_ssize_t g, rest, divisor, multiple = 1
     for g in range(num):
         divisor, rest = multiple, groups[g].stride
@@ -198,7 +202,7 @@ cdef inline Py_ssize_t _common_stride(const SearchedGroup *groups, Py_ssize_t nu
 cdef inline bint search_prefix(
     const BlockTable *table, const Search *search, Py_ssize_t page_size, uint64_t *words, int32_t *counts
 ) noexcept nogil:
-    """Find the hashes of the prefix that each worker has in all groups; False where memory is short."""
+    """Find the prefix that each worker has in all groups, in hashes; return False if memory is short."""
     cdef SearchedGroup[MAX_EVENT_GROUPS] groups
     cdef Py_ssize_t g, multiple, num = 0
     cdef int32_t worker
@@ -208,7 +212,7 @@ cdef inline bint search_prefix(
         _count_leading(table, &table.spaces[0], search, 1, counts, words)
         return True
     for g in range(num_groups):
-        if not table.spaces[g].is_known:  # what a worker has in it is unknown
+        if not table.spaces[g].is_known:  # nothing is known of this group
             return True
     memset(&groups, 0, sizeof(groups))
     for g in range(num_groups):

@@ -1,15 +1,13 @@
 # The blocks of a cache group, by their hashes.
 #
-# A block has an entry of `stride` 64-bit words: its hash, and words of bits. A table with linear probing finds the entry of a
-# hash. Always:
+# A block has an entry of `stride` 64-bit words: its hash, and words of bits. A hash table with linear probing finds the entry.
+# A block that follows another in a prompt takes the next entry if that is free. So a look-up mostly finds the next block in the
+# next entry, without a probe. The hash in the entry confirms or refutes this guess, so answers do not depend on it. Always:
 #
-# * An entry is free exactly when all of its bits are 0. Free entries are a ring through their first words, closed by entry 0,
-#   which is never taken: those freed last are at its end.
-# * Each other entry has one slot, of 8 bytes; at least a quarter of the slots is empty, and deletion shifts entries back, as in
-#   the index of a pool.
-# * A block that follows another one in a prompt takes the entry behind it if that is free. So a look-up, which knows what
-#   follows what from its request, mostly finds the next block in the next entry, without a probe. This is a guess that the hash
-#   confirms or refutes: answers do not depend on it.
+# * An entry is free exactly when all of its bits are 0. Free entries form a ring through their first words, closed by entry 0,
+#   which is never taken. The entry freed last is at the end of the ring.
+# * Every other entry has one slot of 8 bytes. At least a quarter of the slots is empty.
+# * No slot between a block's home and its own is empty: deletion shifts slots back.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
@@ -19,8 +17,8 @@ from pagepool.core.base.platform cimport fetch, raw_calloc, raw_free
 from pagepool.core.router.event_batch cimport Spec
 
 cdef enum:
-    WORD = 64                 # workers of a word
-    MIN_ROOM = 64             # entries, and slots of a table
+    WORD = 64                 # workers per word
+    MIN_ROOM = 64             # entries and slots, at least
 
 cdef extern from *:
     int ctz "__builtin_ctzll" (uint64_t word) noexcept nogil
@@ -29,20 +27,20 @@ cdef struct FreeEntry:        # the first word of a free entry
     uint32_t prev
     uint32_t next
 
-cdef struct BlockSlot:        # a slot of the table
-    uint32_t tag              # upper half of a product of the hash; its share of 2**32 is the share of the table at its home
+cdef struct BlockSlot:        # a slot of the hash table
+    uint32_t tag              # upper half of hash * multiplier; home slot = tag * num_slots / 2**32
     uint32_t entry            # 0: empty
 
 cdef struct Space:
     uint64_t *entries         # [num_entries * stride]
     BlockSlot *slots          # [num_slots]
-    uint32_t num_entries      # entry 0 among them
+    uint32_t num_entries      # entry 0 included
     uint32_t num_slots
     uint32_t num_blocks
     Spec spec
-    bint is_known             # whether `spec` was told
+    bint is_known             # whether a stored event has set `spec`
     Py_ssize_t stride         # words of an entry
-    uint64_t multiplier       # odd and secret: nobody can choose hashes with equal homes
+    uint64_t multiplier       # odd, and secret so that nobody can choose hashes that collide
 
 
 cdef inline uint64_t *entry_at(const Space *space, uint32_t entry) noexcept nogil:
@@ -75,7 +73,7 @@ cdef inline uint32_t _slot_behind(const Space *space, uint32_t slot) noexcept no
 
 
 cdef inline uint32_t _find_slot(const Space *space, uint64_t block_hash, uint32_t tag) noexcept nogil:
-    """The slot of a block, or the empty one that ends the search. The table has slots."""
+    """Find the slot of a block, or the empty slot that ends the search. There are slots."""
     cdef uint32_t slot = _home_of_tag(space, tag)
     assert space.num_blocks < space.num_slots
     while space.slots[slot].entry:
@@ -86,13 +84,13 @@ cdef inline uint32_t _find_slot(const Space *space, uint64_t block_hash, uint32_
 
 
 cdef inline bint _holds_block(const Space *space, uint32_t entry, uint64_t block_hash) noexcept nogil:
-    """Whether an entry, or a number behind the last, is that of a block."""
+    """Whether an entry is that of a block. The entry may be one past the last."""
     cdef const uint64_t *found = entry_at(space, entry)
     return entry < space.num_entries and found[0] == block_hash and not is_free_entry(found, space.stride)
 
 
 cdef inline uint32_t find_entry(const Space *space, uint64_t block_hash, uint32_t guess) noexcept nogil:
-    """The entry of a block, 0 if there is none. It may be `guess`."""
+    """Return the entry of a block; 0 if it has none. `guess` is tried first."""
     if guess and _holds_block(space, guess, block_hash):
         return guess
     if space.num_blocks == 0:
@@ -101,7 +99,7 @@ cdef inline uint32_t find_entry(const Space *space, uint64_t block_hash, uint32_
 
 
 cdef inline void _append_free_entry(Space *space, uint32_t entry) noexcept nogil:
-    """Put a free entry at the end of the ring."""
+    """Append a free entry to the ring."""
     cdef FreeEntry *ring = _free_entry_at(space, 0)
     assert 0 < entry < space.num_entries and is_free_entry(entry_at(space, entry), space.stride)
     _free_entry_at(space, entry)[0] = FreeEntry(prev=ring.prev, next=0)
@@ -118,7 +116,7 @@ cdef inline void _unlink_free_entry(Space *space, uint32_t entry) noexcept nogil
 
 
 cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t guess) noexcept nogil:
-    """The entry of a block, a new one if it has none: `guess` if that is free. There is room, and the caller sets a bit."""
+    """Return the entry of a block, and first give it `guess` or another free entry if it has none. The caller sets a bit."""
     cdef uint32_t tag, slot, entry
     if guess and _holds_block(space, guess, block_hash):
         return guess
@@ -138,7 +136,7 @@ cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t gu
 
 
 cdef inline void _vacate_slot(Space *space, uint32_t slot) noexcept nogil:
-    """Empty a slot, and shift back those behind it whose search passes it."""
+    """Empty a slot, and shift back the slots behind it whose search passes it."""
     cdef uint32_t home, other = slot
     while True:
         other = _slot_behind(space, other)
@@ -152,7 +150,7 @@ cdef inline void _vacate_slot(Space *space, uint32_t slot) noexcept nogil:
 
 
 cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
-    """Free an entry whose last bit is gone."""
+    """Free an entry without bits."""
     cdef uint64_t block_hash = entry_at(space, entry)[0]
     cdef uint32_t tag = _tag_of_hash(space, block_hash)
     cdef uint32_t slot = _home_of_tag(space, tag)
@@ -166,7 +164,7 @@ cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
 
 
 cdef inline void _put_slot(Space *space, BlockSlot taken) noexcept nogil:
-    """Put a block that has no slot into the table."""
+    """Give a block without a slot its slot."""
     cdef uint32_t slot = _home_of_tag(space, taken.tag)
     assert 0 < taken.entry < space.num_entries
     while space.slots[slot].entry:
@@ -175,8 +173,8 @@ cdef inline void _put_slot(Space *space, BlockSlot taken) noexcept nogil:
 
 
 cdef inline bint _grow_slots(Space *space, uint64_t num_blocks) noexcept nogil:
-    """Make room in the table of a space; False, and nothing changed, where memory is short. Homes are in the order of tags, so
-    both tables are walked from end to end.
+    """Make room for slots; return False, with nothing changed, if memory is short. Homes are in the order of tags, so both
+    tables are walked from end to end.
     """
     cdef uint64_t num = max(num_blocks + num_blocks // 3 + 2, space.num_slots + space.num_slots // 2, <uint64_t>MIN_ROOM)
     cdef Space grown = space[0]
@@ -196,7 +194,7 @@ cdef inline bint _grow_slots(Space *space, uint64_t num_blocks) noexcept nogil:
 
 
 cdef inline bint _grow_entries(Space *space, uint64_t num_blocks) noexcept nogil:
-    """Make room for entries; False, and nothing changed, where memory is short."""
+    """Make room for entries; return False, with nothing changed, if memory is short."""
     cdef uint32_t entry, first = space.num_entries
     cdef uint64_t num = max(num_blocks + 1, space.num_entries + space.num_entries // 8, <uint64_t>MIN_ROOM)
     if num_blocks < space.num_entries:
@@ -211,13 +209,13 @@ cdef inline bint _grow_entries(Space *space, uint64_t num_blocks) noexcept nogil
 
 
 cdef inline bint reserve_blocks(Space *space, uint64_t num_more) noexcept nogil:
-    """Make room for more blocks; False where memory is short."""
+    """Make room for more blocks; return False if memory is short."""
     cdef uint64_t num = space.num_blocks + num_more
     return _grow_slots(space, num) and _grow_entries(space, num)
 
 
 cdef inline const char *find_space_fault(const Space *space, int32_t num_words, int64_t *counts) noexcept nogil:
-    """What contradicts what in a group, or NULL. Adds the blocks of each worker."""
+    """Return what is wrong in a space, or NULL. Add the blocks of each worker to `counts`."""
     cdef uint32_t entry, num = 0, num_linked = 0
     cdef Py_ssize_t i
     cdef uint64_t word
@@ -251,7 +249,7 @@ cdef inline const char *find_space_fault(const Space *space, int32_t num_words, 
 
 
 cdef inline void fetch_slot(const Space *space, uint64_t block_hash) noexcept nogil:
-    """Have the slot fetched at which the search for a block begins."""
+    """Prefetch the home slot of a block."""
     fetch(&space.slots[_home_of_tag(space, _tag_of_hash(space, block_hash))])
 
 

@@ -33,7 +33,7 @@ cdef inline object int_of_digest(Digest digest):
 
 
 cdef inline int32_t int32_of(object value) except? -1:
-    """`value` as int32. OverflowError, TypeError: see `explained`. A plain int, the only kind on hot paths, is read first."""
+    """Return `value` as int32, or raise errors for `explained`. A plain int, the only kind on hot paths, is read first."""
     cdef long long number
     if PyLong_CheckExact(value):
         number = value

@@ -27,7 +27,7 @@ cdef Digest digest_of_bytes(bytes data) except *:
 
 
 cdef Digest digest_of_int(object value) except *:
-    """`value` as a key."""
+    """Return `value` as a key."""
     cdef uint64_t high
     if type(value) is not int:
         value = int(index_of(value, "key"))
@@ -46,7 +46,7 @@ cdef object INT32 = np.dtype(np.int32)
 
 
 cdef object index_of(object value, str name):
-    """`value` as an int."""
+    """Return `value` as an int."""
     try:
         return as_index(value)
     except TypeError:
@@ -54,7 +54,7 @@ cdef object index_of(object value, str name):
 
 
 cdef object float_of(object value, str name):
-    """A number as a float; ArgumentTypeError for other types, ArgumentError for one that no float can be."""
+    """Return a number as a float. Raise ArgumentTypeError for other types, ArgumentError for numbers outside the range."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
     try:
@@ -64,7 +64,7 @@ cdef object float_of(object value, str name):
 
 
 cdef int32_t term_of_seconds(object seconds) except -1:
-    """The term of a page that is expected back in so many seconds, or UNKNOWN for None."""
+    """Return the term of a page expected back after `seconds`; UNKNOWN for None."""
     cdef int32_t term = UNKNOWN + 1
     cdef double value
     if seconds is None:
@@ -79,7 +79,7 @@ cdef int32_t term_of_seconds(object seconds) except -1:
 
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
-    """`value` as a size; the error says what was got and what is allowed."""
+    """Return `value` as a size; the error names the value and the allowed range."""
     cdef int overflow = 0
     cdef long long size
     if type(value) is not int:
@@ -91,7 +91,7 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
 
 
 cdef int32_t int32_of_index(object value) except? -1:
-    """The rare part of `int32_of`, apart so that the other is inlined."""
+    """Convert any other int: the rare part of `int32_of`, apart so that the rest is inlined."""
     cdef long long number = as_index(value)
     if not INT32_MIN <= number <= INT32_MAX:
         raise OverflowError(f"got {number}")
@@ -99,7 +99,7 @@ cdef int32_t int32_of_index(object value) except? -1:
 
 
 cdef object explained(str name, object error):
-    """The typed error for what `int32_of` raised."""
+    """Return the typed error for an error of `int32_of`."""
     cls = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
@@ -116,9 +116,9 @@ cdef int32_t group_of(object group) except -1:
 
 
 cdef object as_int32_array(object values, str name):
-    """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    """Return a NumPy array as a contiguous int32 vector, without a copy if it is one."""
     if type(values) is not ndarray:
-        values = np.asarray(values)  # a subclass may say anything of itself
+        values = np.asarray(values)  # a subclass may lie about itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
@@ -131,7 +131,7 @@ cdef object as_int32_array(object values, str name):
 
 
 cdef object array_of(const int32_t *values, Py_ssize_t n):
-    """A new int32 array."""
+    """Return a new int32 array."""
     cdef Py_buffer view
     assert n >= 0
     array = empty(n, INT32)
@@ -143,7 +143,7 @@ cdef object array_of(const int32_t *values, Py_ssize_t n):
 
 
 cdef list as_list(object values, str name):
-    """`values`, if it is a list, or its items as one."""
+    """Return `values` if it is a list, else a list of its items."""
     if type(values) is list:
         return values
     try:
@@ -154,14 +154,14 @@ cdef list as_list(object values, str name):
 
 
 cdef object require_instance(object value, type kind, str name):
-    """`value` if it is of that final class."""
+    """Return `value`, which must be of this final class."""
     if type(value) is not kind:
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {kind.__name__}")
     return value
 
 
 cdef object require_matrix(object values, object dtype, str name):
-    """`values` if it is a matrix of that type; of a subclass, which may say anything of itself, the array that it is."""
+    """Return `values`, which must be a matrix of this type. A subclass, which may lie about itself, becomes a plain array."""
     if isinstance(values, ndarray) and type(values) is not ndarray:
         values = np.asarray(values)
     if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
@@ -171,5 +171,5 @@ cdef object require_matrix(object values, object dtype, str name):
 
 
 cdef int32_t as_shard(object shard, int32_t num_shards) except? -1:
-    """`shard` as an index; -1, the whole pool, for None."""
+    """Return `shard` as an index; -1, the whole pool, for None."""
     return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, num_shards - 1)

@@ -1,4 +1,6 @@
-# Hash chains of requests: the digests of the full pages of a request, and the tokens of these pages if they are kept.
+# Hash chains of requests: the digests of a request's full pages, and the tokens of these pages if they are kept.
+#
+# Always: at most `capacity` digests, and kept tokens for at most `num` pages. Each call appends whole pages.
 
 cimport cython
 
@@ -18,7 +20,7 @@ cdef class HashChain:
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
     cdef readonly Py_ssize_t page_size
-    cdef PageIds token_ids    # None: not kept
+    cdef PageIds token_ids    # None: tokens are not kept
     cdef cython.pymutex lock
     cdef LockNode lock_node
 

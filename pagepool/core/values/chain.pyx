@@ -15,7 +15,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 
 
 def siphash128(bytes key not None, bytes data not None) -> bytes:
-    """SipHash-2-4 of `data` with 128-bit output under the 16-byte `key`: 16 bytes. O(len(data)).
+    """Return the 128-bit SipHash-2-4 of `data` under the 16-byte `key`: 16 bytes. O(len(data)).
 
     >>> siphash128(bytes(range(16)), b"").hex()
     'a3817f04ba25a8e66df67214c7550293'
@@ -30,7 +30,7 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
 
 
 cdef Digest extra_key_of(bytes key) except *:
-    """The key for extra keys: no tokens can imitate them."""
+    """Return the key for extra keys; no tokens can imitate them."""
     return digest_of_bytes(siphash128(key, b"extra keys"))
 
 
@@ -56,14 +56,14 @@ cdef class HashChain:
         raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
 
     def __len__(self):
-        """Number of pages hashed."""
+        """Return the number of hashed pages."""
         cdef Py_ssize_t num
         with self.lock:
             num = self.num
         return num
 
     def __getitem__(self, Py_ssize_t i) -> int:
-        """The digest of page `i` as an int of 128 bits."""
+        """Return the digest of page `i` as an int of 128 bits."""
         cdef Digest digest
         cdef Py_ssize_t num
         with self.lock:
@@ -75,8 +75,8 @@ cdef class HashChain:
         return int_of_digest(digest)
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
-        """Hash the next pages: a list or an int array with a multiple of `page_size` token ids. `extra_keys`, if not empty,
-        enter the first of these pages. O(tokens).
+        """Hash the next pages, a list or an int array with a multiple of `page_size` token ids. The first of these pages also
+        depends on `extra_keys`, unless they are empty. O(tokens).
         """
         cdef PageIds ids = as_page_ids(tokens, "token ids")
         cdef Py_ssize_t num_pages = ids.num // self.page_size
@@ -91,7 +91,7 @@ cdef class HashChain:
             raise MemoryError(f"{num_pages} digests more")
 
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages):
-        """The tokens of the pages of a request that are to be hashed for `num_pages` pages; None if some are missing."""
+        """Read the tokens that are missing for `num_pages` hashed pages; return None if the request has too few."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t start = self.num * self.page_size, stop = num_pages * self.page_size
         ids.add_items(token_ids, start, stop)
@@ -107,7 +107,7 @@ cdef class HashChain:
                 self.token_ids.num = min(self.token_ids.num, self.num * self.page_size)
 
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
-        """`extend`, with the lock held; False, and nothing changed, where memory is short."""
+        """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
         cdef Py_ssize_t num_pages = tokens.num // self.page_size
         cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(lo=0, hi=0)
         cdef void *thread
@@ -127,7 +127,7 @@ cdef class HashChain:
         return True
 
     def append_key(self, object key, tokens=()) -> None:
-        """Append one page by a 128-bit key that was made elsewhere, with none of its tokens or all, which may be kept."""
+        """Append a page by a 128-bit key made elsewhere. `tokens` are none, or all of the page, and may be kept."""
         cdef Digest digest = digest_of_int(key)
         cdef PageIds copied = as_own_ids(tokens, "token ids")
         cdef bint has_room
@@ -144,7 +144,7 @@ cdef class HashChain:
             raise MemoryError("a digest more")
 
     def page_token_ids(self, Py_ssize_t i) -> tuple:
-        """The tokens of page `i`, or an empty tuple where they are not kept."""
+        """Return the tokens of page `i`; an empty tuple if they are not kept."""
         cdef PageIds tokens = PageIds.__new__(PageIds)
         if self.token_ids is None:
             return ()
@@ -156,7 +156,7 @@ cdef class HashChain:
 
 
 cdef bint reserve_digests(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
-    """Make room for these digests and tokens; False where memory is short."""
+    """Make room for digests and tokens; return False if memory is short."""
     if not reserve_items(<void **>&chain.digests, &chain.capacity, chain.num + num_pages, sizeof(Digest)):
         return False
     return chain.token_ids is None or chain.token_ids.try_reserve(num_tokens)

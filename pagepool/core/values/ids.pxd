@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t
 
 cdef extern from *:
     """
-    /* Reads an int of one digit, of at most 30 bits, and not below 0; the other one an item of a list, without a reference. */
+    /* Read a non-negative int of one digit, up to 30 bits. The macro reads an item of a list, without a reference. */
     static inline int pagepool_is_small(PyObject *value, int32_t *number) {
         if (!PyLong_CheckExact(value)) return 0;
     #if PY_VERSION_HEX >= 0x030C0000
@@ -28,7 +28,7 @@ cdef class PageIds:
     cdef int32_t *ids
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
-    cdef Py_buffer view             # of the array that the ids are in, if they are not the object's own
+    cdef Py_buffer view             # buffer of a borrowed array; the object does not own its ids
 
     cdef int reserve(self, Py_ssize_t num_more) except -1
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept
@@ -43,7 +43,7 @@ cdef tuple new_ids(Py_ssize_t num_groups)
 
 
 cdef inline const int32_t *ids_in(PageIds ids) noexcept:
-    """The ids; NULL for None, and for no ids."""
+    """Return the ids; NULL for None and for empty ids."""
     return ids.ids if ids is not None and ids.num else NULL
 
 

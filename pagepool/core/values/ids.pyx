@@ -22,10 +22,10 @@ cdef object ndarray = np.ndarray
 
 @cython.freelist(8)
 cdef class PageIds:
-    """A run of int32 page ids in native memory: what the manager passes around instead of page objects. It does not change.
+    """An immutable run of int32 page ids in native memory, used by the manager instead of page objects.
 
-    Made of a list, a tuple, another iterable of ints, an array of ints, or another PageIds; copied. ``len()`` is the number of
-    ids; `to_list` and `to_array` copy them out.
+    It copies a list, a tuple, another iterable of ints, an array of ints, or another PageIds. ``len()`` is the number of ids;
+    `to_list` and `to_array` copy them out. Always: the first `num` of `capacity` ids are valid, and borrowed ids do not grow.
     """
 
     def __cinit__(self, values=None):
@@ -51,7 +51,7 @@ cdef class PageIds:
     def __contains__(self, value) -> bool:
         cdef Py_ssize_t i
         cdef int32_t wanted = page_id_of(value), num_found = 0
-        for i in range(self.num):  # several at once, for there is no way out
+        for i in range(self.num):  # no early exit, so that it vectorises
             num_found |= self.ids[i] == wanted
         return num_found != 0
 
@@ -59,18 +59,18 @@ cdef class PageIds:
         return f"{type(self).__name__}({self.to_list()})"
 
     cdef int reserve(self, Py_ssize_t num_more) except -1:
-        """Make room for `num_more` ids, so that adding them cannot fail. Amortised O(1) an id."""
+        """Make room for `num_more` ids, so that adding them cannot fail. Amortised O(1) per id."""
         if not self.try_reserve(num_more):
             raise MemoryError(f"{self.num + num_more} int32 values")
         return 0
 
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept:
-        """`reserve`; False where memory is short."""
+        """Make room, as `reserve` does; return False if memory is short."""
         assert num_more >= 0 and (self.ids == NULL or self.ids != self.view.buf)
         return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
-        """Append ids, for which there is room."""
+        """Append ids. There is room."""
         assert n >= 0 and self.num + n <= self.capacity
         if n:
             memcpy(self.ids + self.num, ids, n * sizeof(int32_t))
@@ -82,14 +82,14 @@ cdef class PageIds:
         return 0
 
     cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name="ids") except -1:
-        """Append ``items[start:stop]``, fewer where the list ends before. A slice would touch each reference count twice."""
+        """Append ``items[start:stop]``, fewer if the list ends sooner. A slice would touch each reference count twice."""
         cdef Py_ssize_t i, num = 0
         cdef int32_t number
         assert start >= 0
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
         while not GIL_DISABLED and start + num < stop and is_small_item(items, start + num, &self.ids[self.num + num]):
-            num += 1  # nearly always all: nothing that runs here changes the list
+            num += 1  # nearly always all items: no code runs here that changes the list
         try:
             for i in range(start + num, stop):
                 if i >= len(items):
@@ -107,21 +107,21 @@ cdef class PageIds:
 
     @staticmethod
     def of_slice(list items not None, start, stop) -> PageIds:
-        """The ints ``items[start:stop]``, fewer where the list ends before."""
+        """Return the ints ``items[start:stop]``, fewer if the list ends sooner."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         ids.add_items(items, size_of(start, "start"), size_of(stop, "stop"))
         return ids
 
     @staticmethod
     def joined(groups) -> PageIds:
-        """The ids of several PageIds, one after another."""
+        """Return the ids of several PageIds, one after another."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         for group in groups:
             ids.fill(<PageIds?>group)
         return ids
 
     cdef int fill(self, object values) except -1:
-        """Append ids; nothing is appended if one of them is not an int that fits int32."""
+        """Append ids; append nothing if one of them is not an int that fits int32."""
         cdef PageIds ids
         if isinstance(values, (PageIds, ndarray)):
             ids = as_page_ids(values)
@@ -131,17 +131,17 @@ cdef class PageIds:
         return 0
 
     def to_list(self) -> list:
-        """The ids as a new list."""
+        """Return the ids as a new list."""
         return list_of(self)
 
     def to_array(self):
-        """The ids as a new int32 array."""
+        """Return the ids as a new int32 array."""
         return array_of(self.ids, self.num)
 
 
 cdef bint borrow(PageIds ids, object values) except -1:
-    """Let a fresh object have the ids in an array, without a copy: they change with it, and none is to be added. False for an
-    array of another type or layout. The buffer itself is read: a memoryview of Cython's costs more.
+    """Borrow the ids of an array for a new object, without a copy. They change with the array, and none may be added. Return
+    False for an array of another type or layout. The buffer is read directly, since a Cython memoryview costs more.
     """
     cdef const char *kind
     cdef bint is_signed
@@ -150,7 +150,7 @@ cdef bint borrow(PageIds ids, object values) except -1:
         PyObject_GetBuffer(values, &ids.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
     except (BufferError, ValueError):
         return False
-    kind = ids.view.format  # of C ints, or longs, in the byte order of the machine: one letter
+    kind = ids.view.format  # one letter for C ints or longs in native byte order
     is_signed = (kind[0] == c"i" or kind[0] == c"l") and kind[1] == 0
     if ids.view.ndim != 1 or ids.view.itemsize != sizeof(int32_t) or not is_signed:
         PyBuffer_Release(&ids.view)
@@ -161,16 +161,16 @@ cdef bint borrow(PageIds ids, object values) except -1:
 
 
 cdef tuple new_ids(Py_ssize_t num_groups):
-    """Empty `PageIds` for each group."""
+    """Return empty `PageIds` for each group."""
     if num_groups == 1:
         return (PageIds.__new__(PageIds),)
     return tuple([PageIds.__new__(PageIds) for _ in range(num_groups)])
 
 
 cdef PageIds as_page_ids(object values, str name="ids"):
-    """`values` as int32 to read during a call; no copy is made of an int32 array."""
+    """Return `values` as int32 to read during a call; an int32 array is not copied."""
     cdef PageIds ids
-    cdef bint is_array = type(values) is ndarray  # mostly so, and cheaper to ask than the others
+    cdef bint is_array = type(values) is ndarray  # the usual case, and the cheapest test
     if not is_array and isinstance(values, PageIds):
         return values
     ids = PageIds.__new__(PageIds)
@@ -182,13 +182,13 @@ cdef PageIds as_page_ids(object values, str name="ids"):
 
 
 cdef PageIds as_own_ids(object values, str name):
-    """`as_page_ids`, always copied, so that the caller cannot change them during the call."""
+    """Return a copy, so that the caller cannot change the ids during the call; otherwise as `as_page_ids`."""
     cdef PageIds ids = as_page_ids(values, name)
     return PageIds(ids) if ids.num and ids.ids == ids.view.buf else ids
 
 
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
-    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`."""
+    """Raise ArgumentError for a negative token id, naming its place; the first id is at `first`."""
     cdef Py_ssize_t bad = find_negative(token_ids, n)
     assert first >= 0 and -1 <= bad < n
     if bad >= 0:
@@ -197,7 +197,7 @@ cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t firs
 
 
 def require_token_ids(token_ids, first=0) -> None:
-    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`. O(n)."""
+    """Raise ArgumentError for a negative token id, naming its place; the first id is at `first`. O(n)."""
     cdef PageIds ids = as_page_ids(token_ids, "token_ids")
     refuse_negative(ids.ids, ids.num, size_of(first, "first"))
 
@@ -219,7 +219,7 @@ cdef list list_of(PageIds ids):
 
 
 cpdef tuple lists_of(tuple groups):
-    """The ids of each PageIds as a list. One group, which is what most models have, costs no loop."""
+    """Return the ids of each PageIds as a list. One group, as in most models, costs no loop."""
     if groups is not None and len(groups) == 1:
         return (list_of(<PageIds?>groups[0]),)
     return tuple([list_of(<PageIds?>ids) for ids in groups])
