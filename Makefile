@@ -392,7 +392,7 @@ $(VENV)/api-tools: $(VENV)/installed
 # A copy of the source tree, installed in place with the dependency group of this name, for tools that read or change the
 # sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
-.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py tests/*/*.py docs/* examples/*.py)
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py tests/*/*.py tests/*/*.txt docs/* examples/*.py)
 	$(NEW_ENVIRONMENT)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@
