@@ -85,16 +85,25 @@ def test_names_for_programs_of_the_engine_alone() -> None:
     assert not [name for name in (*managers, "cdiv", "get_kv_cache_coordinator") if hasattr(pagepool, name)]
 
 
-def test_all_places_get_ours_and_get_back_the_engines(folder: Path) -> None:
+def test_all_places_get_ours_and_get_back_the_engines(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twice is as once. An error ends the context; else it leaves what was there before, see `test_the_variable`."""
     finders = [*sys.meta_path]
+    easydel.uninstall()
     easydel.install()
+    assert not caplog.messages
+    easydel.install()
+    assert caplog.messages == ["EasyDeL already allocates with pagepool"]
     assert all(getattr(engine_module(place), name) is REPLACEMENTS[name] for name, place in places())
     assert all(issubclass(ours, getattr(pagepool, name)) for name, ours in REPLACEMENTS.items())
     assert easydel.is_installed()
-    easydel.uninstall()
+    for _ in range(2):
+        easydel.uninstall()
+        assert modules_of_classes() == {"easydel"}
+        assert not easydel.is_installed()
+        assert sys.meta_path == finders
+    with pytest.raises(KeyError), easydel.installed():
+        raise KeyError
     assert modules_of_classes() == {"easydel"}
-    assert not easydel.is_installed()
-    assert sys.meta_path == finders
 
 
 def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) -> None:
@@ -106,25 +115,6 @@ def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) ->
     assert (early.Pool, late.PageTable) == (pagepool.PagePool, pagepool.PageTable)
     easydel.uninstall()
     assert (early.Pool, late.PageTable) == (engine_module("core").PagePool, engine_module("page_table").PageTable)
-
-
-def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    easydel.uninstall()
-    easydel.install()
-    assert not caplog.messages
-    easydel.install()
-    assert caplog.messages == ["EasyDeL already allocates with pagepool"]
-    assert modules_of_classes() == {"pagepool"}
-    easydel.uninstall()
-    easydel.uninstall()
-    assert modules_of_classes() == {"easydel"}
-
-
-def test_an_error_ends_the_context(folder: Path) -> None:
-    """Else it leaves what was there before, see `test_the_variable`."""
-    with pytest.raises(KeyError), easydel.installed():
-        raise KeyError
-    assert modules_of_classes() == {"easydel"}
 
 
 def test_an_object_that_was_made_meanwhile_lives_on(folder: Path) -> None:
@@ -381,15 +371,6 @@ def test_hits_that_are_asked_for(
     assert bool(caplog.messages) != is_on
 
 
-def test_any_other_value_for_hits_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECURRENT_VARIABLE, "maybe")
-    easydel.install()
-    with pytest.raises(
-        CompatError, match=r"PAGEPOOL_EASYDEL_RECURRENT_HITS: got 'maybe', allowed: 1, true, yes, on; 0, false, "
-    ):
-        make_scheduler(make_runner(None, [PAGES]))
-
-
 def test_a_scheduler_that_differs_is_refused(folder: Path) -> None:
     """Its own, after a reload too, is what comes back."""
     easydel.install()
@@ -434,9 +415,13 @@ def test_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str)
 
 
 @pytest.mark.parametrize("value", ["2", "y", "enabled", "-1", "1,"])
-def test_any_other_value_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(easydel.VARIABLE, value)
+def test_any_other_value_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     allowed = "allowed: 1, true, yes, on; 0, false, no, off or nothing"
+    monkeypatch.setenv(RECURRENT_VARIABLE, value)
+    easydel.install()
+    with pytest.raises(CompatError, match=f"^PAGEPOOL_EASYDEL_RECURRENT_HITS: got '{value}', {allowed}$"):
+        make_scheduler(make_runner(None, [PAGES]))
+    monkeypatch.setenv(easydel.VARIABLE, value)
     with pytest.raises(CompatError, match=f"^PAGEPOOL_EASYDEL: got '{value}', {allowed}$"):
         easydel.install_if_asked()
 
@@ -502,21 +487,8 @@ def test_no_module_of_an_engine_that_was_refused_can_be_had(folder: Path) -> Non
             engine_module(place)
 
 
-def test_an_engine_that_is_imported_anew_gets_ours_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    easydel.install_on_import()
-    for _ in range(2):
-        assert modules_of_classes() == {"pagepool"}
-        pop_modules()
-        assert not easydel.is_installed()
-    engine_module("")
-    assert easydel.is_installed()
-    assert not caplog.messages
-    easydel.uninstall()
-    assert modules_of_classes() == {"easydel"}
-
-
-def test_an_engine_that_is_imported_anew_is_told_apart(folder: Path) -> None:
-    """Without the variable it has its own classes, also once a module is reloaded, until pagepool is installed again."""
+def test_an_engine_that_is_imported_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It gets ours with the variable; else its own classes, also once a module is reloaded, until pagepool is installed."""
     easydel.install()
     pop_modules()
     importlib.reload(engine_module("core.manager"))
@@ -525,6 +497,15 @@ def test_an_engine_that_is_imported_anew_is_told_apart(folder: Path) -> None:
     pop_modules()
     easydel.install()
     assert modules_of_classes() == {"pagepool"}
+    easydel.uninstall()
+    easydel.install_on_import()
+    for _ in range(2):
+        pop_modules()
+        assert not easydel.is_installed()
+        assert modules_of_classes() == {"pagepool"}
+    assert not caplog.messages
+    easydel.uninstall()
+    assert modules_of_classes() == {"easydel"}
 
 
 def test_a_class_that_was_put_back_behind_our_back(folder: Path) -> None:
