@@ -510,20 +510,6 @@ def test_rows_that_cannot_be_swapped() -> None:
 # Wrong input.
 
 
-WRONG_OPTIONS = [
-    ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
-    ({"num_pages": 9, "policy": "write"}, "policy: got 'write', allowed: write_back or write_through"),
-    ({"num_pages": 9, "min_uses": 0}, "min_uses must be at least 1, got 0"),
-    ({"num_pages": 9, "min_uses": 256}, "min_uses must be at most 255, got 256"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=str)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        HostTier(**options)
-
-
 def test_a_tier_is_for_one_pool() -> None:
     tier = HostTier(9)
     assert tier.stats().num_free_pages == 8

@@ -146,7 +146,9 @@ class InUse:
     def save(self) -> dict[str, Any]:
         """Return all that a pool keeps, but for what look-ups leave: shards, and names of hashes."""
         saved = self.pool.snapshot()
-        return {name: array.tolist() for name, array in saved.items() if name not in ("num_shards", "names", "checksum")}
+        stats = self.manager.stats()
+        kept = {name: array.tolist() for name, array in saved.items() if name not in ("num_shards", "names", "checksum")}
+        return kept | {"stats": (stats.expectations, stats.num_sessions, dict(stats.num_pages_by_tenant))}
 
     def go_on(self) -> tuple[Any, ...]:
         """Fill more pages of the rows, whose hashes depend on all tokens, and return the state."""
@@ -736,6 +738,17 @@ use.manager.fork(use.held, AnyRequest("fork", range(10), num_computed_tokens=10,
 use.manager.fork(use.held, AnyRequest("fork", range(10), num_computed_tokens=9))
 use.manager.fork(AnyRequest("held", range(14), num_computed_tokens=13), AnyRequest("fork", range(14), num_computed_tokens=13))
 use.manager.fork(use.held, AnyRequest("held", range(10), num_computed_tokens=10))
+use.manager.set_shares(None)
+use.manager.set_shares({1: 0.1})
+use.manager.set_shares({"x": "1"})
+use.manager.set_shares({"x": True})
+use.manager.set_shares({"x": float("nan")})
+use.manager.set_shares({"x": 0.5, "y": 0.46})
+use.manager.set_shares({"x": float("inf")})
+use.manager.set_shares({str(i): 0.01 for i in range(64)})
+HostTier(1)
+HostTier(9, min_uses=256)
+HostTier(9, policy="write")
 CachePages(([], [])).get_unhashed_page_ids()
 CacheManager(16, [CacheGroupSpec(CHUNK)], 64, use_eagle=True)
 CacheManager(16, GROUPS, 64, page_pool=PagePool(8, False))
