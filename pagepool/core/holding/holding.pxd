@@ -1,12 +1,12 @@
-# What a request (`RequestPages`) or a running row (`RunningRows`) holds: the same functions serve both. The caller holds the
-# store's lock.
+# The pages that a request (`RequestPages`) or running row (`RunningRows`) holds; the same functions serve both. The caller
+# holds the store's lock.
 #
-# A request or row has a `Held` for each cache group, and a `Holding` leads to all of them. Always: null pages come first, then
-# pages to which it has a reference; the first `num_skipped` are null pages, and the first `num_cached` need no prefix entry any
-# more.
+# A request or row has a `Held` for each cache group, and a `Holding` leads to all of them. A state has one page, the working
+# page; its checkpoints are in the prefix index, and no request or row holds them. Always:
 #
-# A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
-# state's checkpoints that need no entry any more; the prefix index has these, and no request or row holds them.
+# * In each group null pages come first, then pages to which the holder has a reference. The first `num_skipped` are null pages.
+# * The first `num_cached` pages of a group, or checkpoints of a state, need no prefix entry any more.
+# * A working page has no prefix entry, and only its holder writes to it.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -37,25 +37,25 @@ from pagepool.core.pool.records cimport (
     count_pages_in, ids_in_shard, is_free, shard_of,
 )
 
-cdef struct Held:             # in one group
-    int32_t *ids              # of its pages, in token order
+cdef struct Held:             # pages of one group
+    int32_t *ids              # page ids in token order
     int32_t num_pages
     int32_t num_cached        # leading pages, or checkpoints of a state, that need no prefix entry any more
     int32_t num_skipped       # leading pages that were given back: no further token attends to them
     int32_t num_hits          # leading pages that were hits
-    Ranking ranking           # of the others; for a pool with a policy
-    int32_t num_unique        # leading pages that were compared with equal ones, where rows share these
-    uint32_t read_list        # the last list of copies that read a page; see `Copies`
-    uint32_t written_list     # the last list of copies that write a page
+    Ranking ranking           # how a policy ranked the pages behind the hits
+    int32_t num_unique        # leading pages that were compared with their twins, if rows share those
+    uint32_t read_list        # last list of copies that reads a page; see `Copies`
+    uint32_t written_list     # last list of copies that writes a page
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
-    int64_t load_number       # the last list of transfers that loads hits; 0: none does
-    int64_t transfer_number   # the last list with a transfer of these pages
+    int64_t load_number       # last list of transfers that loads hits; 0: none does
+    int64_t transfer_number   # last list with a transfer of these pages
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
     Held *held                # [num_groups]
     Py_ssize_t num_groups
-    Boundaries *boundaries    # NULL: pages of windows and chunks stay cached, whatever their place
+    Boundaries *boundaries    # NULL: all pages of windows and chunks stay cached
     int32_t session           # number, or NO_SESSION
 
 
@@ -67,7 +67,7 @@ cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
 
 
 cdef inline void empty(const Holding *holding) noexcept nogil:
-    """Forget all pages, which were given back."""
+    """Forget all pages, after they were given back."""
     cdef int32_t *ids
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
@@ -76,16 +76,16 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
         holding.held[g].ids = ids
 
 
-# Within the `Limits`, which are computed after each change, nothing is due.
+# Nothing is due below the `Limits`, which are computed after each change.
 
 cdef struct Limits:           # numbers of tokens
-    int64_t num_room          # that have slots
-    int64_t num_full          # that fill the next page
-    int64_t num_skip          # that are computed when the next page is skipped, or a state may become a checkpoint
+    int64_t num_room          # tokens with slots
+    int64_t num_full          # tokens that fill the next page
+    int64_t num_skip          # computed tokens at which the next page is skipped, or a state may become a checkpoint
 
 
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
-    """Compute below which numbers of tokens nothing is due. O(groups)."""
+    """Compute the numbers of tokens below which nothing is due. O(groups)."""
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
@@ -113,7 +113,7 @@ cdef inline int64_t _count_missing(const Group *group, int64_t num_pages, int64_
 
 
 cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) noexcept nogil:
-    """Count the pages that all groups are short of."""
+    """Count the pages that `num_tokens` tokens need beyond those held, in all groups."""
     cdef Py_ssize_t g
     cdef int64_t count = 0
     for g in range(holding.num_groups):
@@ -121,15 +121,15 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     return count
 
 
-# Pages that no further token attends to are skipped: given back, with the null page in their place. Where windows stay cached
-# at boundaries, a holder first keeps the pages with which another one can resume if this one ends now. A page with which a
-# request can resume at a boundary is marked `KEPT`; one that is not, and has no other holder, is worthless, and discarded.
-# Those of the others are marked, or not, when these leave it.
+# Pages that no further token attends to are skipped: they are given back, and the null page takes their place. If windows stay
+# cached at boundaries, a holder delays this for pages with which another request could resume if this one ended now. A skipped
+# page with which a request can resume at a boundary is marked `KEPT`. Any other one is worthless, and discarded unless it has
+# other holders; each of these decides again when it skips the page.
 
 
 cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Return the end of the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached page;
-    what could not be entered while hits were loaded counts as cached, so that it is not held for ever.
+    """Return the place behind the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached
+    page. Full pages that could not be entered while hits were loaded count as cached, or they would be held forever.
     """
     cdef int32_t num_cached = held.num_cached
     if num_cached and held.load_number:
@@ -138,7 +138,7 @@ cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_
 
 
 cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Return a page that is to be skipped or kept as a checkpoint, and that somebody else gave back; NULL_PAGE: none."""
+    """Return a page due to be skipped or kept as a checkpoint that another caller gave back; NULL_PAGE: there is none."""
     cdef const Held *held
     cdef Py_ssize_t g, stop, bad
     for g in range(holding.num_groups):
@@ -153,7 +153,8 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
 
 
 cdef inline int32_t draw_references(Pool *pool, const Holding *holding, int32_t change) noexcept nogil:
-    """Take a reference of each page, or, with a change of 1, give it back. Returns a page that has too few; NULL_PAGE: none."""
+    """Take a reference from each page or, with a change of 1, return it. Return a page with too few; NULL_PAGE: there is none.
+    """
     cdef const Held *held
     cdef Py_ssize_t g, i
     cdef int32_t bad = NULL_PAGE
@@ -167,26 +168,28 @@ cdef inline int32_t draw_references(Pool *pool, const Holding *holding, int32_t 
 
 
 cdef inline int32_t find_overdrawn(Pool *pool, const Holding *holding) noexcept nogil:
-    """Return a page that has fewer references than it stands there; NULL_PAGE: there is none."""
+    """Return a page with fewer references than places in the holding; NULL_PAGE: there is none."""
     cdef int32_t bad = draw_references(pool, holding, -1)
     draw_references(pool, holding, 1)
     return bad
 
 
 cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_computed, int64_t num_pages) noexcept nogil:
-    """Whether a page before place `num_pages` was given back that tokens from `num_computed` on attend or are written to."""
+    """Whether a page before place `num_pages` was given back, though tokens from `num_computed` on attend to it or are written
+    to it.
+    """
     cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
 cdef inline void _keep_page(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a page stay cached when it leaves a window. Without an entry, as the null page, it is as it was."""
+    """Let a page stay cached when it leaves a window. No effect on a page without an entry."""
     if pool.pages[page_id].group != NO_GROUP:
         pool.pages[page_id].group |= KEPT
 
 
 cdef inline Py_ssize_t _find_longest_group(const Holding *holding) noexcept nogil:
-    """Find a group that tells how long a request is: one of full attention, if there is any."""
+    """Return the group that shows best how long a request is: one of full attention, if there is any."""
     cdef Py_ssize_t g, longest = 0
     for g in range(holding.num_groups):
         if hits_leading_pages(&holding.groups[g]) or is_state(&holding.groups[longest].rules):
@@ -195,8 +198,9 @@ cdef inline Py_ssize_t _find_longest_group(const Holding *holding) noexcept nogi
 
 
 cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Return the part for all pages of a request that goes on with one that was seen: a policy knew the keys of most of its
-    pages, and what it computed, its windows at the end above all, is as likely to be used again. BLANK: it is new.
+    """Return the part of the policy for all pages of a request that continues one seen before; BLANK: it is new. The policy
+    knew the keys of most of its pages, so the pages that it computed are as likely to be used again, above all the windows at
+    its end.
     """
     cdef const Held *held
     cdef int64_t num_known
@@ -212,7 +216,7 @@ cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) 
 
 
 cdef inline bint _leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t place) noexcept nogil:
-    """Give back a page that a window has left. Returns whether a policy is to count it."""
+    """Give back a page that a window has left. Return whether a policy is to count it."""
     cdef int32_t page_id = holding.held[g].ids[place]
     cdef Page *page = &pool.pages[page_id]
     if page_id == NULL_PAGE or page.ref_cnt <= 0 or is_free(pool, page_id):
@@ -233,7 +237,7 @@ cdef inline bint _leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, i
 cdef inline int32_t _keep_needed(
     Pool *pool, const Boundaries *boundaries, const Group *group, const Held *held, int32_t stop
 ) noexcept nogil:
-    """Mark the pages before place `stop` that a boundary needs. Returns a place before which it needs no other one."""
+    """Mark the pages before place `stop` that a boundary needs. Return a place before which no boundary needs another page."""
     cdef Range needed = find_needed(boundaries, group, held.num_skipped)
     cdef int32_t place
     while needed.start < stop:
@@ -246,7 +250,9 @@ cdef inline int32_t _keep_needed(
 
 
 cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
-    """Give back the pages of a group before place `stop`, which has one, the last first. A policy counts them as one call."""
+    """Give back the pages of a group before place `stop`, the last first. There is at least one. A policy counts them as one
+    call.
+    """
     cdef Held *held = &holding.held[g]
     cdef bint is_rated = holding.boundaries != NULL or pool.policy != NULL
     cdef uint32_t part = BLANK
@@ -269,8 +275,8 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
 
 
 cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t num_computed) noexcept nogil:
-    """Give back the pages of a group that are not needed after `num_computed` computed tokens; none while hits are loaded,
-    since they are needed again if that fails.
+    """Give back the pages of a group that are not needed after `num_computed` computed tokens. While hits are loaded, give back
+    none: if a load fails, they are needed again.
     """
     cdef int32_t stop = _find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
     if stop > holding.held[g].num_skipped and not waits_for_loads(pool, &holding.held[g]):
@@ -293,7 +299,7 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
 
 
 cdef inline int64_t _find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Return the computed tokens up to which the full pages of all groups were entered."""
+    """Return the number of computed tokens whose full pages were entered in all groups."""
     cdef const Group *group
     cdef Py_ssize_t g
     cdef int64_t end, most = 0
@@ -311,16 +317,16 @@ cdef inline int64_t _find_entered_end(const Holding *holding, int64_t num_comput
 
 
 cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
-    """Whether the windows before the computed end are to stay cached: they are whole, and it is in the prompt, or they have no
-    more pages, besides the prompt's, than the answer has in one group, or no fewer than the prompt has there: a short chat is
-    worth its end.
+    """Whether the windows before the computed end should stay cached. They must be whole, and one of these must hold: the end
+    is in the prompt; the windows have no more pages behind the prompt than the answer has in the longest group; or they have no
+    fewer pages than the prompt has there, as in a short chat.
     """
     cdef Boundaries *boundaries = holding.boundaries
     cdef const Group *group
     cdef const Group *longest = &holding.groups[_find_longest_group(holding)]
     cdef Py_ssize_t g
     cdef int32_t place, first, start, num_pages = 0, num_new_pages = 0
-    cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # as at `end`
+    cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # dropped as at `end`
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         if not has_window(&group.rules):
@@ -342,7 +348,7 @@ cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nog
 
 
 cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Tell of the pages that are about to be given back, with `num_computed` tokens, what the pool is to do with them."""
+    """Decide which pages stay cached, and in which part of the policy, before all are given back with `num_computed` tokens."""
     cdef Py_ssize_t g
     cdef int32_t place
     cdef uint32_t part
@@ -371,41 +377,42 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
             _keep_needed(pool, &boundaries, &holding.groups[g], &holding.held[g], holding.held[g].num_pages)
 
 
-# Pages that tokens need are taken all or nothing.
+# Tokens get all the pages that they need, or none.
 #
-# A `Demand` says what is asked of a pool. `price` counts what it takes, and refuses hits that are wrong by now; `fit` decides
-# whether that many pages are free. Neither changes anything. Then the caller, which has room for the ids, calls `attach`, takes
-# the missing pages of each group by `take_missing`, and ends with `copy_states`: none of these can fail.
+# A `Demand` describes these pages. `price` counts them, and refuses hits that are wrong by now; `fit` decides whether enough
+# pages are free. Neither changes the pool. Then the caller, which has room for the ids, calls `attach`, `take_missing` for each
+# group, and `copy_states`; none of these can fail. Always:
 #
-# Always: hits are asked for only where nothing is held; `num_new` counts a working page for each state, whether its checkpoint
-# is copied into it or adopted as it; `num_adopted` is 0, or the number of states with hits, all of whose checkpoints are free.
+# * Only a holding without pages demands hits.
+# * `num_new` counts one working page for each state, also if its checkpoint becomes that page.
+# * `num_adopted` is 0, or the number of states with hits. In the second case all their checkpoints are free pages.
 
 cdef enum:
     STALE = -1                # a hit has another content by now
-    UNTOUCHABLE = -2          # a hit cannot be given another reference
+    UNTOUCHABLE = -2          # a hit cannot get another reference
 
 cdef enum Fit:
     FITS
     SHORT                     # too few pages are free beside the reserved ones
     SHORT_IN_SHARD            # only the shard has too few
 
-cdef struct Hits:             # leading pages of a group, null pages first, that a look-up found
+cdef struct Hits:             # leading pages of a group found by a look-up, null pages first
     const int32_t *ids
     int32_t num
 
 cdef struct Demand:
     const Hits *hits          # [num_groups]; NULL: none
-    int64_t num_tokens        # tokens that are to have slots
+    int64_t num_tokens        # tokens that need slots
     Py_ssize_t num_reserved   # pages to leave free
     int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # pages behind the hits; `price` and `fit` compute this and the rest
+    int64_t num_new           # new pages behind the hits; `price` and `fit` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
-    int64_t num_taken         # the sum of both: pages taken from the free queue, unless checkpoints are adopted
-    Py_ssize_t num_adopted    # checkpoints that become working pages, for want of pages to copy them into
+    int64_t num_taken         # sum of the two: pages that leave the free queue, if no checkpoint is adopted
+    Py_ssize_t num_adopted    # checkpoints that become working pages, because no pages are left for copies
 
 
 cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
-    """Count the places that hits of a group fill: none for a state, whose checkpoint is copied."""
+    """Count the places that hits of a group fill. A state's checkpoint fills none, for it is copied."""
     return 0 if demand.hits == NULL or is_state(&holding.groups[g].rules) else demand.hits[g].num
 
 
@@ -419,8 +426,8 @@ cdef inline int64_t count_needed(const Holding *holding, const Demand *demand, P
 cdef inline Py_ssize_t count_free_hits(
     const Pool *pool, const Group *group, const Digest *digests, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all
 ) noexcept nogil:
-    """Count those of `n` hits that are free. Return STALE if one is not cached under its digest any more, which is not checked
-    without digests, and UNTOUCHABLE if one cannot get `num_all` further references.
+    """Count the free pages among `n` hits. Return STALE if one is no longer cached under its digest (not checked without
+    digests), and UNTOUCHABLE if one cannot get `num_all` further references.
     """
     cdef const Digest *digest
     cdef const Page *page
@@ -432,7 +439,7 @@ cdef inline Py_ssize_t count_free_hits(
             continue
         page = &pool.pages[ids[i]]
         num_free += page.prev_free != NOT_FREE
-        if GUARDS:  # without branches, for there is nearly always nothing wrong
+        if GUARDS:  # no branches, since errors are rare
             is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
         if GUARDS and digests != NULL:
             digest = &digests[last_hash(group, i)]
@@ -446,8 +453,8 @@ cdef inline Py_ssize_t count_free_hits(
 cdef inline bint price(
     const Pool *pool, const Holding *holding, Demand *demand, const Digest *digests, Py_ssize_t num_digests
 ) noexcept nogil:
-    """Count what a demand takes; False for a hit that has another content than the digests say, if there are any, or that
-    cannot be held. O(hits).
+    """Count the pages that a demand takes. False for a hit that cannot be held, or is not cached under its digest any more, if
+    there are digests. O(hits).
     """
     cdef const Hits *hits
     cdef Py_ssize_t g, num_free, num_hits = 0
@@ -468,7 +475,7 @@ cdef inline bint price(
 
 
 cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits) noexcept nogil:
-    """Count the checkpoints that are hit. Each needs a copy unless it is adopted."""
+    """Count the checkpoints among hits. Each needs a copy unless it is adopted."""
     cdef Py_ssize_t g, count = 0
     for g in range(holding.num_groups if hits != NULL else 0):
         count += is_state(&holding.groups[g].rules) and hits[g].num > 0
@@ -476,7 +483,7 @@ cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits
 
 
 cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
-    """Count the checkpoints that are hit, if all of them are free pages; else 0."""
+    """Count the checkpoints among hits if all of these are free pages; else return 0."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if hits != NULL else 0):
         if is_state(&holding.groups[g].rules) and hits[g].num and not is_free(pool, hits[g].ids[hits[g].num - 1]):
@@ -485,7 +492,7 @@ cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding
 
 
 cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Count the hits that are free pages of other shards than the demand's."""
+    """Count the hits that are free pages outside the demand's shard."""
     cdef Range inside = ids_in_shard(pool, demand.shard)
     cdef const Hits *hits
     cdef Py_ssize_t g, i, count = 0
@@ -498,7 +505,7 @@ cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, 
 
 
 cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
-    """Decide whether a priced demand fits. It adopts its checkpoints where it does not otherwise."""
+    """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise."""
     cdef int64_t num_inside = demand.num_taken - _count_outside(pool, holding, demand)
     demand.num_adopted = 0
     if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
@@ -511,7 +518,7 @@ cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) no
 
 
 cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, Range inside) noexcept nogil:
-    """Count the ids from place `start` to `stop` that are in a range. The null page is not."""
+    """Count the ids from place `start` to `stop` that are in a range, without the null page."""
     cdef Py_ssize_t i
     cdef int64_t count = 0
     for i in range(start, stop):
@@ -522,8 +529,8 @@ cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize
 cdef inline int64_t find_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Count the pages that a request has once it got `num_new` new ones and its hits, and gave back those that no token from
-    `num_computed` on attends to. 0 unless there are more than a shard, or with -1 the pool, has at all: then no waiting helps.
+    """Count the pages of a request once it got `num_new` new ones and its hits, and gave back those that no token from
+    `num_computed` on attends to. Return 0 unless a shard (-1: the pool) has fewer pages in all, so that waiting cannot help.
     """
     cdef const Held *held
     cdef Py_ssize_t g
@@ -533,7 +540,7 @@ cdef inline int64_t find_excess(
         count += holding.held[g].num_pages
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += hits[g].num
-    if count <= count_pages_in(pool, shard):  # with null pages
+    if count <= count_pages_in(pool, shard):  # null pages included
         return 0
     count = num_new
     for g in range(holding.num_groups):
@@ -549,14 +556,14 @@ cdef inline int64_t find_excess(
 
 
 cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
-    """Record that pages were taken. Some may have to be saved in the tier before they are written."""
+    """Record that pages were taken. The tier may have to save some of them before they are written."""
     if rare(pool.tier != NULL) and pool.tier.num_due:
         held.transfer_number = pool.tier.last_number + 1
 
 
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Make the hits of a demand that fits the first pages. A checkpoint that is adopted, the last hit of its group and a free
-    page, becomes the working page; another one gets a reference until `copy_states` hands it to its copy.
+    """Make the hits of a demand that fits the first pages. An adopted checkpoint, the last hit of its group, becomes the
+    working page. Any other checkpoint gets a reference, which `copy_states` hands to its copy.
     """
     cdef const Group *group
     cdef const Hits *hits
@@ -592,7 +599,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
 cdef inline void _take_into(
     Pool *pool, Held *held, int32_t place, int32_t n, int32_t shard, int32_t session
 ) noexcept nogil:
-    """Take free pages for the places from `place` on."""
+    """Take pages for the places from `place` on."""
     take(pool, held.ids + place, n, shard, session)
     record_taken(pool, held)
 
@@ -600,7 +607,7 @@ cdef inline void _take_into(
 cdef inline int32_t take_missing(
     Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard, int32_t session
 ) noexcept nogil:
-    """Take the pages that a group is short of, which are free, for a session. Returns how many."""
+    """Take the pages that a group is short of, which are free, for a session. Return their number."""
     cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
     if n:
         _take_into(pool, held, held.num_pages, n, shard, session)
@@ -609,20 +616,20 @@ cdef inline int32_t take_missing(
 
 
 cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Queue copies of the checkpoints that are hit into the working pages, which were taken for them."""
+    """Queue copies of the checkpoints among the hits into the working pages that were taken for them."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if demand.hits != NULL and not demand.num_adopted else 0):
         if is_state(&holding.groups[g].rules) and demand.hits[g].num:
             _queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 
 
-# Pages that got full are hashed, and entered in the prefix index, before a call ends. Until then they are `Waiting`, so that
-# memory is fetched meanwhile and two pages are hashed side by side.
+# Filled pages are hashed and entered in the prefix index before a call ends. They are `Waiting` first, so that memory is
+# fetched ahead, and two pages are hashed side by side.
 
 cdef enum:
     NUM_WAITING = 16          # pages
 
-cdef struct Contents:         # of the pages of a request or row
+cdef struct Contents:         # hashes and tokens of a request or row, for the entries of its pages
     const Digest *digests
     Py_ssize_t num_digests
     const int32_t *token_ids
@@ -638,19 +645,19 @@ cdef struct PageToHash:
 cdef struct PageToEnter:
     const Digest *digest
     const int32_t *token_ids
-    int32_t num_tokens        # 0: they are not known
+    int32_t num_tokens        # 0: the tokens are not known
     int32_t page_id
     int32_t group
-    int32_t place             # in its request or row
+    int32_t place             # index of the page in its request or row
     Held *held
     int32_t session
-    const Digest *parent      # NULL for the first page; this and the rest only for a journal
+    const Digest *parent      # NULL for the first page; only a journal needs this and the next one
     int32_t context
 
 cdef struct Waiting:
     Pool *pool
     Digest key
-    Py_ssize_t num_page_bytes  # of the tokens of a hashed page
+    Py_ssize_t num_page_bytes  # bytes of a page's tokens
     PageToHash to_hash[NUM_WAITING]
     Py_ssize_t num_to_hash
     PageToEnter to_enter[NUM_WAITING]
@@ -658,7 +665,7 @@ cdef struct Waiting:
 
 
 cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
-    """Hash the waiting pages, two at a time; the last of an odd number twice."""
+    """Hash the waiting pages in pairs. If their number is odd, the last one is hashed twice."""
     cdef const uint8_t *tokens[2]
     cdef Digest[2] parents
     cdef Digest[2] digests
@@ -676,8 +683,8 @@ cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
 
 
 cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
-    """Hash and enter the waiting pages, in order. A page that has an entry keeps it. All slots of the index are fetched before
-    the first is read.
+    """Hash and enter the waiting pages, in order. A page that has an entry keeps it. All index slots are fetched before the
+    first is read.
     """
     cdef Pool *pool = waiting.pool
     cdef const PageToEnter *page
@@ -711,7 +718,7 @@ cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num
 cdef inline void enter_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
-    """Let the pages of a group that `num_tokens` tokens fill wait for their entry. Their records are fetched meanwhile."""
+    """Add the pages of a group that `num_tokens` tokens fill to the waiting ones, and fetch their records."""
     cdef PageToEnter *page
     cdef int32_t place, size = group.rules.page_size
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
@@ -740,8 +747,8 @@ cdef inline void enter_full_pages(
 cdef inline void enter_page(
     Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
 ) noexcept nogil:
-    """Enter a page for a place in its group: one that is loaded, or a checkpoint, whose parent, place and tokens are those of
-    its last hash page.
+    """Enter a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
+    hash page.
     """
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
@@ -778,9 +785,9 @@ cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_compute
 cdef inline int64_t find_passed_checkpoint(
     const Holding *holding, int64_t num_kept, int64_t num_counted, int64_t num_slots
 ) noexcept nogil:
-    """Return the number of tokens of the first checkpoint that a call passes by its slots behind `num_counted` tokens: a step
-    would move the working page on before a later call keeps it. This call keeps the states after `num_kept` tokens. INT64_MAX:
-    it passes none. O(groups).
+    """Return the number of tokens of the first checkpoint that the slots behind `num_counted` tokens pass; INT64_MAX: they pass
+    none. A step would change the working page there before a later call keeps it. This call keeps states after `num_kept`
+    tokens. O(groups).
     """
     cdef int64_t place, size, first = INT64_MAX
     cdef Py_ssize_t g
@@ -796,7 +803,7 @@ cdef inline bint _enter_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
     """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
-    of the interval, where the shard has such a checkpoint, and while hits are loaded.
+    of the interval, while hits are loaded, and if the shard has such a checkpoint already.
     """
     cdef int32_t shard = shard_of(pool, held.ids[0]) if pool.num_shards else -1
     cdef int32_t place = full_entries(&group.rules, num_computed) - 1
@@ -809,7 +816,7 @@ cdef inline bint _enter_state(
 
 
 cdef inline void _note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
-    """Keep the window pages of a checkpoint that are still held."""
+    """Make a checkpoint a boundary, so that pages of windows before it stay cached if they are still held."""
     cdef Py_ssize_t g
     add_boundary(holding.boundaries, num_computed)
     for g in range(holding.num_groups):
@@ -820,9 +827,9 @@ cdef inline bint keep_state(
     Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, int32_t shard,
     Py_ssize_t num_reserved,
 ) noexcept nogil:
-    """If the state of a group is due, make its working page a checkpoint and take the next one from a shard, with
-    `num_reserved` pages left free; True if that was done. Without contents, or where no page is free, the checkpoint is passed
-    over, since the step that follows writes the working page. There is room for a copy.
+    """Make the working page of a group's state a checkpoint, if one is due, and take the next working page from a shard, with
+    `num_reserved` pages left free. Return whether that was done. Without contents, or if no page is free, the checkpoint is
+    passed over, since the next step writes to the working page. There is room for a copy.
     """
     cdef const Group *group = &holding.groups[g]
     cdef Held *held = &holding.held[g]
@@ -845,7 +852,7 @@ cdef inline bint keep_state(
 cdef inline void enter_states(
     Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed, int32_t term
 ) noexcept nogil:
-    """Enter the states that are due of a request or row that ends, right after its pages were given back with a term."""
+    """Enter the states that are due when a request or row ends, right after its pages were given back with a term."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
@@ -853,17 +860,17 @@ cdef inline void enter_states(
                 expect_page(pool, holding.held[g].ids[0], term, now_of(pool))
 
 
-# Copies of pages are due before the next step. They are queued here, and done by whoever takes the list (`Copies`). Each has a
-# reference to its source. The pages that it reads or writes get no tokens before it is taken.
+# Copies of pages are due before the next step. They are queued here, and the engine that takes the list does them. Each copy
+# has a reference to its source. Before it is taken no token is written to the pages that it reads or writes.
 
 
 cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
-    """Allocate room for `n` copies more; False where memory is short."""
+    """Make room for `n` more copies; False where memory is short."""
     return reserve_items(<void **>&pool.copies.items, &pool.copies.capacity, pool.copies.num + n, sizeof(PageCopy))
 
 
 cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
-    """Add a copy into the page at `place` to the list, which has room. It takes over a reference to `src`."""
+    """Append a copy into the page at `place` to the list, which has room. The copy takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
     copies.list_number += copies.num == 0
     copies.items[copies.num] = PageCopy(src=src, dst=target.ids[place], group=group)
@@ -881,7 +888,7 @@ cdef inline bint _is_held_last(const Held *held, int32_t page_id) noexcept nogil
 
 
 cdef inline bint _are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due."""
+    """Whether a held page is the destination of a copy that is due."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if pool.copies.num else 0):
         if holding.held[g].written_list == pool.copies.list_number:
@@ -890,7 +897,7 @@ cdef inline bint _are_destinations(const Pool *pool, const Holding *holding) noe
 
 
 cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the source of a copy that is due."""
+    """Whether a held page is the source of a copy that is due."""
     cdef const Held *held
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.copies.num else 0):
@@ -902,12 +909,12 @@ cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept
 
 
 cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy from or into pages that are held is due."""
+    """Whether a copy from or into a held page is due."""
     return _are_sources(pool, holding) or _are_destinations(pool, holding)
 
 
 cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due, or a transfer of them was not taken."""
+    """Whether a copy into a held page is due, or a transfer of one was not taken."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if pool.tier != NULL else 0):
         if holding.held[g].transfer_number > pool.tier.last_number:
@@ -916,7 +923,7 @@ cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcep
 
 
 cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy or a transfer of pages that are held is due, so that no token may be written to them."""
+    """Whether a copy or transfer of a held page is due, so that no token may be written to it."""
     return rare(pool.copies.num or pool.tier != NULL) and (_are_sources(pool, holding) or awaits_copies(pool, holding))
 
 
@@ -944,7 +951,7 @@ cdef inline void end_copies(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the references that copies which are due, and loads which did not end, have to a page."""
+    """Count the references to a page that due copies and unfinished loads have."""
     cdef Py_ssize_t i
     cdef int32_t count = 0
     for i in range(pool.copies.num):
@@ -954,7 +961,7 @@ cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogi
     return count
 
 
-# Hits may be loaded from the tier. Until the loads have ended, nothing that was computed with them is entered or skipped.
+# Hits may be loaded from the tier. No page that was computed with them is entered or skipped before the loads have ended.
 
 
 cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -976,13 +983,13 @@ cdef inline void record_loads(const Pool *pool, const Holding *holding, int64_t 
 
 
 cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
-    """Whether hits, or what was computed with them, may still turn out to be wrong: then nothing more is entered."""
+    """Whether hits, and pages computed with them, may still turn out to be wrong. Nothing more is entered then."""
     return rare(pool.tier != NULL) and held.load_number >= pool.tier.oldest_load
 
 
 cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, int64_t number) noexcept nogil:
-    """Return the first token in a page that the loads of a list left with a wrong content; -1: there is none. A state may have
-    been copied from such a page, or computed with it, so it is wrong from the first token on.
+    """Return the first token in a page that the loads of a list filled wrongly; -1: there is none. A state may have been copied
+    from such a page or computed with it, so it is wrong from the first token on.
     """
     cdef const Held *held
     cdef Py_ssize_t g
@@ -1000,12 +1007,12 @@ cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, 
     return first if first < INT32_MAX else -1
 
 
-# Tokens turn out not to be computed, or are computed again, into pages that nobody else holds.
+# Tokens were not computed after all, or are computed again. They are written to pages that nobody else holds.
 
 
 cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
-    """Drop the entry of a page. For a null page, which stands for a skipped page or a checkpoint, all pages with the digest
-    lose their entry, in the tier too.
+    """Drop the entry of a page. The null page stands for a skipped page or a checkpoint: with it all pages with the digest lose
+    their entry, in the tier too.
     """
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
@@ -1035,7 +1042,7 @@ cdef inline void forget_uncomputed(
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Let pages with tokens from `num_computed` on be entered, and ranked, again, if they have lost their entry."""
+    """Let pages with tokens from `num_computed` on be entered and ranked again, if they have lost their entry."""
     cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
     held.num_hits = min(held.num_hits, place)
@@ -1056,7 +1063,7 @@ cdef inline void put_back_from(
 
 
 cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Give back the pages wholly behind `num_tokens` tokens, group by group."""
+    """Give back the pages that come after those of `num_tokens` tokens, group by group."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         put_back_from(
@@ -1067,8 +1074,8 @@ cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num
 cdef inline int32_t _count_kept(
     const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
 ) noexcept nogil:
-    """Count the leading pages that a holder of `num_tokens` tokens, `num_computed` of them computed, can keep: those before the
-    first page to which it writes and that has other holders.
+    """Count the leading pages that a holder of `num_tokens` tokens, `num_computed` of them computed, can keep. They end before
+    the first page with other holders to which it would write.
     """
     cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
     for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
@@ -1078,8 +1085,8 @@ cdef inline int32_t _count_kept(
 
 
 cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most) noexcept nogil:
-    """Count the leading tokens, at most `most`, that can stay computed: they end, in each group, where a page starts or within
-    one that nobody else holds. O(groups) for each time that a group shortens them for the others.
+    """Count the leading tokens, at most `most`, that can stay computed. In each group they end where a page starts, or within
+    one that nobody else holds. O(groups) for each time that a group shortens them.
     """
     cdef const Group *group
     cdef Py_ssize_t g
@@ -1094,8 +1101,8 @@ cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32
 
 
 cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Whether a holder of `num_tokens` tokens can compute those from `restart` on: the pages that these attend to, or are
-    written to, are still there, and those to be given back are held.
+    """Whether a holder of `num_tokens` tokens can compute those from `restart` on. The pages that these attend to or are
+    written to must be there, and pages to be given back must be held.
     """
     cdef const Group *group
     cdef const Held *held
@@ -1110,9 +1117,9 @@ cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t r
 
 
 cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Let a holder of `num_tokens` tokens that `can_restart` compute those from `restart` on again. Pages behind its tokens go
-    back, the last first, as do, from the first one on, those that others hold and tokens would be written to. Pages with these
-    tokens that nobody else holds lose their entries.
+    """Let a holder of `num_tokens` tokens compute those from `restart` on again, after `can_restart`. It gives back the pages
+    behind its tokens, and all pages from the first one with other holders to which it would write, the last first. Pages with
+    the recomputed tokens lose their entries if nobody else holds them.
     """
     cdef const Group *group
     cdef Held *held
@@ -1128,17 +1135,17 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
         put_back_from(pool, group, held, keep, restart)
 
 
-# A request or row is forked: full pages are shared, the open page of each group and working pages of states are copied.
+# A fork of a request or row shares its full pages. The open page of each group, and working pages of states, are copied.
 
 cdef enum ForkOutcome:
     FORKED
     SHORT_OF_PAGES
-    UNSHAREABLE               # a page cannot have a further reference, or was given back, or a free page has one
+    UNSHAREABLE               # a page cannot get another reference or was given back, or a free page has one
     SHORT_OF_MEMORY
 
 
 cdef inline bint _has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Whether the next token is written to a page that has tokens."""
+    """Whether the next token is written to a page that has tokens already."""
     cdef int32_t place = full_pages(&group.rules, num_computed)
     return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
 
@@ -1170,7 +1177,7 @@ cdef inline ForkOutcome check_fork(
 cdef inline void fork_group(
     Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Let `new`, which holds nothing in a group and has room for the pages, go on from the computed tokens of `forked`."""
+    """Let `new`, which holds nothing in a group and has room for the pages, continue from the computed tokens of `forked`."""
     cdef const Group *group = &forked.groups[g]
     cdef Held *source = &forked.held[g]
     cdef Held *target = &new.held[g]
