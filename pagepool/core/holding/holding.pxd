@@ -407,7 +407,7 @@ cdef struct Demand:
     int32_t shard             # shard of new pages; -1: any
     int64_t num_new           # new pages behind the hits; `price` and `fit` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
-    int64_t num_taken         # sum of the two: pages that leave the free queue, if no checkpoint is adopted
+    int64_t num_taken         # sum of the last two: pages that leave the free queue, if no checkpoint is adopted
     Py_ssize_t num_adopted    # checkpoints that become working pages, because no pages are left for copies
 
 

@@ -421,7 +421,7 @@ cdef class RequestPages:
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
         """Enter the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
-        the pages that no later token attends to; if that `is_failed`, also the pages behind all the tokens, the last first.
+        the pages that no later token attends to. After a failure also give back the pages behind the tokens, the last first.
 
         PageHashError, and nothing changed, if a page was entered under another hash. O(pages given back and entered).
         """

@@ -558,7 +558,7 @@ cdef class CachePages:
         return [page.page_id for page in self.pages[0] if page.page_hash is None]
 
     def new_empty(self):
-        """Return no pages, for the same number of groups."""
+        """Return empty lists of pages for the same number of groups."""
         return CachePages(tuple([[] for _ in self.groups]))
 
     def __add__(self, other):

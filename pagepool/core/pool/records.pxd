@@ -4,7 +4,7 @@
 # each part; these follow the records of the pages. Always:
 #
 # * Record 0 is the null page, which is never handed out. Its links close the free queue into a ring: `next_free` is the front,
-#   which is evicted first, and `prev_free` the back.
+#   which without parts is evicted first, and `prev_free` the back.
 # * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`. Only an engine that sets
 #   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts its references to free pages.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
@@ -237,7 +237,7 @@ cdef struct Pool:
     Links *twins              # rings of pages with equal content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: there are no shards
     int32_t *shard_num_free   # [num_shards] in the memory of `shard_links`
-    Policy *policy            # NULL: least recently released, unless terms say otherwise
+    Policy *policy            # NULL: pages are evicted in the order of their release, unless terms say otherwise
     int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
     int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
     bint is_divided           # there are shards or parts
