@@ -1,4 +1,17 @@
-"""The entry point for engines: prefix look-ups, slots for tokens, and freeing, request by request."""
+"""The entry point for engines: prefix look-ups, slots for tokens, and freeing, request by request.
+
+Native methods of `CacheManager`, and the native work of others:
+
+- ``core/holding/slots.pyx``: `allocate_slots`, `cache_pages`
+- ``core/holding/request_pages.pyx``: `free`, `fork`, `commit_external`, `fail_external`
+- ``core/holding/lookups.pyx``: `probe`
+- ``core/tier/tier.pyx``: `get_computed_pages`, `take_transfers`, `end_step`, `complete_transfers`, `fail_transfers`,
+  `list_transfers_in_flight`, `find_wrong_token`
+- ``core/tier/copies.pyx``: `take_copies`
+- ``core/rows/spans.pyx``: `lease`, `leases`, `expect`
+- ``core/pool/sessions.pyx``: `expect_session`, `close_session`, `set_shares`
+- ``core/checks/holders.pyx``: `check`
+"""
 
 import logging
 import math

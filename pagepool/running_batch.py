@@ -1,4 +1,13 @@
-"""A running batch: one native call for a whole step of an engine's requests."""
+"""A running batch: one native call for a whole step of an engine's requests.
+
+Native methods of `RunningBatch`, and the native work of others:
+
+- ``core/rows/running.pyx``: `grow`, `step`, `undo`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
+  `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `get_page_ids`
+- ``core/rows/row_request.pyx``: `admit`
+- ``core/rows/spans.pyx``: `expect`, `lease`
+- ``core/checks/holders.pyx``: `check`
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

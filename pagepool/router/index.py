@@ -1,4 +1,9 @@
-"""The index of prefixes cached by workers."""
+"""The index of prefixes cached by workers.
+
+Native methods of `PrefixIndex`:
+
+- ``core/router/prefixes.pyx``: `apply`, `find`, `note_loss`, `remove_worker`, `clear`, `list_blocks`, `stats`, `check`
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+import pytest
 from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
+
+import pagepool
+from pagepool.router import PrefixIndex
 
 # Where the order is written: a row of files or a folder, and what they do; and a room or a file of the core.
 DESIGN_ROW = re.compile(r"^\| (`.*?) \| (.*) \|$", re.MULTILINE)
@@ -23,6 +28,7 @@ ENGINES = {"easydel", "jax", "vllm"}
 OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
 # These are imported on first use themselves.
 EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.")
+NATIVE_ROW = re.compile(r"^- ``([\w/]+)\.pyx``: ((?:.+\n?)+?)(?=- |\n|\Z)", re.MULTILINE)
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
@@ -119,6 +125,18 @@ def test_imports_are_absolute_and_only_of_files_above() -> None:
         not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
         offenders[name_of(path)] = relative | not_above - ({ORDER[place]} & FOLDERS)
     assert {path: names for path, names in offenders.items() if names} == {}
+
+
+@pytest.mark.parametrize("cls", [pagepool.CacheManager, pagepool.RunningBatch, PrefixIndex])
+def test_a_module_says_where_the_native_methods_of_its_class_are(cls: type) -> None:
+    native = next(base for base in cls.__mro__ if base.__module__.startswith("pagepool.core."))
+    listed = dict(NATIVE_ROW.findall(sys.modules[cls.__module__].__doc__ or ""))
+    methods = {name for name, value in vars(native).items() if callable(value) and not name.startswith("_")}
+    assert methods
+    assert methods == set(re.findall(r"`(\w+)`", listed[native.__module__.removeprefix("pagepool.").replace(".", "/")]))
+    for path, names in listed.items():
+        assert (ROOT / f"pagepool/{path}.pyx").exists()
+        assert all(hasattr(cls, name) for name in re.findall(r"`(\w+)`", names))
 
 
 def room_of(name: str) -> int:
