@@ -5,10 +5,17 @@
 # `DueRow`s; then it does that work, and reverts the rows that did not fit. `Grown` has the counts of a row after the call:
 # `undo` takes the call back only while the row still has them.
 #
-# Always: the tables show what each row holds. `next_event` is 0 in a free row, and 1 in a pending row, which has pages for the
-# `num_external` tokens that it waits for; in other rows no page is to be taken, entered or skipped, and no row is full, below
-# `next_event` tokens. A claimed row is admitted, or is being admitted by one call. `num_computed <= num_tokens`, and
-# `num_hashed` pages are hashed with the row's tokens and extra keys. A row in `swapped` has no computed token.
+# Always, for each row:
+# - ``0 <= num_computed <= num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
+# - `num_hashed` digests are those of its tokens and extra keys: ``num_hashed * hash_page_size <= num_tokens`` once admitted.
+# - `next_event` is 0 in a free row and 1 in a pending one. In others no page is to be taken, cached or skipped, and the row is
+#   not full, below `next_event` tokens.
+# - An admitted row is claimed; another claimed row is being admitted by one call.
+# - A free row has no token, no page, no context and no session; a swapped row has no computed token.
+# - `holding` leads to the batch's groups, and the tables show its pages.
+# - ``admission <= num_admissions``, and ``stamp`` is not 0 within a call.
+# A `Growth` has ``num_due <= num_rows``, ``num_new <= max_num_new`` and ``num_grown <= num_rows``. Between calls no page waits
+# to be hashed.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
@@ -123,19 +130,29 @@ cdef struct Growth:           # one call that grows rows
     int32_t *new_groups
 
 
+cdef inline void _assert_row(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Assert what holds of every row, for functions that return pointers, which cannot have asserts."""
+    assert 0 <= row < batch.num_rows and batch.max_num_tokens <= batch.tokens_stride
+    assert batch.rows[row].holding.groups == batch.groups and batch.rows[row].holding.num_groups == batch.num_groups
+
+
 cdef inline Holding *holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    _assert_row(batch, row)
     return &batch.rows[row].holding
 
 
 cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
+    _assert_row(batch, row)
     return &batch.rows[row].holding.held[g]
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    _assert_row(batch, row)
     return batch.token_ids + row * batch.tokens_stride
 
 
 cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    _assert_row(batch, row)
     return batch.rows[row].digests
 
 
@@ -168,6 +185,10 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef Limits limits = limits_of(holding)
+    cdef const RowRecord *record = &batch.records[row]
+    assert record.is_claimed and 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens
+    assert batch.rows[row].swapped == NULL or record.num_computed == 0
+    assert record.num_hashed == 0 or record.num_hashed * <int64_t>batch.hash_page_size <= record.num_tokens
     cdef int64_t event = min(<int64_t>INT32_MAX, _last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
     event = min(event, limits.num_full)
@@ -186,6 +207,7 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
 
 cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
     """Count the tokens that are to have a slot, drafts included."""
+    assert 0 <= num_tokens <= batch.max_num_tokens
     return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
@@ -198,6 +220,7 @@ cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
     """Copy a row of a call to place `i`; False unless it `is_row` and was not in the call before."""
     if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
+    assert batch.stamp != 0 and batch.records[row].is_claimed and 0 <= i < batch.num_rows
     batch.records[row].stamp = batch.stamp
     batch.checked_rows[i] = row
     return True
@@ -220,6 +243,7 @@ cdef inline void show_end(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         table = batch.tables[g]
+        assert 0 <= held_by(batch, row, g).num_skipped <= held_by(batch, row, g).num_pages <= table.num_columns
         table.num_pages[row] = held_by(batch, row, g).num_pages
         clear_from(table, row, table.num_pages[row])
         table.version += 1
@@ -241,6 +265,7 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
         return
     for g in range(batch.num_groups):
         put_back_all(batch.pool.tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
+    assert batch.pool.tier.num_swapped > 0
     batch.pool.tier.num_swapped -= 1
     batch.rows[row].swapped = NULL
     raw_free(swapped)
@@ -251,6 +276,7 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free. Its pages were given back, or moved."""
     cdef Holding *holding = holding_of(batch, row)
+    assert batch.rows[row].context == 0 and holding.session == NO_SESSION
     drop_swapped(batch, row)
     empty(holding)
     show_end(batch, row)
@@ -263,6 +289,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Number a new admission of a row: calls that grew it before cannot be taken back."""
+    assert batch.rows[row].admission <= batch.num_admissions
     batch.num_admissions += 1
     batch.rows[row].admission = batch.num_admissions
 
@@ -270,6 +297,7 @@ cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
     """Give a row's pages a context from now on. 0, no context, has no users; it is the only one without a journal."""
     if batch.rows[row].context:
+        assert batch.pool.journal.contexts[batch.rows[row].context].num_users > 0
         batch.pool.journal.contexts[batch.rows[row].context].num_users -= 1
     if context:
         batch.pool.journal.contexts[context].num_users += 1
@@ -285,6 +313,9 @@ cdef inline void _swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noe
 cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Exchange all that two rows have."""
     cdef Py_ssize_t n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
+    assert first != second
+    assert batch.records[first].is_admitted == batch.records[first].is_claimed
+    assert batch.records[second].is_admitted == batch.records[second].is_claimed
     batch.records[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
     batch.records[second].num_hashed *= batch.records[second].is_admitted
     _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
@@ -303,6 +334,7 @@ cdef inline Digest hash_page_of(
 ) noexcept nogil:
     """Hash a row's page behind `parent`; `next_key` moves on to the first extra key that is not before the page."""
     cdef const ExtraKey *key = next_key[0]
+    assert 0 <= page and (page + 1) * batch.hash_page_size <= batch.max_num_tokens
     while key != NULL and key.data != NULL and key.page < page:
         key += 1
     next_key[0] = key
@@ -326,6 +358,7 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef const ExtraKey *key = batch.rows[row].extra_keys
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(lo=0, hi=0)
+    assert batch.hash_page_size > 0 and 0 <= num_tokens <= batch.max_num_tokens
     while (i + 1) * batch.hash_page_size <= num_tokens:
         signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
         parent = hash_page_of(batch, row, i, parent, &key)
@@ -354,6 +387,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
     cdef bint is_alone = batch.rows[row].extra_keys != NULL or batch.waiting.num_to_hash == NUM_WAITING
+    assert 0 <= batch.waiting.num_to_hash <= NUM_WAITING
     if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
@@ -402,6 +436,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
     cdef int32_t place, page_id, first
     for g in range(batch.num_groups):
         group, held = &batch.groups[g], held_by(batch, row, g)
+        assert is_state(&group.rules) or full_pages(&group.rules, num_computed) <= held.num_pages
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
             first = _find_first_twin(batch, row, page_id)
@@ -427,6 +462,7 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     cdef int32_t start
+    assert num_computed <= batch.records[row].num_computed
     for g in range(batch.num_groups):
         start = holding.held[g].num_skipped
         skip_pages(batch.pool, holding, g, num_computed)
@@ -440,6 +476,7 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
+    assert batch.keeps_states and num_computed <= batch.records[row].num_computed
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
@@ -467,6 +504,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
+        assert growth == NULL or growth.num_new + n <= growth.max_num_new
         if n:
             write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
             batch.tables[g].version += 1
@@ -484,6 +522,8 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef bint is_next_step = num_tokens > num_before  # else the step that computes the tokens before may not have run
     cdef Holding *holding = holding_of(batch, row)
+    assert batch.records[row].is_admitted and not batch.records[row].num_external
+    assert 0 <= num_before <= num_tokens <= batch.records[row].num_tokens
     if is_next_step:
         if rare(batch.unifies_pages):
             unify_pages(batch, row, num_before)
@@ -536,6 +576,7 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
         )
         if growth.num_excess:
             return False
+    assert growth.num_due < growth.num_rows and batch.due_rows[growth.num_due].num_new_pages >= 0
     growth.max_num_new += batch.due_rows[growth.num_due].num_new_pages
     growth.num_due += 1
     return True
@@ -581,6 +622,7 @@ cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t star
         row = batch.checked_rows[i]
         batch.records[row].num_tokens -= growth.token_ids != NULL
         batch.records[row].num_computed -= amount(&growth.num_new_tokens, i)
+        assert 0 <= batch.records[row].num_computed <= batch.records[row].num_tokens
 
 
 # A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
@@ -605,6 +647,7 @@ cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t
         record = &records[rows[i]]
         if record.num_computed + 1 >= record.next_event:
             break
+        assert record.is_admitted and not record.num_external and record.num_tokens < batch.max_num_tokens
         signs |= new_ids[i]
         token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
         _advance_by_token(record, &grown[i])
@@ -648,6 +691,7 @@ cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) 
         if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
             if not _note_due_row(batch, growth, i, num_room_tokens):
                 return i
+        assert record.is_admitted and not record.num_external
         record.num_computed = num_computed
         growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=num_computed)
     return n
@@ -658,12 +702,14 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     rows there are. Those from there on are as they were.
     """
     cdef Py_ssize_t k, num_grown = growth.num_rows
+    assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
     memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
     for k in range(growth.num_due):
         if not _grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at
             break
     enter_waiting(&batch.waiting)
+    assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
     revert_rows(batch, growth, num_grown, growth.num_rows)
     return num_grown
 
@@ -680,6 +726,7 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
         batch.records[row].num_tokens += 1
         batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, _last_token_event(batch, row) + 1)
         num_done += 1
+        assert batch.records[row].num_tokens <= batch.max_num_tokens
     if num_done < n:
         for i in range(num_done):
             batch.records[rows[i]].num_tokens -= 1
@@ -731,6 +778,7 @@ cdef inline Py_ssize_t copy_rows_to_trim(
 
 cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Let a row forget tokens that are not computed, and let go of its pages in the tier, which may hold more tokens."""
+    assert batch.records[row].num_computed <= num_tokens <= batch.records[row].num_tokens
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
     if batch.hash_page_size:
@@ -742,6 +790,7 @@ cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, i
     """Let a row that `can_restart_row` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding *holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
+    assert 0 <= restart <= batch.records[row].num_computed and not batch.records[row].num_external
     restart_from(batch.pool, holding, restart, num_tokens)
     show_end(batch, row)
     batch.records[row].num_computed = restart
@@ -781,6 +830,7 @@ cdef inline int32_t _computed_before(const Growth *growth, Py_ssize_t i) noexcep
 
 cdef inline Py_ssize_t _find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
     """Return where the new pages of a row in a group begin, which end at `stop`."""
+    assert 0 <= stop <= growth.num_new
     while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
         stop -= 1
     return stop
@@ -829,10 +879,12 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     cdef int32_t row = growth.grown_rows[i]
     cdef int32_t num_computed = _computed_before(growth, i)
     cdef RowRecord *record = &batch.records[row]
+    assert 0 <= num_computed <= record.num_computed
     uncache_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
         start = _find_taken(growth, stop[0], row, g)
+        assert 0 <= stop[0] - start <= held.num_pages
         put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
         stop[0] = start
     show_end(batch, row)

@@ -147,6 +147,7 @@ cdef class RowRequest:
             rows.forget_extra_keys(self.row)
         if batch.hash_page_size:
             num_kept = count_hashed_before(batch, self.row, tokens.ids, tokens.num)
+        assert batch.records[self.row].is_claimed and not batch.records[self.row].is_admitted
         batch.records[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
         memcpy(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
@@ -274,6 +275,8 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef int32_t num_computed = <int32_t>demand.num_tokens
+        assert batch.records[self.row].next_event == 0 and batch.records[self.row].num_tokens == 0
+        assert holding.held.num_pages == 0 and batch.rows[self.row].swapped == NULL
         set_context(batch, self.row, self.context)
         set_session(batch.pool, &holding.session, self.session)
         if batch.has_boundaries:
@@ -295,5 +298,6 @@ cdef class RowRequest:
         plan_next_event(batch, self.row)
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
+        assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known
         begin_admission(batch, self.row)
         batch.records[self.row].is_admitted = 1

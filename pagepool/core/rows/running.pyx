@@ -793,7 +793,7 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
         stride = odd_lines(running.batch.tables[g].num_columns, sizeof(int32_t))
         page_ids = new_buffer(running, n, stride)
         for row in range(n):
-            held_by(&running.batch, row, g).ids = page_ids + row * stride
+            held[row * num_groups + g].ids = page_ids + row * stride
     return 0
 
 
@@ -818,6 +818,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
         raise MemoryError(f"{rows.num} rows")
     growth.grown_rows = <int32_t *>(growth.grown + rows.num)
     running.acquire_locks()
+    assert running.batch.waiting.num_to_hash == 0
     num_right = copy_rows(&running.batch, growth.rows, growth.num_rows)
     if tokens is None:
         num_right = advance_rows(&running.batch, growth, num_right)
@@ -949,6 +950,7 @@ cdef Py_ssize_t release_checked(
     for i in range(num_rows if bad < 0 else 0):
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
+        assert running.batch.records[row].is_admitted and running.batch.records[row].stamp == running.batch.stamp
         if running.batch.keeps_states and not awaits_copies(&running.store.pool, holding):
             if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row, amount(terms, i))
@@ -1032,6 +1034,8 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     cdef Holding *forked = holding_of(batch, source)
     cdef Holding *new = holding_of(batch, row)
     cdef int32_t g
+    assert batch.records[source].is_admitted and batch.rows[source].swapped == NULL and not batch.records[source].num_external
+    assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
     memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
@@ -1077,6 +1081,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     """Count tokens that a pending row waited for as computed, and let it run."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
+    assert 0 <= num_tokens <= batch.records[row].num_external and batch.records[row].next_event == 1
     batch.records[row].num_computed += num_tokens
     batch.records[row].num_external = 0
     skip_unread(batch.pool, holding, batch.records[row].num_computed)
@@ -1128,6 +1133,7 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
             tier_ids=ids, num_pages=num_pages, num_skipped=held.num_skipped, num_cached=held.num_cached
         )
         ids += num_pages
+    assert batch.rows[row].swapped == NULL and num_computed > 0
     batch.rows[row].swapped = swapped
     batch.pool.tier.num_swapped += 1
     return True
@@ -1145,6 +1151,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
         group = &swapped.groups[g]
         num_missing += find_saved_pages(batch.pool, held_by(batch, row, g), group)
         num_free -= count_free(tier.pool, group.tier_ids, group.num_pages)
+    assert num_missing >= 0 and tier.num_swapped > 0
     if num_free < num_missing or not reserve_transfers(tier, num_missing):
         for g in range(batch.num_groups):
             swapped.groups[g].num_pages = 0
@@ -1220,6 +1227,8 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g, num_missing = 0, num_taken = 0
     cdef int64_t number = 0
+    assert batch.records[row].is_admitted and batch.records[row].num_computed == 0
+    assert swapped.num_computed <= batch.records[row].num_tokens
     for g in range(batch.num_groups):
         num_missing += find_cached_pages(batch, row, <int32_t>g)
         num_taken += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
@@ -1274,6 +1283,7 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     cdef Held *held = held_by(batch, row, g)
     cdef const Page *page
     cdef int32_t i, tier_id, first = saved.num_cached
+    assert held.num_pages == 0 and 0 <= saved.num_skipped <= saved.num_pages
     for i in range(saved.num_pages):
         tier_id = saved.tier_ids[i]
         if tier_id == NULL_PAGE or held.ids[i] != NULL_PAGE:

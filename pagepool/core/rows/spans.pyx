@@ -82,6 +82,7 @@ cdef class Lease:
         cdef Py_ssize_t i
         if not self.store.make_leases():
             return False
+        assert not self.span.has_begun and not self.span.is_held
         pool.is_restored &= self.ids.num == 0
         for i in range(self.ids.num):
             page_id = self.ids.ids[i]
@@ -296,6 +297,7 @@ cdef class TokenSpan:
         """Find the page that is cached under the tokens of a place, its own before others; NULL_PAGE: there is none."""
         cdef const Group *group = &self.groups.groups[g]
         cdef Digest key = self.digests[last_hash(group, place)]
+        assert 0 <= place and (place + 1) * group.stride <= self.num_digests
         if self.own != NULL and place < self.own[g].num_pages:
             if has_key(&self.store.pool.pages[self.own[g].ids[place]], key, group.id):
                 return self.own[g].ids[place]

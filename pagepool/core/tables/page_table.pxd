@@ -2,8 +2,9 @@
 #
 # A `Table` is one int32 array of page ids, and which windows of 64 columns changed since they were last sent to the device.
 #
-# Always, unless the user wrote the arrays without `mark_dirty`: a row holds zeros from ``extent`` on, and
-# ``num_pages <= extent``. A row with a dirty window is marked in ``is_row_dirty``.
+# Always, unless the user wrote the arrays without `mark_dirty`:
+# - ``0 <= num_pages <= extent <= num_columns``, and a row holds zeros from `extent` on.
+# - A row with a dirty window is marked in `is_row_dirty`; a window begins at a multiple of 64, or ends with the row.
 
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -37,6 +38,7 @@ cdef struct Put:              # ids to put into a row
 cdef inline void mark(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Mark columns ``[start, stop)`` of a row to be sent."""
     cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
+    assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_windows
     if start < stop:
         table.is_dirty[row * table.num_windows + first] = 1
         if last > first:
@@ -47,6 +49,7 @@ cdef inline void mark(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t
 
 cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Write ids into a row from column `start` on; the last of them is the row's last."""
+    assert 0 <= row < table.num_rows and 0 <= start and 0 <= n <= table.num_columns - start
     if n == 1:
         table.page_ids[row * table.num_columns + start] = ids[0]
     elif n:  # without ids there is no pointer either, which memcpy must not get
@@ -64,6 +67,7 @@ cdef inline bint _fits(const Put *put) noexcept nogil:
 
 cdef inline void blank(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Put the null page into columns ``[start, stop)`` of a row."""
+    assert 0 <= start <= stop <= table.extent[row]
     memset(table.page_ids + row * table.num_columns + start, 0, (stop - start) * sizeof(int32_t))
     mark(table, row, start, stop)
     table.version += 1
@@ -72,6 +76,7 @@ cdef inline void blank(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_
 cdef inline void clear_from(Table *table, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
     """Write zeros from column `start` to the row's extent, which becomes `start`."""
     cdef Py_ssize_t stop = table.extent[row]
+    assert 0 <= start <= table.num_columns and 0 <= stop <= table.num_columns
     if start < stop:
         memset(table.page_ids + row * table.num_columns + start, 0, (stop - start) * sizeof(int32_t))
         mark(table, row, start, stop)
@@ -84,6 +89,7 @@ cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcep
     cdef Put *put
     while num_fitting < num:
         put = &puts[num_fitting]
+        assert put.n >= 0 and 0 <= put.row < put.table.num_rows
         put.start = 0 if replaces else put.table.num_pages[put.row]
         if not _fits(put):
             break
@@ -105,6 +111,7 @@ ctypedef void (*RowChange)(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcep
 
 
 cdef inline void clear_row(Table *table, Py_ssize_t row, Py_ssize_t _) noexcept nogil:
+    assert 0 <= row < table.num_rows
     table.num_pages[row] = 0
     clear_from(table, row, 0)
     table.version += 1
@@ -112,6 +119,7 @@ cdef inline void clear_row(Table *table, Py_ssize_t row, Py_ssize_t _) noexcept 
 
 cdef inline void copy_row(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
     cdef Py_ssize_t n = max(0, min(table.num_pages[src], table.num_columns))  # the user may overwrite it meanwhile
+    assert 0 <= src < table.num_rows and 0 <= tgt < table.num_rows
     table.version += 1
     if src != tgt:
         memcpy(table.page_ids + tgt * table.num_columns, table.page_ids + src * table.num_columns, n * sizeof(int32_t))
@@ -124,6 +132,7 @@ cdef inline void swap_rows(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcep
     cdef Py_ssize_t i, n = max(table.extent[src], table.extent[tgt])
     cdef int32_t *first = table.page_ids + src * table.num_columns
     cdef int32_t *second = table.page_ids + tgt * table.num_columns
+    assert 0 <= src < table.num_rows and 0 <= tgt < table.num_rows and 0 <= n <= table.num_columns
     for i in range(n):
         first[i], second[i] = second[i], first[i]
     table.num_pages[src], table.num_pages[tgt] = table.num_pages[tgt], table.num_pages[src]
@@ -160,6 +169,7 @@ cdef inline Py_ssize_t map_slots(
 cdef inline Py_ssize_t count_dirty(const Table *table, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Return the number of dirty windows in rows ``[start, stop)``."""
     cdef Py_ssize_t row, i, count = 0
+    assert 0 <= start and stop <= table.num_rows
     for row in range(start, stop):
         if table.is_row_dirty[row]:
             for i in range(row * table.num_windows, (row + 1) * table.num_windows):
@@ -183,6 +193,7 @@ cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) 
 
 cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
     """Mark rows before `stop` as sent."""
+    assert 0 <= stop <= table.num_rows
     memset(table.is_dirty, 0, stop * table.num_windows)
     memset(table.is_row_dirty, 0, stop)
 
@@ -194,6 +205,7 @@ cdef inline Py_ssize_t pack_windows(
     mark them sent. Return their number. The last window of a row ends with the row, whatever the row's width.
     """
     cdef Py_ssize_t row, window, column, count = 0
+    assert 0 <= stop <= table.num_rows and room >= 0
     for row in range(stop):
         if not table.is_row_dirty[row]:
             continue
@@ -202,6 +214,7 @@ cdef inline Py_ssize_t pack_windows(
                 continue
             if count == room:
                 return count
+            assert table.width == min(WINDOW, table.num_columns) <= stride
             column = min(window * WINDOW, table.num_columns - table.width)
             memcpy(windows + count * stride, table.page_ids + row * table.num_columns + column, table.width * sizeof(int32_t))
             starts[2 * count], starts[2 * count + 1] = <int32_t>row, <int32_t>column
