@@ -333,7 +333,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
             forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
-                share(pool, page_id)  # no policy
+                share(pool, page_id)  # not a use
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that others hold is given up for an equal one

@@ -1,4 +1,4 @@
-"""Whether requests and rows hold what ref counts and tables say."""
+"""Checks of requests and rows against reference counts and page tables."""
 
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
@@ -45,7 +45,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
 
 
 cdef list requests_of(PageStore store, object values):
-    """`values` as a list of `RequestPages` of a store."""
+    """Return `values` as a list of `RequestPages` of the store, or raise."""
     cdef list requests = list(as_list(values, "requests"))
     for item in requests:
         if not isinstance(item, RequestPages):
@@ -56,7 +56,7 @@ cdef list requests_of(PageStore store, object values):
 
 
 cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
-    """Count the pages that rows have in the tier."""
+    """Count the references of swapped rows to pages of the tier."""
     cdef const SwappedGroup *group
     cdef Py_ssize_t row, g, i
     for row in range(rows.batch.num_rows):
@@ -66,10 +66,11 @@ cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
                 tier_counts[group.tier_ids[i]] += 1
 
 
-# What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
+# Flaws are returned as texts, None for none. An exception made here, under the locks, could start a garbage collection that
+# calls the core.
 
 cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *counts, int32_t *tier_counts):
-    """What is wrong with requests, rows, if there are any, and the tier. Rows are counted first, and compared last."""
+    """Describe a flaw of the requests, the rows, if any, or the tier. Rows are counted first, and compared last."""
     cdef str flaw = None
     if rows is not None:
         count_swapped(rows, tier_counts)
@@ -81,8 +82,8 @@ cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *co
 
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """No page stands in more places, including those in `counts`, than it has references besides those of leases. A copy that
-    is due has one to its source, a load that did not end one to its page.
+    """Describe a page that stands in more places, with those in `counts`, than it has references besides leases. A due copy has
+    a reference to its source, an unfinished load one to its page.
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
@@ -102,7 +103,7 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
 
 
 cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noexcept:
-    """Count the pages to which copies and loads have references, or, with -1, no more."""
+    """Add `amount` to the counts of pages to which copies and loads have references."""
     cdef Py_ssize_t i
     for i in range(pool.copies.num):
         counts[pool.copies.items[i].src] += amount
@@ -112,7 +113,9 @@ cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noe
 
 
 cdef str find_flaw_in_tier(Tier *tier, int32_t *counts):
-    """No page of the tier stands in more transfers and rows, which `counts` has, than it has references."""
+    """Describe a page of the tier that stands in more transfers and rows (`counts` has those of rows) than it has
+    references.
+    """
     cdef Py_ssize_t i
     for i in range(tier.num if tier != NULL else 0):
         counts[tier.items[i].tier_id] += 1
@@ -126,10 +129,10 @@ cdef str find_flaw_in_tier(Tier *tier, int32_t *counts):
 
 
 cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_ssize_t capacity, int32_t *counts):
-    """The pages of a group lie in the pool, null pages first; the working page of a state has no entry, and one holder; no page
-    that a boundary needs counts as worthless. Counts them. Fields of const structs would be formatted as Python ints.
+    """Count a holder's pages of a group, and describe a flaw: an id outside the pool, a null page behind others, a working page
+    of a state with an entry or another holder, or a page of a boundary that counts as worthless.
     """
-    cdef Group *group = <Group *>&holding.groups[g]
+    cdef Group *group = <Group *>&holding.groups[g]  # not const: const fields would be formatted as Python ints
     cdef Held *held = &holding.held[g]
     cdef int32_t i, last = pool.num_pages - 1
     cdef int32_t num_entries = held.num_pages if not is_state(&group.rules) else INT32_MAX
@@ -170,8 +173,8 @@ cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
 
 
 cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
-    """The pages to which rows write, and which are not kept as they are, stand in no other row or request. `counts` has copies
-    and loads, too.
+    """Describe a page to which a row writes, and which has another holder. Cached pages are not written to. `counts` includes
+    copies and loads.
     """
     cdef Held *held
     cdef Py_ssize_t row, g, i
@@ -204,7 +207,7 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     if record.is_admitted:
         plan_next_event(batch, row)
     planned, record.next_event = record.next_event, event
-    if not record.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
+    if not record.is_admitted <= event <= planned:  # cut tokens, and a row without room, leave an early one
         return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
     if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
         return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
@@ -212,7 +215,7 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
 
 
 cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
-    """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
+    """Whether the row's digests match its tokens and extra keys. O(tokens)."""
     cdef Batch *batch = &rows.batch
     cdef const ExtraKey *key = batch.rows[row].extra_keys
     cdef Digest parent = Digest(lo=0, hi=0)
@@ -227,7 +230,7 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
 
 
 cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
-    """A row has the pages of its tokens, and the table shows them."""
+    """Describe a row that lacks pages for its tokens, or that the table shows otherwise."""
     cdef Held *held = held_by(&rows.batch, row, g)
     cdef Table *table = rows.batch.tables[g]
     cdef int32_t *ids = table.page_ids + row * table.num_columns

@@ -1,9 +1,9 @@
-# Rows that run together. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
+# Rows of a running batch. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
-# A `Batch` has for each row a `RowRecord`, its known tokens, the digests of the pages that they fill, and a `Held` for each
-# group. A call that grows rows is a `Growth`. It first advances the counts of all rows, and lists those with more work as
-# `DueRow`s; then it does that work, and reverts the rows that did not fit. `Grown` has the counts of a row after the call:
-# `undo` takes the call back only while the row still has them.
+# A `Batch` keeps for each row its known tokens, a `RowRecord` with the counts that every step reads, and a `Row` with
+# everything else. A call that grows rows is a `Growth`. It first advances the counts of all rows, and lists those that need
+# more work as `DueRow`s; then it does that work, and reverts the rows that did not fit. `Grown` keeps a row's counts after the
+# call: `undo` takes the call back only while the row still has them.
 #
 # Always, for each row:
 # - ``0 <= num_computed <= num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
@@ -37,75 +37,75 @@ from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, 
 from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids
 
 
-cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
+cdef struct ExtraKey:         # bytes hashed with a page's tokens
     const uint8_t *data       # NULL ends a row's keys
     Py_ssize_t size
     Py_ssize_t page
 
 cdef struct RowRecord:        # 32 bytes, two to a cache line
-    int32_t num_tokens        # that are known
-    int32_t num_computed      # of these tokens
-    int32_t next_event        # below so many computed tokens only counting is due; 0: free, 1: pending, or copies may be due
-    uint32_t stamp            # the call that last named the row
-    int32_t num_hits          # tokens that were hit at admission
-    int32_t num_hashed        # pages that have digests; in a free row those of its last tokens
-    int32_t num_external      # tokens that come from elsewhere, for which the row waits; 0: it is not pending
+    int32_t num_tokens        # known tokens
+    int32_t num_computed      # leading tokens that are computed
+    int32_t next_event        # computed count that needs more than counting; 0: free, 1: pending, or copies may be due
+    uint32_t stamp            # number of the last call that named the row
+    int32_t num_hits          # tokens hit at admission
+    int32_t num_hashed        # pages with digests; a free row keeps those of its last tokens
+    int32_t num_external      # tokens awaited from elsewhere; 0: the row is not pending
     uint8_t is_admitted
-    uint8_t is_claimed        # admitted, or about to be
+    uint8_t is_claimed        # admitted, or being admitted
 
-cdef struct DueRow:           # a row for which more than counting is due
+cdef struct DueRow:           # a row that needs more than counting
     int32_t at                # its place in the call
-    int32_t num_new_pages     # pages that it needs; INT32_MAX: that many or more
+    int32_t num_new_pages     # missing pages, at most INT32_MAX
 
-cdef struct SwappedGroup:     # what a row had in a group when its pages were saved in the tier
-    int32_t *tier_ids         # of its pages, in token order; the null page where it had none
+cdef struct SwappedGroup:     # a row's pages of one group, saved in the tier
+    int32_t *tier_ids         # in token order; the null page where the row had none
     int32_t num_pages
     int32_t num_skipped
     int32_t num_cached
 
-cdef struct Swapped:          # a row whose pages are in the tier, each with a reference
+cdef struct Swapped:          # a row's pages in the tier; the row has a reference to each
     SwappedGroup *groups      # [num_groups], in the same memory
     int32_t num_computed      # tokens
 
-cdef struct Row:              # what a row has besides its counts and tokens: a cache line that growth reads, and another one
+cdef struct Row:              # two cache lines; growth reads the first
     Holding holding
-    Digest *digests           # of its hashed pages
+    Digest *digests           # [num_hashed]
     ExtraKey *extra_keys      # NULL: none
     int32_t context           # 0: none
-    int32_t shard             # where pages come from; -1: anywhere
-    Swapped *swapped          # NULL: it has no pages in the tier
-    int64_t admission         # number of its last admission, or change of places
+    int32_t shard             # source of new pages; -1: any
+    Swapped *swapped          # NULL: not swapped out
+    int64_t admission         # number of the last admission, fork or exchange
     int64_t[6] unused
 
-cdef struct Batch:            # rows that run together; values by row are [num_rows]
+cdef struct Batch:            # rows that run together
     Pool *pool
     Group *groups
     Py_ssize_t num_groups
     Table **tables            # [num_groups]
     Py_ssize_t num_rows
-    int32_t max_num_tokens    # of a row
+    int32_t max_num_tokens    # limit for each row
     int32_t hash_page_size    # tokens; 0: no prefix caching
-    Digest extra_key
-    RowRecord *records        # what each step reads
-    Row *rows
-    uint32_t stamp            # this call
-    int32_t *checked_rows     # the rows of this call
-    Py_ssize_t num_ascending  # of these `_copy_ascending` has checked, and nothing changed them since
-    DueRow *due_rows          # of this call
+    Digest extra_key          # key of the hash of extra keys
+    RowRecord *records        # [num_rows] counts that each step reads
+    Row *rows                 # [num_rows]
+    uint32_t stamp            # number of this call
+    int32_t *checked_rows     # [num_rows] the rows of this call
+    Py_ssize_t num_ascending  # leading checked rows that `_copy_ascending` found right, unchanged since
+    DueRow *due_rows          # [num_rows] due rows of this call
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
     bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
-    bint skips_pages          # whether pages of any group fall out of a window
+    bint skips_pages          # whether any group has a window or chunks
     bint has_state            # whether any group is a state
-    bint keeps_states         # whether checkpoints of any are kept
-    bint restores_states      # whether the engine writes states behind the counted tokens back, so that lookahead may pass them
-    bint unifies_pages        # whether rows share pages that got the same tokens
-    int64_t num_admissions    # and changes of places, of all rows
+    bint keeps_states         # whether any state keeps checkpoints
+    bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
+    bint unifies_pages        # whether rows share pages with equal tokens
+    int64_t num_admissions    # admissions, forks and exchanges of all rows
 
-cdef struct Amounts:          # a number for each row; stride 0: the same for all
+cdef struct Amounts:          # a number for each row
     const int32_t *values
-    Py_ssize_t stride
+    Py_ssize_t stride         # 0: one value serves all rows
 
 cdef struct Grown:            # the counts of a row after a call that grew it
     int32_t num_tokens
@@ -115,17 +115,17 @@ cdef struct Growth:           # one call that grows rows
     const int32_t *rows
     Py_ssize_t num_rows
     Amounts num_new_tokens
-    Amounts num_ahead         # tokens that are to have room only
-    const int32_t *token_ids  # one to append to each row first; NULL: none
-    int32_t signs             # below 0 if one of these tokens is
+    Amounts num_ahead         # lookahead tokens: they get room, and are not counted
+    const int32_t *token_ids  # a token to append to each row first; NULL: none
+    int32_t signs             # negative if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    int64_t num_admissions    # of the batch when the call ended
-    int64_t num_excess        # pages that a row would hold, if these are more than there are
-    Py_ssize_t num_due        # rows
-    Py_ssize_t max_num_new    # pages
-    Py_ssize_t num_new
-    int32_t *new_ids          # [max_num_new], as those that follow, in the same memory
+    int64_t num_admissions    # the batch's count when the call ended
+    int64_t num_excess        # pages that a row would hold, where that is more than the pool has; else 0
+    Py_ssize_t num_due        # due rows
+    Py_ssize_t max_num_new    # upper bound on new pages
+    Py_ssize_t num_new        # new pages
+    int32_t *new_ids          # [max_num_new], with the next two in one allocation
     int32_t *new_rows
     int32_t *new_groups
 
@@ -165,12 +165,12 @@ cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t
 
 
 cdef inline int64_t _last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Return how many tokens are computed once a row, which computes each token that it gets, is as long as it can be."""
+    """Return the computed count at which the row is full, if it computes each token that it gets."""
     return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
 cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
-    """Return the least number of computed tokens that fill a page which was not compared with equal ones."""
+    """Return the computed count that fills the next page to be compared with equal ones."""
     cdef Py_ssize_t g
     cdef int64_t num_tokens = INT32_MAX
     for g in range(holding.num_groups):
@@ -180,8 +180,8 @@ cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
 
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
-    the tokens that they had before, one token later.
+    """Compute the token count at which this row next needs work: a page to take, cache or skip, or the end of its room. Pages
+    are skipped one token later, since they fall out of the window of the next token.
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef Limits limits = limits_of(holding)
@@ -206,18 +206,18 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
 
 
 cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
-    """Count the tokens that are to have a slot, drafts included."""
+    """Count the tokens that need slots, drafts included."""
     assert 0 <= num_tokens <= batch.max_num_tokens
     return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
 cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
-    """Whether a row is in the table and admitted."""
+    """Whether the number is in the table and its row is admitted."""
     return 0 <= row < batch.num_rows and batch.records[row].is_admitted
 
 
 cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Copy a row of a call to place `i`; False unless it `is_row` and was not in the call before."""
+    """Copy an admitted row of a call to place `i`; False if it is not admitted, or repeated."""
     if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
     assert batch.stamp != 0 and batch.records[row].is_claimed and 0 <= i < batch.num_rows
@@ -227,7 +227,7 @@ cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
 
 
 cdef inline void start_call(Batch *batch) noexcept nogil:
-    """Forget which rows were seen in calls before."""
+    """Begin a call in which no row has been seen."""
     cdef Py_ssize_t row
     batch.num_ascending = 0
     batch.stamp += 1
@@ -238,7 +238,7 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
 
 
 cdef inline void show_end(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Let the row end in the tables where it does in the batch."""
+    """Cut the row in the tables to the pages that it holds."""
     cdef Table *table
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
@@ -250,7 +250,7 @@ cdef inline void show_end(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Show in the tables what the row holds."""
+    """Write the row's pages to the tables."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
@@ -258,7 +258,7 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Let go of the pages that a row has in the tier: it is computed again, or ends."""
+    """Give back the row's pages in the tier: it is computed again, or ends."""
     cdef Swapped *swapped = batch.rows[row].swapped
     cdef Py_ssize_t g
     if swapped == NULL:
@@ -271,10 +271,10 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
     raw_free(swapped)
 
 
-# Rows become free, get a context, and change places.
+# Rows are emptied, get a context, and change places.
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Make a row free. Its pages were given back, or moved."""
+    """Make a row free whose pages were given back."""
     cdef Holding *holding = holding_of(batch, row)
     assert batch.rows[row].context == 0 and holding.session == NO_SESSION
     drop_swapped(batch, row)
@@ -288,14 +288,14 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Number a new admission of a row: calls that grew it before cannot be taken back."""
+    """Number an admission, so that earlier calls that grew the row cannot be taken back."""
     assert batch.rows[row].admission <= batch.num_admissions
     batch.num_admissions += 1
     batch.rows[row].admission = batch.num_admissions
 
 
 cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
-    """Give a row's pages a context from now on. 0, no context, has no users; it is the only one without a journal."""
+    """Give the row's next pages a context. Users of context 0, none, are not counted: a pool without a journal has no other."""
     if batch.rows[row].context:
         assert batch.pool.journal.contexts[batch.rows[row].context].num_users > 0
         batch.pool.journal.contexts[batch.rows[row].context].num_users -= 1
@@ -311,7 +311,7 @@ cdef inline void _swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noe
 
 
 cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
-    """Exchange all that two rows have."""
+    """Exchange two rows."""
     cdef Py_ssize_t n = max(batch.records[first].num_tokens, batch.records[second].num_tokens)
     assert first != second
     assert batch.records[first].is_admitted == batch.records[first].is_claimed
@@ -327,12 +327,12 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     show_row(batch, second)
 
 
-# Pages of running rows are hashed.
+# Rows are hashed, and their pages cached.
 
 cdef inline Digest hash_page_of(
     const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
 ) noexcept nogil:
-    """Hash a row's page behind `parent`; `next_key` moves on to the first extra key that is not before the page."""
+    """Hash a row's page behind `parent`, and advance `next_key` to the first extra key at or behind the page."""
     cdef const ExtraKey *key = next_key[0]
     assert 0 <= page and (page + 1) * batch.hash_page_size <= batch.max_num_tokens
     while key != NULL and key.data != NULL and key.page < page:
@@ -349,8 +349,8 @@ cdef inline Digest hash_page_of(
 
 
 cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, as far as they are not yet. Returns a value below 0 if one of these tokens
-    is: while a page is hashed its tokens are at hand.
+    """Hash the row's full pages up to `num_tokens` tokens. Return a negative value if one of the hashed tokens is negative: the
+    check is cheap while the tokens are read.
     """
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef int32_t signs = 0
@@ -371,7 +371,7 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 cdef inline Py_ssize_t count_hashed_before(
     const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n
 ) noexcept nogil:
-    """Count the leading pages of `token_ids` that a free row has hashed already, for its last request."""
+    """Count the leading pages of `token_ids` that a free row has hashed for its last request."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
     cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.records[row].num_hashed, n // size)
@@ -382,7 +382,7 @@ cdef inline Py_ssize_t count_hashed_before(
 
 
 cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Do what `hash_row` does, but let a single page, as decoding fills it, wait for another row's: two are hashed at once."""
+    """Do what `hash_row` does, but let a single page wait for one of another row: two are hashed at once."""
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
@@ -399,7 +399,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, and have them entered."""
+    """Hash the pages that `num_tokens` tokens fill, and cache them."""
     cdef Contents contents
     cdef Held *held
     cdef Py_ssize_t g
@@ -414,14 +414,14 @@ cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
             enter_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
 
 
-# Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
+# Rows grow: their pages are skipped, taken and cached, row by row up to the first row that does not fit.
 #
-# With `unifies_pages` rows that compute the same tokens share pages: a row that filled the same page as another before it takes
-# the other's and gives its own back, once the step that filled it is over, so that nothing is written to a shared page: when it
-# grows next, or is forked. A page that somebody else holds by then stays, with its entry, since its holders have no other one.
+# With `unifies_pages` rows share equal pages: a row that filled a page with the content of an earlier one takes that one and
+# gives its own back. It does so when it grows next, or is forked: then the step that filled the page is over, and nothing
+# writes to a shared page. A page that has other holders by then stays with its entry.
 
 cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
-    """Find the page cached first with the content of a page, among those that the row may hold; NULL_PAGE: it is not cached."""
+    """Find the first cached page with the content of a page, in the row's shard; NULL_PAGE if the page is not cached."""
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
@@ -429,7 +429,7 @@ cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Let a row share the pages that its first `num_computed` tokens fill, as far as they were not compared before."""
+    """Replace the row's full pages up to `num_computed` tokens by equal ones that were cached before."""
     cdef const Group *group
     cdef Held *held
     cdef Py_ssize_t g
@@ -445,7 +445,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
                 continue
             hit(batch.pool, &first, 1, batch.rows[row].holding.session)
-            drop(batch.pool, page_id)  # if its step turned out not to have run, nobody else would
+            drop(batch.pool, page_id)  # undo and release drop entries of held pages only
             put_back_held(batch.pool, page_id)
             held.ids[place] = first
             batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
@@ -455,10 +455,10 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             held.num_unique = max(held.num_unique, full_pages(&group.rules, num_computed))
 
 
-# What is due for a row that grows.
+# Work for a row that grows.
 
 cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to, in the table too."""
+    """Skip the pages that no token from `num_computed` on attends to, and blank them in the tables."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     cdef int32_t start
@@ -471,7 +471,7 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
 
 
 cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
+    """Keep the states after `num_computed` tokens that are due as checkpoints, and write the new working pages to tables."""
     cdef Contents contents
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
@@ -487,7 +487,7 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
 
 
 cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
-    """Enter the states of a row whose pages were just given back, as far as they are due."""
+    """Cache the states that are due as checkpoints, after the row's pages were given back."""
     cdef int32_t num_computed = batch.records[row].num_computed
     cdef Contents contents
     cdef Holding *holding = holding_of(batch, row)
@@ -497,7 +497,7 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
-    """Give a row the pages that it is short of, and that are free: group by group, in the table too."""
+    """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t j, n
@@ -516,11 +516,11 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
-    """Do what is due for a counted row; False, and no page taken, if too few are free."""
+    """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
-    cdef bint is_next_step = num_tokens > num_before  # else the step that computes the tokens before may not have run
+    cdef bint is_next_step = num_tokens > num_before  # a further call for the same step comes before the step has run
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
     assert 0 <= num_before <= num_tokens <= batch.records[row].num_tokens
@@ -543,7 +543,9 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
 
 
 cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room_tokens) noexcept nogil:
-    """Return the tokens of the checkpoint that a call passes for a row that is not counted yet; INT64_MAX: none, or it may."""
+    """Return the token count of the checkpoint that lookahead would pass; INT64_MAX if there is none, or passing is allowed.
+    The row's counts are not advanced yet.
+    """
     cdef int32_t num_computed = batch.records[row].num_computed
     cdef Holding *holding = holding_of(batch, row)
     if batch.restores_states:
@@ -552,7 +554,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
 
 
 cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
-    """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
+    """Add a row to the due rows, with the pages that it may need; False if the call is wrong for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
     cdef Holding *holding = holding_of(batch, row)
@@ -583,17 +585,17 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
 
 
 cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
-    """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
+    """Copy rows if they are in the table and ascend, as they usually do: then none of them repeats."""
     cdef const int32_t *copied = batch.checked_rows
     cdef int32_t signs = 0
     cdef Py_ssize_t i
-    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # as in the step before
+    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # the same rows as in the last step
         return True
     batch.num_ascending = 0
     if n > batch.num_rows:
         return False
     memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
-    for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
+    for i in range(1, n if GUARDS else 1):  # no early exit, so that it vectorises
         signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
     if GUARDS and (signs < 0 or copied[0] < 0 or copied[n - 1] >= batch.num_rows):
         return False
@@ -602,8 +604,8 @@ cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n
 
 
 cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
-    """Copy rows, so that they cannot change during the call. Returns how many there are before the first that is outside the
-    table, free, or there already.
+    """Copy rows, so that they cannot change during the call. Return the number of rows before the first that is outside the
+    table, free, or repeated.
     """
     cdef Py_ssize_t i
     if _copy_ascending(batch, rows, n):
@@ -616,7 +618,7 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
 
 
 cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Undo what `step_rows` or `advance_rows` counted for copied rows."""
+    """Revert the counts that `step_rows` or `advance_rows` advanced for copied rows."""
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
@@ -625,16 +627,16 @@ cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t star
         assert 0 <= batch.records[row].num_computed <= batch.records[row].num_tokens
 
 
-# A row that is found right is counted as grown. For one that is not admitted more than counting is always due.
+# Counts are advanced while rows are checked. A free row is never plain: its `next_event` is 0.
 
 cdef inline void _advance_by_token(RowRecord *record, Grown *grown) noexcept nogil:
-    """Count one token more as known and computed."""
+    """Count one more token as known and computed."""
     grown[0] = Grown(num_tokens=record.num_tokens + 1, num_computed=record.num_computed + 1)
     record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
 
 cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row from `start` on, up to the first for which more is due; return where that stands."""
+    """Append a token to each copied row from `start` on, and return the place of the first due row."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids
@@ -657,8 +659,8 @@ cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t
 
 
 cdef inline Py_ssize_t step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row, and return how many there are before the first that is wrong; 0, and nothing counted,
-    if a token is negative.
+    """Append a token to each copied row, and return the number of rows before the first wrong one; 0, and nothing advanced, if
+    a token is negative.
     """
     cdef RowRecord *record
     cdef Py_ssize_t i = _step_plain_rows(batch, growth, 0, n)
@@ -677,7 +679,7 @@ cdef inline Py_ssize_t step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noe
 
 
 cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Count known tokens of each row as computed."""
+    """Count known tokens of each row as computed, and return the number of rows before the first wrong one."""
     cdef RowRecord *record
     cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
     cdef Py_ssize_t i
@@ -698,8 +700,8 @@ cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) 
 
 
 cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
-    rows there are. Those from there on are as they were.
+    """Do the work of the due rows, in order, up to the first row that does not fit, and return the number of rows before it.
+    The rows from there on are reverted.
     """
     cdef Py_ssize_t k, num_grown = growth.num_rows
     assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
@@ -715,7 +717,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
 
 
 cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
-    """Append a token to each row, in order; returns how many fit, and if not all do, nothing is appended."""
+    """Append a token to each row, in order, or none if one does not fit; return the number of tokens that fit."""
     cdef Py_ssize_t i, num_done = 0
     cdef int32_t row
     while num_done < n:
@@ -733,24 +735,24 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     return num_done
 
 
-# Rows get shorter: they forget tokens, or a call that grew them is taken back. If computed tokens are cut, the next tokens
-# overwrite the page that the cut goes through, so it must have no other holder. Pages of tokens that were scheduled and never
-# computed lose their prefix entries: they must not hit.
+# Rows get shorter: tokens are cut, or a call that grew rows is taken back. Where computed tokens are cut, the next tokens
+# overwrite the page at the cut, so it must have no other holder. Pages of tokens that were never computed are uncached: they
+# must not hit.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether a row has a state that has seen tokens from `num_tokens` on, unless it is computed anew from the first token."""
+    """Whether the row has a state that saw tokens from `num_tokens` on. A restart from token 0 replaces the state."""
     return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
 
 
 cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Whether a row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    """Whether the row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding *holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
     return not batch.records[row].num_external and can_restart(batch.pool, holding, restart, num_tokens)
 
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether a row can be cut to that many tokens, which it knows. Its pages matter only if a computed token is cut."""
+    """Whether the row can be cut to some of its tokens. Its pages matter only where computed tokens are cut."""
     if num_tokens >= batch.records[row].num_computed:
         return not batch.records[row].num_external
     return not has_state_behind(batch, row, num_tokens) and can_restart_row(batch, row, num_tokens, num_tokens)
@@ -759,7 +761,7 @@ cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_token
 cdef inline Py_ssize_t copy_rows_to_trim(
     Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
 ) noexcept nogil:
-    """Copy rows, and count those before the first that is wrong."""
+    """Copy rows, and return the number of rows before the first wrong one."""
     cdef Holding *holding
     cdef Py_ssize_t i
     start_call(batch)
@@ -777,7 +779,7 @@ cdef inline Py_ssize_t copy_rows_to_trim(
 
 
 cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Let a row forget tokens that are not computed, and let go of its pages in the tier, which may hold more tokens."""
+    """Cut tokens that are not computed, and drop the row's pages in the tier, which may hold the cut tokens."""
     assert batch.records[row].num_computed <= num_tokens <= batch.records[row].num_tokens
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
@@ -787,7 +789,7 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Let a row that `can_restart_row` go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    """Restart a row that `can_restart_row` with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef Holding *holding = holding_of(batch, row)
     cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
     assert 0 <= restart <= batch.records[row].num_computed and not batch.records[row].num_external
@@ -807,14 +809,14 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
 
 
 cdef inline void uncache_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Drop the entries that a row made for pages with tokens from `num_computed` on."""
+    """Uncache the pages with tokens from `num_computed` on that the row cached."""
     cdef Contents contents = _contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding *holding = holding_of(batch, row)
     forget_uncomputed(batch.pool, holding, num_computed, &contents)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Whether a row has as many computed tokens as after the call that grew it, and, if that was a step, as many tokens."""
+    """Whether the row still has the counts of `Grown`, and its admission. Known tokens count only after a step."""
     cdef const Grown *grown = &growth.grown[i]
     cdef int32_t row = growth.grown_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -824,12 +826,12 @@ cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_
 
 
 cdef inline int32_t _computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Return how many tokens a row had computed before the call."""
+    """Return the row's computed count before the call."""
     return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
 
 
 cdef inline Py_ssize_t _find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
-    """Return where the new pages of a row in a group begin, which end at `stop`."""
+    """Return the start of the row's new pages of a group, which end at `stop`."""
     assert 0 <= stop <= growth.num_new
     while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
         stop -= 1
@@ -837,7 +839,7 @@ cdef inline Py_ssize_t _find_taken(const Growth *growth, Py_ssize_t stop, int32_
 
 
 cdef inline bint _is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
-    """Whether a page at place `start` or behind has other holders."""
+    """Whether a page from place `start` on has other holders."""
     cdef int32_t i
     for i in range(start, held.num_pages):
         if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].ref_cnt > 1:
@@ -846,8 +848,8 @@ cdef inline bint _is_shared_from(const Pool *pool, const Held *held, int32_t sta
 
 
 cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Whether a row is as the call left it, ends with its new pages, which are the last before `stop`, and holds the pages that
-    it needs again, alone where it writes. `stop` moves to the first of the new pages.
+    """Whether the call can be taken back for a row: the row is as the call left it, its last pages are the new ones before
+    `stop`, and it holds the pages that it needs again, alone where it writes. Moves `stop` to the row's first new page.
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
@@ -873,7 +875,7 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
 
 
 cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Take the call back for a row that `can_undo`."""
+    """Take the call back for a row, after `can_undo`."""
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]

@@ -1,4 +1,4 @@
-"""Requests for free rows: admitted, or refused."""
+"""Admission of requests to free rows."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -34,7 +34,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 
 
 cdef list checked_extra_keys(object extra_keys):
-    """``(page, bytes)`` pairs as ints and bytes."""
+    """Return checked ``(page, bytes)`` pairs."""
     cdef bytes data
     cdef list checked = []
     for page, data in as_list(extra_keys, "extra_keys"):
@@ -46,29 +46,29 @@ cdef list checked_extra_keys(object extra_keys):
 
 @cython.final
 @cython.freelist(4)
-@cython.no_gc  # it is in no cycle: nothing knows it
+@cython.no_gc  # in no cycle: nothing refers to it
 @cython.auto_pickle(False)
 cdef class RowRequest:
-    """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
+    """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
 
-    `options`, a tuple of what hits depend on besides the tokens, and tokens identify it for `_is_refused_still` of the rows.
-    The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits. If up to
-    `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending. Others are to resume
-    at the numbers of tokens `resume_at`.
+    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. The
+    tokens that get room end at a multiple of `interval`, if there is one behind the hits; 0: anywhere. If up to `num_external`
+    tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests will resume at
+    the token counts `resume_at`.
     """
 
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef object source              # the list, or the `PageIds`, with the tokens
+    cdef object source              # the caller's list, or `token_ids`
     cdef PageIds token_ids
     cdef Tokens tokens
     cdef object options
     cdef Py_ssize_t num_reserved
-    cdef PageIds resume_at          # numbers of tokens; None: no further ones
-    cdef int32_t shard              # while the row is claimed, as are the next
+    cdef PageIds resume_at          # token counts; None: no further ones
+    cdef int32_t shard              # set while the row is claimed, as the next three
     cdef int32_t context
     cdef int32_t session
-    cdef int64_t junction      # tokens, see `begin_boundaries`
+    cdef int64_t junction           # tokens: see `begin_boundaries`
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
@@ -90,11 +90,11 @@ cdef class RowRequest:
     def admit(
         self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0
     ) -> int | None:
-        """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
+        """Admit the request and return the number of hit tokens; None, and nothing taken, if too few pages are free.
 
-        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. The longest cached prefix is hit if it
-        `takes_hits`, and loaded where only the tier has it. The row has a `context` of `EntryJournal.add_context`, and is of a
-        `session` of `PageSessions.hold`. `counter` counts an admitted request.
+        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. With `takes_hits` the longest cached
+        prefix is hit, and loaded where only the tier has it. `context` comes from `EntryJournal.add_context`, `session` from
+        `PageSessions.hold`. `counter` counts an admitted request.
         """
         cdef RunningRows rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
@@ -124,7 +124,7 @@ cdef class RowRequest:
         return result if is_admitted else None
 
     cdef int claim_row(self) except -1:
-        """Reserve the row: no other call admits it or moves another row there."""
+        """Claim the row, so that no other call admits a request there or moves another row there."""
         cdef bint is_claimed
         with self.rows.lock:
             is_claimed = self.rows.batch.records[self.row].is_claimed
@@ -134,7 +134,7 @@ cdef class RowRequest:
         return 0
 
     cdef int set_contents(self, list extra_keys) except -1:
-        """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
+        """Copy the tokens and hash their full pages. Leading pages that the row hashed for its last request are kept."""
         cdef RunningRows rows = self.rows
         cdef PageIds tokens = self.token_ids
         cdef Batch *batch = &rows.batch
@@ -176,8 +176,8 @@ cdef class RowRequest:
         return 0
 
     cdef object try_start(self, bint takes_hits):
-        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `Refusal`, and nothing taken,
-        if too few pages are free.
+        """Hit the request's prefix and take its pages. Return the number of hit tokens, or a `Refusal`, and nothing taken, if
+        too few pages are free.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -198,7 +198,7 @@ cdef class RowRequest:
             num_changes = count_changes(batch.pool)
             if takes_hits:
                 has_room = self.fetch_hits(refusal, &array, &is_short)
-            num_hit_tokens = refusal.num_hit_tokens  # made before anything is taken
+            num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
@@ -227,8 +227,8 @@ cdef class RowRequest:
         return num_hit_tokens if has_pages else refusal
 
     cdef bint fetch_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
-        """Find the hits, which a refusal would keep; none if pages to load them into are short. False where memory is short.
-        The locks are held.
+        """Find the hits and queue their loads from the tier; store them in the refusal. No hits if too few pages are free for
+        the loads. False where memory is short. The locks are held.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -255,22 +255,22 @@ cdef class RowRequest:
         return array[0] != NULL
 
     cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
-        """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
+        """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
         refusal.num_room = demand.num_tokens
         for g in range(batch.num_groups):
             num_held += count_attached(holding, demand, g)
-        num_held += count_state_hits(holding, demand.hits)  # a checkpoint may be adopted, and needs no page of its own then
+        num_held += count_state_hits(holding, demand.hits)  # an adopted checkpoint needs no page of its own
         refusal.begin(
             batch.pool, self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed,
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
         )
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
-        """Give an empty row the hits and pages of a demand that fits, and enter the pages that are full, unless they are filled
-        from elsewhere.
+        """Give an empty row the hits and pages of a demand that fits, and cache its full pages, except those that come from
+        elsewhere.
         """
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)

@@ -1,4 +1,4 @@
-# Running rows: a `Batch` with the Python objects that it points into, and its locks.
+# Running rows: a `Batch`, the Python objects that it points into, and its locks.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -14,13 +14,13 @@ cdef class RunningRows:
     cdef Batch batch
     cdef PageStore store
     cdef CacheGroups groups
-    cdef tuple tables               # one TableRows a group
-    cdef tuple lock_order           # the same in the order in which everybody locks them
-    cdef list buffers               # the arrays that `batch` points into
-    cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
-    cdef list refusals              # by row: the Refusal of the request that was tried last, or None
+    cdef tuple tables               # a TableRows for each group
+    cdef tuple lock_order           # the tables in locking order
+    cdef list buffers               # arrays that `batch` points into
+    cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
+    cdef list refusals              # for each row, the Refusal of its last request, or None
     cdef bytes key
-    cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
+    cdef int32_t num_shards         # shards of the pool that rows are bound to; 0: none
     cdef readonly object num_tokens
     cdef readonly object num_computed_tokens
     cdef readonly object num_cached_tokens

@@ -64,8 +64,8 @@ cdef object ROW_RECORD = np.dtype(
 
 
 cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
-    """Return the distance of rows in values of `size` bytes, at least `num_values`: an odd number of cache lines, so that the
-    ends of rows, which a step writes, fall into different sets of a cache.
+    """Return the stride of rows with at least `num_values` values of `size` bytes: an odd number of cache lines, so that the
+    ends of rows, which a step writes, fall into different sets of the cache.
     """
     cdef Py_ssize_t num_in_line = CACHE_LINE // size
     return ((num_values + num_in_line - 1) // num_in_line | 1) * num_in_line
@@ -97,19 +97,19 @@ cdef class Buffer:
 
 
 @cython.final
-@cython.no_gc  # it is in no cycle: a batch does not know its results
+@cython.no_gc  # in no cycle: a batch has no reference to its results
 @cython.auto_pickle(False)
 cdef class StepResult:
-    """What a call of `RunningBatch` that grows rows did.
+    """The result of a call of `RunningBatch` that grows rows.
 
     The first `num_grown` of its rows have their room; the row at that place, if there is one, is the first that did not fit.
     `RunningBatch.undo` takes the call back.
     """
 
     cdef readonly Py_ssize_t num_grown
-    cdef RunningRows batch          # that was grown; None once the call is taken back
+    cdef RunningRows batch          # None once the call is taken back
     cdef PageIds num_new_tokens     # a number for each row, or one for all
-    cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
+    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
 
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
@@ -120,17 +120,17 @@ cdef class StepResult:
 
     @property
     def new_page_ids(self) -> np.ndarray:
-        """Ids of the pages that were taken: int32 ``[num_new_pages]``, a copy. In a row group by group."""
+        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group."""
         return array_of(self.growth.new_ids, self.growth.num_new)
 
     @property
     def new_page_rows(self) -> np.ndarray:
-        """The row of each new page, int32 ``[num_new_pages]``, a copy: the rows in the order of the call."""
+        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the call."""
         return array_of(self.growth.new_rows, self.growth.num_new)
 
     @property
     def new_page_groups(self) -> np.ndarray:
-        """The cache group of each new page, int32 ``[num_new_pages]``, a copy."""
+        """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
         return array_of(self.growth.new_groups, self.growth.num_new)
 
     def __repr__(self):
@@ -145,7 +145,7 @@ cdef PageIds NO_TERMS = PageIds([UNKNOWN])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
-    """Return `values`, a number for each row or one for all, copied, so that they cannot change during the call."""
+    """Return a copy of `values`, a number for each row or one for all, so that they cannot change during the call."""
     cdef PageIds amounts
     if hasattr(values, "__index__") and not isinstance(values, ndarray):
         return PageIds([size_of(values, name, 0, MAX_TOKENS)])
@@ -156,7 +156,7 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
 
 
 cdef PageIds as_terms(object seconds, Py_ssize_t num_rows):
-    """Return the terms of `seconds`, a number or None for each row or one number for all."""
+    """Return the terms of `seconds`: a number or None for each row, or one number for all."""
     cdef list each = [seconds] if isinstance(seconds, Real) else as_list(seconds, "seconds")
     if len(each) not in (num_rows, 1) or (len(each) != num_rows and each[0] is not seconds):
         raise ArgumentError(f"seconds: got {len(each)}, allowed: one, or as many as rows, {num_rows}")
@@ -171,10 +171,11 @@ cdef Amounts amounts_in(PageIds amounts) noexcept:
 @cython.auto_pickle(False)
 @cython.no_gc_clear  # its buffers are read when it is deallocated
 cdef class RunningRows:
-    """Rows that run together: what they know, and what they hold. `pagepool.RunningBatch` adds the manager.
+    """The rows of a running batch: their tokens and pages. `pagepool.RunningBatch` adds the manager.
 
-    Each row has its known tokens, the digests of its pages and, for each group, its page ids. Memory is touched only as far as
-    rows grow: 4 bytes a token, 16 a hashed page, 4 a page and group; `release` keeps it for the next row.
+    Each row has its known tokens, the digests of its pages and, for each group, its page ids. Memory is used only for tokens
+    and pages that rows have had: 4 bytes a token, 16 a hashed page, 4 a page and group. `release` keeps it for the next
+    request.
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -184,15 +185,15 @@ cdef class RunningRows:
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False, bint restores_states=False,
     ):
-        """`tables` are `TableRows`, one for each of the `groups`, which are `CacheGroups` or as their argument. With
-        `unifies_pages` rows share pages that got the same tokens; with `restores_states` lookahead may pass checkpoints.
+        """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
+        `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints.
         """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
         cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
         cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
-        if self.batch.groups != NULL:  # after the arguments were read, which may run Python code
+        if self.batch.groups != NULL:  # checked after the arguments, which may run Python code
             raise ArgumentError("the rows of a batch are made once")
         if not checked.num or checked.num != len(by_group):
             raise ArgumentError(f"groups: got {checked.num} for {len(by_group)} tables, allowed: one each, at least 1")
@@ -227,10 +228,10 @@ cdef class RunningRows:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens that a row can know: those of the model, or fewer where the table has less room."""
+        """The most tokens that a row can have: the model's limit, or the table's if that is less."""
         return self.batch.max_num_tokens
 
-    # Locks: rows first, then the store, then the tables. While they are held no Python object is made.
+    # Locks: the batch's first, then the store's, then the tables'. No Python object is made while they are held.
 
     cdef void release_locks(self) noexcept:
         for table in self.lock_order:
@@ -244,7 +245,7 @@ cdef class RunningRows:
         return 0
 
     cdef int acquire_locks(self) except -1:
-        """Take all locks, with the pool divided as the rows need it."""
+        """Take all locks, and divide the pool into the shards that the rows need."""
         self.check_made()
         self.lock.acquire()
         try:
@@ -269,27 +270,27 @@ cdef class RunningRows:
         )
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Drop the extra keys of a row, and its digests, which were made with them."""
+        """Drop the row's extra keys, and its digests, which depend on them."""
         self.batch.records[row].num_hashed = 0
         free(self.batch.rows[row].extra_keys)
         self.batch.rows[row].extra_keys = NULL
         self.extra_key_bytes[row] = None
 
-    # Growth, and growth taken back.
+    # Growth and undo.
 
     def grow(self, rows, num_new_tokens=1, num_lookahead_tokens=0) -> StepResult:
         """Give the next known tokens of each row their slots, and room for drafts behind them, row by row in the given order.
 
         `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
-        or one for each. First the pages that fell out of the attention window go back, then the missing pages are taken, then
-        pages that got full are entered in the prefix index. The first row that does not fit stops the call and gets nothing of
-        it: preempt, and call again from ``num_grown``. A row that gets no new tokens gives no pages back and keeps no
-        checkpoint: the call may be a further one for its last step.
+        or one for each. For each row, pages that fell out of the attention window are given back first, then the missing pages
+        are taken, then full pages are cached. The first row that does not fit stops the call and stays as it was: preempt, and
+        call again from ``num_grown``. A row without new tokens gives no pages back and keeps no checkpoint, since its last step
+        may not have run yet.
 
-        StateAheadError if lookahead passes a checkpoint of a state that is due later, since the step would move the state on
-        (see `RunningBatch`, `restores_states`); RequestTooLargeError for a row that would hold more pages than the pool, or its
-        shard, has at all; ArgumentError for more tokens than a row knows, for rows not admitted or repeated, RowIndexError
-        outside the table: nothing has changed then. O(rows + new pages).
+        StateAheadError if lookahead passes the next checkpoint of a state, since the step would overwrite the state (see
+        `RunningBatch`, `restores_states`); RequestTooLargeError for a row that would hold more pages than the pool, or its
+        shard, has; ArgumentError for more tokens than a row knows, and for rows not admitted or repeated; RowIndexError outside
+        the table. Nothing has changed then. O(rows + new pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
@@ -297,11 +298,11 @@ cdef class RunningRows:
         return run_growth(self, row_ids, new, amounts_in(ahead), None)
 
     def step(self, rows, token_ids) -> StepResult:
-        """Append one token to each row and give the next token of each its slot: the decode step of the whole batch.
+        """Append one token to each row and give its next token a slot: the decode step of the whole batch.
 
-        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. A row that does not fit stops the call
-        and has not got its token either. RowOverflowError, and nothing changed, where a row is as long as it can be; other
-        errors as in `grow`. O(rows + new pages), native.
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
+        the call and gets no token. RowOverflowError, and nothing changed, for a row that is full; other errors as in `grow`.
+        O(rows + new pages), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -309,17 +310,17 @@ cdef class RunningRows:
         return run_growth(self, row_ids, ONE, Amounts(values=&ZERO, stride=0), tokens)
 
     def undo(self, result) -> None:
-        """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
-        appended, the pages that the call took go back, and the entries that it made in the prefix index are dropped.
+        """Take back a call of `step` or `grow` whose model run failed. The rows are as before, without the token that `step`
+        appended; the pages that the call took are given back, and those that it cached lose their entries.
 
-        Several calls are taken back last first, rows that were admitted meanwhile are released first, with the
-        `num_computed_tokens` that they hit. Pages that an attention window left stay given back. The state of a state group is
-        not pagepool's: restore it, or release the row, if the model may have begun to write it.
+        Take several calls back in reverse order, after releasing the rows that were admitted since, with the
+        `num_computed_tokens` that they hit. Pages that an attention window left stay given back. pagepool does not restore the
+        state of a state group: restore it, or release the row, if the model may have begun to write it.
 
-        ArgumentError, and nothing changed, for another batch's result, for one that was taken back already, where a row was
-        grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, and where others
-        hit or share a page to which it would write again, or a load into it is in flight; release such rows with
-        `num_computed_tokens`. O(rows + pages taken and entered).
+        ArgumentError, and nothing changed, for another batch's result, for one taken back before, where a row was grown, cut,
+        moved, forked or released since, where it needs pages again that a later call gave back, where others hit or share a
+        page to which it would write again, and where a load into such a page is in flight; release such rows with
+        `num_computed_tokens`. O(rows + pages taken and cached).
         """
         cdef StepResult step = require_instance(result, StepResult, "result")
         cdef Growth *growth = &step.growth
@@ -344,9 +345,9 @@ cdef class RunningRows:
     # Known tokens.
 
     def append(self, rows, token_ids) -> None:
-        """Let rows know one token more each, without room for it yet; rows may repeat, for several tokens in order.
+        """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
-        RowOverflowError, and nothing changed, where a row would be longer than it can be. O(rows).
+        RowOverflowError, and nothing changed, where a row would be too long. O(rows).
         """
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -359,16 +360,16 @@ cdef class RunningRows:
             refuse_append(self, row_ids, num_done)
 
     def trim(self, rows, num_tokens) -> None:
-        """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
+        """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
 
-        A row that keeps its ``num_computed_tokens`` keeps its pages, also those behind: they are slots for its next tokens.
-        Where computed tokens are cut, pages wholly behind go back, the last first, and lose their prefix entry unless they have
-        other holders. If the cut goes through a page that has other holders, that page goes back as well, and its first tokens
-        are to be computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written
-        go back too, with those behind, if they have other holders.
+        A row that keeps its ``num_computed_tokens`` keeps all its pages: they are slots for its next tokens. Where computed
+        tokens are cut, the pages behind the cut are given back, the last first, and lose their entries unless they have other
+        holders. If the page at the cut has other holders, it is given back as well, and its first tokens have to be computed
+        again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
+        too if they have other holders.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows, and if computed tokens are cut, where pages that
-        the attention window needs again were given back already, and where a state group's state has seen them, unless all
+        ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also for pages that
+        the attention window needs again and that were given back, and for a state that has seen cut tokens, unless all tokens
         are cut. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
@@ -386,22 +387,21 @@ cdef class RunningRows:
         if num_right < row_ids.num:
             refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
 
-    # Coming, going, changing places.
+    # Release and changes of places.
 
     def release(self, rows, num_computed_tokens=None, seconds=None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
 
-        `seconds`, a number for each row or one for all, says when the row's next request is expected: pages that nothing else
-        holds are evicted before those that are wanted sooner (see `CacheManager.expect`). Infinity: never again; None: nothing
-        is known but what `expect` said.
+        `seconds`, a number for each row or one for all, says when the row's next request is expected: free pages that are
+        wanted later are evicted before those wanted sooner (see `CacheManager.expect`). Infinity means never again; None leaves
+        what `expect` said.
 
-        After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were computed
-        indeed: pages that a row entered in the prefix index with tokens from there on lose their entries, held by others or
-        not. Release others that hit them since as well.
+        After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were really
+        computed: pages that a row cached with tokens from there on lose their entries, even if others hold them. Release other
+        rows that hit them since as well.
 
-        ArgumentError, and nothing changed, for more tokens than a row has slots for, and for seconds below 0 or another number
-        of them, DoubleFreeError if somebody else gave
-        one of the pages back. O(pages).
+        ArgumentError, and nothing changed, for more tokens than a row has slots for, for seconds below 0, and for a wrong
+        number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds counts
@@ -437,7 +437,7 @@ cdef class RunningRows:
             raise DoubleFreeError(f"page {overdrawn} is given back by a row more often than it is held")
 
     def move_row(self, src, tgt) -> None:
-        """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
+        """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
         exchange(self, self.checked_row(src), self.checked_row(tgt), True)
 
     def swap_row(self, src, tgt) -> None:
@@ -447,14 +447,14 @@ cdef class RunningRows:
     # Forks.
 
     def fork(self, row, targets) -> None:
-        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
-        samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
-        `take_copies`. With `dedupe` the row takes equal pages that were cached before its own first.
+        """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
+        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`. With `dedupe` the
+        row first replaces its pages by equal ones that were cached before.
 
-        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted,
-        for targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into
-        the row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a
-        row) for each target, native.
+        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for targets
+        that are admitted or repeated, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        row's pages are due, OutOfPagesError if too few pages are free. Nothing has changed then. O(pages and tokens of a row)
+        for each target, native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -469,7 +469,7 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef PageIds target_rows = as_own_ids(targets, "targets")
-        cdef list forgotten = [None] * (2 * target_rows.num)  # what goes with them may wait for a fork of the process
+        cdef list forgotten = [None] * (2 * target_rows.num)  # freed after unlocking: destructors may need the fork lock
         cdef Batch *batch = &self.batch
         cdef Holding *holding
         cdef Py_ssize_t num_right, i
@@ -493,7 +493,7 @@ cdef class RunningRows:
                 unify_pages(batch, source, batch.records[source].num_computed)
             for i in range(num_right):
                 fork_row(batch, source, target_rows.ids[i])
-            begin_admission(batch, source)  # what it shares now cannot be taken back
+            begin_admission(batch, source)  # its pages are shared now: earlier calls cannot be taken back
             plan_next_event(batch, source)
         self.release_locks()
         if outcome != FORKED:
@@ -503,16 +503,16 @@ cdef class RunningRows:
     # Tokens from elsewhere.
 
     def commit_external(self, row, num_tokens) -> None:
-        """Let a pending row run: the first `num_tokens` of the tokens for which it waits came, so they are computed. Their full
-        pages are entered in the prefix index; `grow` computes the tokens behind, for which slots stay.
+        """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
+        their full pages are cached. `grow` computes the other tokens, whose slots stay.
 
-        Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
-        for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        once the copies and transfers that are due are done. It need not fill pages that lie behind a window for all later
-        tokens: those are given back. With a state all tokens have to come.
+        Until then the row's new pages are not cached, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError for
+        it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
+        once the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those
+        are given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
+        CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -528,27 +528,27 @@ cdef class RunningRows:
         end_external(self, row, num_tokens, "num_tokens", False)
 
     def fail_external(self, row, num_valid_tokens) -> int:
-        """`commit_external` for the first `num_valid_tokens` of the tokens for which a pending row waits. The pages wholly
-        behind them are given back: nothing may write there any more, and what still reads there needs a lease. Returns the
-        number of tokens of the row that are computed; `grow` computes the others.
+        """Commit the first `num_valid_tokens` of the tokens for which a pending row waits, as `commit_external` does, and give
+        back the pages behind them: nothing may write there any more, and readers need a lease. Return the row's number of
+        computed tokens; `grow` computes the others.
 
-        With a state nothing stands, since it is of tokens that did not come: all pages are given back, cached ones too, and 0
-        is returned. Errors as in `commit_external`. O(pages given back and entered).
+        With a state all pages are given back, cached ones too, and 0 is returned, since the state would need all tokens. Errors
+        as in `commit_external`. O(pages given back and cached).
         """
         return end_external(self, row, num_valid_tokens, "num_valid_tokens", True)
 
-    # Rows whose pages are transferred.
+    # Rows swapped out and in.
 
     def swap_out(self, row) -> bool:
-        """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
-        back: the row is preempted, and `swap_in` lets it go on without computing them again.
+        """Preempt a row after a step: queue saves of the pages of its computed tokens to the host tier, and give them back.
+        `swap_in` lets the row go on without computing them again.
 
-        The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
-        until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
-        False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
-        from before for others, released ones too. ArgumentError without a host tier, and for a row that is not admitted or has
-        no computed tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages,
-        also those of a row that was released; RowIndexError outside the table. O(pages).
+        The row keeps its tokens, none of them computed, and holds no pages. Its pages in the tier are held until `swap_in`, or
+        until the row is released, cut or computed again by `grow`. Contents that the tier has are not saved again. False, and
+        nothing changed, if too few pages of the tier are free, or while loads of hits are in flight that were queued for this
+        row, or earlier for any row. ArgumentError without a host tier, and for a row that is not admitted or has no computed
+        tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages, even those of a
+        released row; RowIndexError outside the table. O(pages).
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef Batch *batch = &self.batch
@@ -573,7 +573,7 @@ cdef class RunningRows:
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
-            list_all(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # has memory, and marks pages
+            list_all(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # cannot fail: the memory is reserved
             self.store.give_back_row(ids, num_staying)
             preempt_row(batch, source)
         elif is_running:
@@ -589,12 +589,12 @@ cdef class RunningRows:
         return is_saved
 
     def swap_in(self, row) -> int | None:
-        """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
-        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
+        """Give a row that was swapped out pages again: those still cached in the pool, and new ones, whose contents the next
+        `take_transfers` loads. Call that before the row grows. Room for drafts comes from `grow`.
 
-        Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
-        `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are
-        in flight. ArgumentError for a row that has no pages in the tier, RowIndexError outside the table. O(pages).
+        Return the row's number of computed tokens; 0 if saving a page has failed: then `grow` computes the row from the start,
+        or `release` and `admit` hit what is cached. None, and nothing changed, if too few pages are free, or while its saves
+        are in flight. ArgumentError for a row without pages in the tier, RowIndexError outside the table. O(pages).
         """
         cdef Py_ssize_t target = self.checked_row(row)
         cdef Batch *batch = &self.batch
@@ -619,13 +619,13 @@ cdef class RunningRows:
         return num_computed if is_back or fill != FILLED and fill != FILLING else None
 
     def rewind(self, failed) -> tuple[list, list]:
-        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
-        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
+        """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
+        ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, copies of
-        their pages are due, or they wait for tokens from elsewhere: release these, with `num_computed_tokens` 0, and admit them
-        again. Rows of a model with states go back to token 0 if they hit loaded pages of this list, or of later ones: their
-        states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
+        Return the rows that were rewound, and the rows that cannot be: those that need pages again that a window gave back,
+        those with copies due, and those that wait for tokens from elsewhere. Release the latter, with `num_computed_tokens` 0,
+        and admit them again. Rows of a model with states go back to token 0 if they hit pages loaded by this list or later
+        ones, since their states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
         cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
@@ -654,8 +654,8 @@ cdef class RunningRows:
     # Reads.
 
     def _is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
-        """Return whether the row has refused this request last, and certainly refuses it again. O(1) for tokens in the same
-        list, or in an array over the same memory, of which a sample is compared; O(tokens) for others.
+        """Whether the row refused this request last, and certainly refuses it again. O(1) for tokens in the same list, or in an
+        array over the same memory, where a sample is compared; O(tokens) for others.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef Refusal refusal = self.refusals[checked]
@@ -674,7 +674,7 @@ cdef class RunningRows:
         if is_refused:
             holding = holding_of(&self.batch, checked)
             num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
-            is_refused = num_room <= refusal.num_room  # more may be too large for the pool
+            is_refused = num_room <= refusal.num_room  # a larger request may be too large for the pool
             is_refused = is_refused and refusal.is_short(
                 &self.store.pool, count_new_pages(holding, num_room), num_reserved
             )
@@ -682,7 +682,7 @@ cdef class RunningRows:
         return is_refused
 
     def _find_next_multiple(self, rows, interval) -> np.ndarray:
-        """For each row the next multiple of `interval` above its computed tokens, at most `max_num_tokens`: int32
+        """Return, for each row, the next multiple of `interval` above its computed count, at most `max_num_tokens`: int32
         ``[len(rows)]``. RowIndexError outside the table.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
@@ -698,7 +698,7 @@ cdef class RunningRows:
         return array_of(result.ids, result.num)
 
     def get_page_ids(self, row) -> tuple:
-        """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
+        """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef Holding *holding
         cdef tuple ids = new_ids(self.batch.num_groups)
@@ -714,14 +714,14 @@ cdef class RunningRows:
 # Memory.
 
 cdef int32_t *new_buffer(RunningRows running, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
-    """Return zeros, aligned to a cache line, that live as long as the batch. Memory pages that are not touched take no room."""
+    """Allocate zeros, aligned to a cache line, for the life of the batch. Memory that is never touched stays unused."""
     cdef Buffer buffer = Buffer(num_rows, num_values)
     running.buffers.append(buffer)
     return buffer.values
 
 
 cdef int check_group(RunningRows running, Group *group, const Table *table) except -1:
-    """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
+    """Add a group's needs to the batch. ArgumentError unless a cached group, one with an id, has whole hashes to a page."""
     if group.id != NO_GROUP and group.stride * running.batch.hash_page_size != group.rules.entry_size:
         raise ArgumentError(
             f"groups: got {group.stride} hashes of {running.batch.hash_page_size} tokens for pages of "
@@ -800,7 +800,7 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
 # Growth.
 
 cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
-    """Check all rows, make room for the result, then grow: nothing can fail any more."""
+    """Check all rows and reserve memory for the result; then grow the rows, which cannot fail."""
     cdef StepResult result = StepResult.__new__(StepResult)
     cdef Growth *growth = &result.growth
     cdef Py_ssize_t num_right
@@ -825,7 +825,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     else:
         num_right = step_rows(&running.batch, growth, num_right)
     if num_right == growth.num_rows:
-        growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # each page is taken once at most
+        growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
         has_room = reserve_new(growth) and reserve_copies(
             &running.store.pool, growth.num_due * running.batch.num_groups if running.batch.keeps_states else 0
         )
@@ -850,7 +850,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
 
 
 cdef bint reserve_new(Growth *growth) noexcept:
-    """Allocate room for the new pages; False where memory is short."""
+    """Allocate memory for the ids of new pages; False where memory is short."""
     if growth.max_num_new:
         growth.new_ids = <int32_t *>malloc(3 * growth.max_num_new * sizeof(int32_t))
         growth.new_rows = growth.new_ids + growth.max_num_new
@@ -859,7 +859,7 @@ cdef bint reserve_new(Growth *growth) noexcept:
 
 
 cdef bint has_due(RunningRows running, int32_t row) noexcept:
-    """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
+    """Whether a row at which a call stopped has copies due. Asked under the locks: another thread may take the copies soon."""
     cdef Holding *holding
     if not is_row(&running.batch, row):
         return False
@@ -870,7 +870,7 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
 # Release and changes of places.
 
 cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
-    """Copy the rows, and count those before the first that is wrong."""
+    """Copy the rows, and return the number of rows before the first wrong one."""
     cdef Py_ssize_t i
     cdef int32_t row
     start_call(&running.batch)
@@ -884,12 +884,12 @@ cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Am
 
 
 cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
-    """Return how many tokens of the row at place `i` were computed, as far as the caller says."""
+    """Return the computed count that the caller gave for the row at place `i`; MAX_TOKENS if none was given."""
     return MAX_TOKENS if computed.values == NULL else amount(computed, i)
 
 
 cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
-    """Return a page that has fewer references than it stands in the copied rows; NULL_PAGE: there is none."""
+    """Find a page with fewer references than places in the copied rows; NULL_PAGE if there is none."""
     cdef Holding *holding
     cdef Py_ssize_t i
     cdef int32_t found, bad = NULL_PAGE
@@ -904,7 +904,7 @@ cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
 
 
 cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds page_terms) noexcept:
-    """Make room for the pages of the copied rows, and their terms, if there are any; False where memory is short."""
+    """Reserve memory for the pages of the copied rows, and for their terms if any are given; False where memory is short."""
     cdef Holding *holding
     cdef Py_ssize_t i, num_places = 0
     for i in range(n):
@@ -917,8 +917,8 @@ cdef bint order_pages(
     RunningRows running, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms,
     PageIds page_terms,
 ) noexcept:
-    """List the pages of the copied rows in the order in which they go back, those that stay cached first, and the terms of
-    these. False where memory is short.
+    """Rate the pages of the copied rows and list them in the order of giving back, pages that stay cached first, with their
+    terms. False where memory is short.
     """
     cdef Batch *batch = &running.batch
     cdef Holding *holding
@@ -944,7 +944,9 @@ cdef Py_ssize_t release_checked(
     RunningRows running, PageIds ids, Py_ssize_t num_staying, Py_ssize_t num_rows, const Amounts *computed,
     const Amounts *terms, PageIds page_terms,
 ) noexcept:
-    """Give back the pages and empty the rows. Return -1; or the index of a page without references, and nothing changed."""
+    """Give back the pages and empty the rows. Return -1, or the index of a page without references: nothing has changed
+    then.
+    """
     cdef Holding *holding
     cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying, ids_in(page_terms))
     for i in range(num_rows if bad < 0 else 0):
@@ -966,7 +968,7 @@ cdef Py_ssize_t release_checked(
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     cdef Batch *batch = &running.batch
     cdef bint is_right, has_source, has_target
-    cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
+    cdef object _forgotten, _forgotten_too  # freed after unlocking: destructors may need the fork lock
     running.acquire_locks()
     has_source, has_target = batch.records[source].is_admitted, batch.records[target].is_admitted
     is_right = not is_move or (has_source and not batch.records[target].is_claimed)
@@ -991,7 +993,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
 # Forks.
 
 cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
-    """Count the targets before the first that is not a free row, or is listed twice."""
+    """Stamp the targets, and return the number of targets before the first that is not free, or repeated."""
     cdef Py_ssize_t i
     cdef RowRecord *record
     start_call(batch)
@@ -1006,8 +1008,8 @@ cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets
 
 
 cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
-    """Give free rows the extra keys of another, and add what they had to `forgotten`. False where memory is short: rows
-    that have the keys by then have no digests.
+    """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False where memory is short: the
+    rows that have the new keys have no digests.
     """
     cdef Batch *batch = &running.batch
     cdef ExtraKey *keys = batch.rows[source].extra_keys
@@ -1029,7 +1031,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
 
 
 cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
-    """Let a free row go on as another does: with its tokens, digests, context and session, and the pages that a fork gets."""
+    """Fork the source into a free row: copy its tokens, digests, context and session, and fork its pages."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding *forked = holding_of(batch, source)
     cdef Holding *new = holding_of(batch, row)
@@ -1055,7 +1057,7 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
 # Tokens from elsewhere.
 
 cdef int32_t end_external(RunningRows running, object row, object num_tokens, str name, bint is_failed) except -1:
-    """Let a pending row run. Returns how many of its tokens are computed."""
+    """Let a pending row run, and return its number of computed tokens."""
     cdef Batch *batch = &running.batch
     cdef Py_ssize_t checked = running.checked_row(row)
     cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
@@ -1078,7 +1080,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
 
 
 cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Count tokens that a pending row waited for as computed, and let it run."""
+    """Count the first awaited tokens of a pending row as computed, and let the row run."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     assert 0 <= num_tokens <= batch.records[row].num_external and batch.records[row].next_event == 1
@@ -1104,7 +1106,7 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     plan_next_event(batch, row)
 
 
-# Rows whose pages are saved in the tier, and loaded again.
+# Rows are swapped out and in.
 
 cdef int check_tier(RunningRows running) except -1:
     if running.store.pool.tier == NULL:
@@ -1113,7 +1115,7 @@ cdef int check_tier(RunningRows running) except -1:
 
 
 cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
-    """Allocate room for the pages of the computed tokens of a row; False where memory is short."""
+    """Allocate memory for the tier ids of the row's pages with computed tokens; False where memory is short."""
     cdef int32_t num_pages, num_computed = batch.records[row].num_computed
     cdef const Held *held
     cdef Swapped *swapped
@@ -1140,8 +1142,8 @@ cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
 
 
 cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
-    """Take a page of the tier for each of the row's: the one that has its content, or a free one, and queue the saves. If too
-    few are free, return False, with references to none.
+    """Take a tier page for each of the row's pages: the one with its content, or a free one, and queue the saves. False, and no
+    tier page taken, if too few are free.
     """
     cdef Swapped *swapped = batch.rows[row].swapped
     cdef SwappedGroup *group
@@ -1164,7 +1166,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
 
 
 cdef Py_ssize_t find_saved_pages(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
-    """Find the pages of the tier that have the content of a row's. Returns how many others there are."""
+    """Find the tier pages with the content of the row's pages. Return the number of pages that the tier lacks."""
     cdef const Page *page
     cdef Py_ssize_t num_missing = 0
     cdef int32_t i
@@ -1180,7 +1182,7 @@ cdef Py_ssize_t find_saved_pages(Pool *pool, const Held *held, SwappedGroup *gro
 
 
 cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
-    """Queue saves of the pages that the tier lacks. The row gets a reference to each, beside that of the transfer."""
+    """Queue saves of the pages that the tier lacks. Row and transfer each get a reference to the tier page."""
     cdef const Page *page
     cdef Digest key
     cdef int32_t i
@@ -1194,7 +1196,7 @@ cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t
 
 
 cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
-    """Let a row whose pages were given back have no computed token."""
+    """Preempt a row whose pages were given back: none of its tokens is computed."""
     cdef Holding *holding = holding_of(batch, row)
     empty(holding)
     show_end(batch, row)
@@ -1204,7 +1206,7 @@ cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
 
 
 cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
-    """Return FILLING if a page of the row is still being saved, else UNFILLED if saving one failed, else FILLED."""
+    """Return FILLING if a page of the row is still being saved, else UNFILLED if a save failed, else FILLED."""
     cdef const SwappedGroup *group
     cdef Py_ssize_t g, i
     cdef int fill, worst = FILLED
@@ -1219,8 +1221,8 @@ cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
 
 
 cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
-    """Give a row pages with the contents of those that it has in the tier: cached ones, or others that are loaded. False, and
-    nothing changed, if too few are free.
+    """Give a row pages with the contents of its tier pages: cached ones, or new ones with loads queued. False, and nothing
+    changed, if too few pages are free.
     """
     cdef Swapped *swapped = batch.rows[row].swapped
     cdef Tier *tier = batch.pool.tier
@@ -1235,7 +1237,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     num_taken += num_missing
     held_free[0] = find_held_free(batch.pool, num_taken)
     if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_taken, 0, batch.rows[row].shard) or not (
-        reserve_transfers(tier, 2 * num_missing)  # as many pages may be evicted, and saved
+        reserve_transfers(tier, 2 * num_missing)  # each new page may evict another, which is saved
     ):
         return False
     for g in range(batch.num_groups):
@@ -1254,7 +1256,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
 
 
 cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
-    """Find the pages of the pool that have the content of a row's. Returns how many others the row has in the tier."""
+    """Find the pool's pages with the content of the row's tier pages. Return the number of tier pages without one."""
     cdef const Group *group = &batch.groups[g]
     cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
     cdef int32_t *ids = held_by(batch, row, g).ids
@@ -1268,15 +1270,15 @@ cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexc
                 batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
                 ids_in_shard(batch.pool, batch.rows[row].shard),
             )
-        if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # out of the queue, and nobody's
+        if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # taken out of the queue by hand, without a holder
             ids[i] = NULL_PAGE
         num_missing += ids[i] == NULL_PAGE
     return num_missing
 
 
 cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
-    """Take the pages that are not cached, note their loads, and let the row hold all: from the first of these on they are
-    entered again.
+    """Take new pages for those that are not cached, and queue their loads. The row caches its pages again from the first new
+    one on.
     """
     cdef Pool *pool = batch.pool
     cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
@@ -1305,18 +1307,18 @@ cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     record_taken(pool, held)
 
 
-# Errors. The locks are free: what went wrong was found before.
+# Errors are raised after unlocking, for what was found under the locks.
 
 cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
-    """One token id for each row."""
+    """Raise unless there is one token id for each row."""
     if tokens.num != rows.num:
         raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
     return 0
 
 
 cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, waits for tokens from elsewhere, unless it `may_wait`, or had copies due when a call
-    stopped there. `at` is its place in a list of rows.
+    """Raise if a row is not admitted, had copies due when a call stopped at it, or waits for tokens from elsewhere and may not
+    (`may_wait`). `at` is its place in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:
@@ -1335,7 +1337,7 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
 
 
 cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) except -1:
-    """Raise if a row of a call is not in the table or not admitted, or return it."""
+    """Return a row of a call, or raise if it is not in the table or not admitted."""
     if not 0 <= row < running.batch.num_rows:
         raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {running.batch.num_rows - 1}")
     refuse_unready(&running.batch, row, False, True, at)
@@ -1343,7 +1345,7 @@ cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) exc
 
 
 cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at) except -1:
-    """Raise what is wrong with a row of a call in which none may stand twice, or return it."""
+    """Return a row of a call without repeats, or raise the error for it."""
     cdef Py_ssize_t i
     cdef int32_t row = refuse_unknown(running, rows[at], at)
     for i in range(at):

@@ -1,4 +1,4 @@
-"""Leases, and spans of tokens of a request or running row, of which cached pages are leased, or expected back."""
+"""Leases, and spans of tokens, whose cached pages can be leased or expected back."""
 
 cimport cython
 from libc.math cimport ceil, isfinite
@@ -30,7 +30,7 @@ cdef double MAX_SECONDS = 2.0 ** 40
 
 
 cdef int64_t duration_of(object seconds) except -1:
-    """How long a lease lasts, in units of the clock."""
+    """Return the duration of a lease in units of the clock."""
     cdef double value = float_of(seconds, "seconds")
     if not (isfinite(value) and value > 0):
         raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: finite and above 0")
@@ -38,8 +38,8 @@ cdef int64_t duration_of(object seconds) except -1:
 
 
 cdef Py_ssize_t find_unholdable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Return the index of the null page, of a free page without an entry or with a reference, or of a page that cannot have a
-    further one; -1: there is none.
+    """Find a page that cannot be leased: the null page, a free page without an entry or with a reference, or a page with the
+    most references that it can have. Return its index, or -1.
     """
     cdef const Page *page
     cdef Py_ssize_t i
@@ -53,11 +53,11 @@ cdef Py_ssize_t find_unholdable(Pool *pool, const int32_t *ids, Py_ssize_t n) no
 @cython.final
 @cython.auto_pickle(False)
 cdef class Lease:
-    """References to pages, which are not handed out until `release`, whoever frees them, or until the lease ends: see
+    """References to pages that keep them from being handed out, until `release` or the end of the lease: see
     `CacheManager.lease`.
 
-    ``with`` releases it at the end. ``page_ids`` are those of the call; ``len()`` counts them. `is_held` is False once it was
-    released, or has ended.
+    A ``with`` block releases the lease at its end. ``page_ids`` are the leased pages; ``len()`` counts them. ``is_held`` is
+    False once the lease was released or has ended.
     """
 
     cdef PageStore store
@@ -74,8 +74,8 @@ cdef class Lease:
         raise ArgumentTypeError("a lease cannot be pickled")
 
     cdef bint hold(self, int64_t duration) noexcept:
-        """Take the references, for a duration that counts against the budget, or 0: until `release`. False where memory is
-        short. The pool is locked, and all pages can be held.
+        """Take the references, for a duration that counts against the budget, or, if that is 0, until `release`. False where
+        memory is short. The pool is locked, and all pages can be leased.
         """
         cdef Pool *pool = &self.store.pool
         cdef int32_t page_id
@@ -89,13 +89,13 @@ cdef class Lease:
             if is_free(pool, page_id):
                 hit(pool, &page_id, 1, NOBODY, ends_terms=False)
             else:
-                share(pool, page_id)  # no policy is told: a lease does not use a page that is held
+                share(pool, page_id)  # not a use: the policy does not learn from leases of held pages
             pool.leases.counts[page_id] += 1
         begin_lease(pool, &self.span, self.ids.ids, self.ids.num, duration)
         return True
 
     cdef int refuse_page(self, Py_ssize_t bad) except -1:
-        """Raise what is wrong with the page at an index, or that memory is short."""
+        """Raise the error for the page at an index; MemoryError for an index below 0."""
         cdef int32_t page_id
         if bad < 0:
             raise MemoryError(f"leases of {self.store.pool.num_pages} pages")
@@ -128,8 +128,8 @@ cdef class Lease:
         return f"Lease(page_ids={self.page_ids}, is_held={self.is_held})"
 
     def extend(self, seconds) -> None:
-        """Let the lease end in so many seconds from now. ArgumentError if it has ended, or has no end, and unless they are
-        finite and above 0.
+        """Let the lease end `seconds` from now. ArgumentError if it has ended or has no end, and unless `seconds` is finite and
+        above 0.
         """
         cdef int64_t duration = duration_of(seconds)
         cdef bint has_end = False
@@ -142,14 +142,14 @@ cdef class Lease:
             raise ArgumentError("the lease has ended, or is one of page ids, which has no end")
 
     def release(self) -> None:
-        """Give the references back, of the last page first; a second call does nothing. DoubleFreeError, and nothing changed,
-        if somebody else gave one of them back. O(pages), and O(leases) for one with an end.
+        """Give the references back, the last page's first; a second call does nothing. DoubleFreeError, and nothing changed, if
+        somebody else gave one of them back. O(pages), and O(leases) for a lease with an end.
         """
         cdef Py_ssize_t bad = -1
         if self.store is None:
             return
         with self.store.lock:
-            if self.span.is_held:  # no other thread was faster
+            if self.span.is_held:  # else another thread has released it
                 bad = end_lease(&self.store.pool, &self.span)
         if bad >= 0:
             self.store.refuse_give_back(self.ids, bad)
@@ -163,7 +163,7 @@ cdef class Lease:
 
 
 cdef Lease new_lease(PageStore store):
-    """A lease without pages, listed before it holds any, so that no interrupt can lose it. Amortised O(1)."""
+    """Make a lease without pages. It is listed before it holds any, so that no interrupt can lose it. Amortised O(1)."""
     cdef Lease lease = Lease.__new__(Lease)
     if 2 * store.read(&store.pool.leases.num_ended) > len(store.leases):
         list_leases(store)
@@ -173,7 +173,7 @@ cdef Lease new_lease(PageStore store):
 
 
 def list_leases(PageStore store not None) -> list:
-    """List the leases of a pool that are held, the oldest first, and forget those that have ended. O(leases)."""
+    """Return the held leases of a pool, the oldest first, and forget those that have ended. O(leases)."""
     cdef Lease lease
     cdef list held = [], listed = list(store.leases)
     cdef LeasedSpan span
@@ -185,18 +185,18 @@ def list_leases(PageStore store not None) -> list:
             span = lease.span
         if span.is_held:
             held.append(lease)
-        elif span.has_begun:  # other threads list leases before they hold pages
+        elif span.has_begun:  # else another thread is about to hold pages with it
             store.leases.pop(lease, None)
     return held
 
 
 def term_of(seconds) -> int:
-    """The term of pages that are wanted in so many seconds, or never, if that is infinity; 0 for None."""
+    """Return the term of pages that are wanted in `seconds`: infinity means never, None gives 0."""
     return term_of_seconds(seconds)
 
 
 def lease_pages(PageStore store not None, page_ids) -> Lease:
-    """Lease pages, which are held, or free and cached: see `CacheManager.lease`. O(pages); the first call O(num_pages)."""
+    """Lease held pages, or free cached ones: see `CacheManager.lease`. O(pages); the first call O(num_pages)."""
     cdef PageIds ids = store.checked(as_own_ids(page_ids, "page_ids"))
     cdef Lease lease = new_lease(store)
     cdef bint is_held
@@ -214,23 +214,23 @@ def lease_pages(PageStore store not None, page_ids) -> Lease:
 @cython.final
 @cython.auto_pickle(False)
 cdef class TokenSpan:
-    """Tokens ``[start, stop)`` of a request or an admitted row, which `of_request` and `of_row` name; a `stop` of None is the
-    end of its tokens. The pages that are cached under these tokens, wholly within them, are leased, or expected back:
-    those that the request or row holds, and others where it holds none.
+    """Tokens ``[start, stop)`` of a request or an admitted row, given by `of_request` or `of_row`; a `stop` of None is the end
+    of its tokens. `lease` and `expect` apply to the cached pages that lie wholly within the span: the pages that the request or
+    row holds, and others with the same content where it holds none.
     """
 
     cdef readonly int64_t start
     cdef readonly int64_t stop
-    cdef PageStore store            # None: the span is of no request and no row yet
+    cdef PageStore store            # None: no request or row is given yet
     cdef CacheGroups groups
-    cdef HashChain chain            # of a request; None: it is of a row
-    cdef RequestPages held          # of a request
+    cdef HashChain chain            # the request's; None: the span is of a row
+    cdef RequestPages held          # the request's
     cdef RunningRows rows
     cdef Py_ssize_t row
-    cdef int64_t num_tokens         # of the request or row, while it is locked, as are the next
+    cdef int64_t num_tokens         # the request's or row's; set while locked, as the next three
     cdef const Digest *digests
     cdef Py_ssize_t num_digests
-    cdef const Held *own            # [groups] pages of the request or row; NULL: it holds none
+    cdef const Held *own            # [groups] pages that the request or row holds; NULL: none
 
     def __cinit__(self, start=0, stop=None):
         self.start = size_of(start, "start", 0, INT64_MAX)
@@ -243,7 +243,7 @@ cdef class TokenSpan:
         self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
         RequestPages held=None,
     ) -> TokenSpan:
-        """Return the same span of a request of `num_tokens` tokens, hashed by `chain`. It holds the pages `held`, or none."""
+        """Return the span for a request of `num_tokens` tokens, hashed by `chain`, which holds the pages `held`, or none."""
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
         if held is not None and (held.store is not store or held.groups is not groups):
             raise ArgumentError("held: got pages of another pool or other groups")
@@ -252,7 +252,7 @@ cdef class TokenSpan:
         return span
 
     def of_row(self, RunningRows rows not None, row) -> TokenSpan:
-        """Return the same span of a row."""
+        """Return the span for a row."""
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
         span.row = rows.checked_row(row)
         span.rows, span.store, span.groups = rows, rows.store, rows.groups
@@ -272,7 +272,7 @@ cdef class TokenSpan:
             self.store.lock.acquire()
             self.digests, self.num_digests = self.chain.digests, self.chain.num
             self.own = self.held.holding.held if self.held is not None else NULL
-            if not self.store.enable_caching:  # the chain may be of another manager
+            if not self.store.enable_caching:  # the chain may have digests for another manager
                 self.num_digests = 0
         else:
             self.rows.acquire_locks()
@@ -294,7 +294,7 @@ cdef class TokenSpan:
             self.chain.lock.release()
 
     cdef int32_t find_cached_page(self, Py_ssize_t g, int64_t place) noexcept:
-        """Find the page that is cached under the tokens of a place, its own before others; NULL_PAGE: there is none."""
+        """Find the page cached under the tokens of a place, its own before others; NULL_PAGE if there is none."""
         cdef const Group *group = &self.groups.groups[g]
         cdef Digest key = self.digests[last_hash(group, place)]
         assert 0 <= place and (place + 1) * group.stride <= self.num_digests
@@ -304,7 +304,7 @@ cdef class TokenSpan:
         return find(&self.store.pool, key, group.id)
 
     cdef bint collect_cached(self, PageIds found) noexcept:
-        """List the cached pages, group by group. False where memory is short. The locks are held."""
+        """Add the cached pages of the span to `found`, group by group. False where memory is short. The locks are held."""
         cdef const Group *group
         cdef Py_ssize_t g
         cdef int64_t i, size, stop
@@ -322,8 +322,8 @@ cdef class TokenSpan:
         return True
 
     cdef int64_t find_lost_token(self) noexcept:
-        """Return the first token of a page of full attention that is not cached; -1: there is none. Without a `stop` the span
-        ends in each group with its last cached page. The locks are held.
+        """Return the first token of a page of full attention that is not cached; -1 if there is none. Without a `stop` the span
+        ends, in each group, with the last cached page. The locks are held.
         """
         cdef const Group *group
         cdef Py_ssize_t g
@@ -343,7 +343,7 @@ cdef class TokenSpan:
         return first if first < INT64_MAX else -1
 
     cdef int64_t find_lost_end(self) noexcept:
-        """Return the number of tokens at which requests are to resume behind the span, if a page of a window or chunk, or a
+        """Return the token count at which requests will resume behind the span, if a page of a window or chunk, or a
         checkpoint, that they need there is not cached; else 0. The locks are held.
         """
         cdef const Boundaries *rule = &self.groups.boundaries
@@ -368,7 +368,7 @@ cdef class TokenSpan:
         return 0
 
     cdef bint has_state(self) noexcept:
-        """Whether the model has states, for which requests name no places to resume."""
+        """Whether the model has states. Their requests cannot choose where to resume."""
         cdef Py_ssize_t g
         for g in range(self.groups.num):
             if is_state(&self.groups.groups[g].rules):
@@ -376,8 +376,8 @@ cdef class TokenSpan:
         return False
 
     def expect(self, seconds) -> int:
-        """Say in how many seconds the cached pages are expected back (None: nobody knows), the last page first. Returns how
-        many pages. O(pages); the first call O(num_pages).
+        """Set the time, `seconds` from now, at which the cached pages are expected back (None: unknown), the last page first.
+        Return the number of pages. O(pages); the first call O(num_pages).
         """
         cdef int32_t term = term_of_seconds(seconds)
         cdef PageIds found = PageIds.__new__(PageIds), terms = PageIds([term])
@@ -395,9 +395,9 @@ cdef class TokenSpan:
         return found.num
 
     def lease(self, max_num_leased, seconds) -> Lease:
-        """Lease the cached pages for a number of seconds. LeaseBudgetError, and nothing changed, if leases with an end had more
-        than `max_num_leased` pages in all; ArgumentError if a page of the span is gone, or one that requests need to resume at
-        its end, and if it has no page. O(pages).
+        """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
+        than `max_num_leased` pages in all; ArgumentError if a page of the span is no longer cached, or a page that requests
+        need to resume at its end, and for a span without pages. O(pages).
         """
         cdef Py_ssize_t most = size_of(max_num_leased, "max_num_leased"), bad = -1
         cdef int64_t num_leased, lost, lost_end, duration = duration_of(seconds)
@@ -430,7 +430,7 @@ cdef class TokenSpan:
         return lease
 
     cdef int refuse_lost(self, int64_t lost, int64_t lost_end) except -1:
-        """Raise the error for a page that is not cached, which begins with a token, or that requests need at an end."""
+        """Raise the error for an uncached page, which begins with token `lost`, or is needed to resume at `lost_end`."""
         if lost >= 0 and self.stop == INT64_MAX:
             raise ArgumentError(f"stop: got the end, where the page at token {lost} is gone, allowed: at most {lost}")
         if lost >= 0:

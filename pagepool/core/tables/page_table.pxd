@@ -1,6 +1,7 @@
 # Rows of a page table. The caller holds the table's lock, and checks row numbers.
 #
-# A `Table` is one int32 array of page ids, and which windows of 64 columns changed since they were last sent to the device.
+# A `Table` is an int32 array of page ids, with a flag for each window of 64 columns that changed since it was last sent to the
+# device.
 #
 # Always, unless the user wrote the arrays without `mark_dirty`:
 # - ``0 <= num_pages <= extent <= num_columns``, and a row holds zeros from `extent` on.
@@ -13,30 +14,30 @@ from pagepool.core.base.platform cimport GUARDS
 from pagepool.core.base.vectors cimport find_negative
 
 cdef enum:
-    WINDOW = 64               # columns of a page table that are sent to the device together
+    WINDOW = 64               # columns sent to the device together
 
 cdef struct Table:
     int32_t *page_ids         # [num_rows, num_columns] page ids
     int32_t *num_pages        # [num_rows]
-    int32_t *extent           # [num_rows] leading columns that may hold something other than 0, here or on the device
+    int32_t *extent           # [num_rows] leading columns that may be other than 0, here or on the device
     uint8_t *is_dirty         # [num_rows, num_windows] windows not sent yet
-    uint8_t *is_row_dirty     # [num_rows] whether any window of the row is
+    uint8_t *is_row_dirty     # [num_rows] whether any window of the row is dirty
     Py_ssize_t num_rows
     Py_ssize_t num_columns
-    Py_ssize_t num_windows    # of a row
-    Py_ssize_t width          # columns of a window: WINDOW, or all of a narrower table
-    int64_t version           # moves with each change
+    Py_ssize_t num_windows    # windows in a row
+    Py_ssize_t width          # columns of a window: WINDOW, or fewer in a narrower table
+    int64_t version           # grows with each change
 
 cdef struct Put:              # ids to put into a row
     Table *table
     Py_ssize_t row
-    Py_ssize_t start          # the column of the first
+    Py_ssize_t start          # column of the first id
     const int32_t *ids
     Py_ssize_t n
 
 
 cdef inline void mark(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Mark columns ``[start, stop)`` of a row to be sent."""
+    """Mark the windows of columns ``[start, stop)`` of a row as dirty."""
     cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
     assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_windows
     if start < stop:
@@ -48,18 +49,18 @@ cdef inline void mark(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t
 
 
 cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Write ids into a row from column `start` on; the last of them is the row's last."""
+    """Write ids into a row from column `start` on, and let the row end behind them."""
     assert 0 <= row < table.num_rows and 0 <= start and 0 <= n <= table.num_columns - start
     if n == 1:
         table.page_ids[row * table.num_columns + start] = ids[0]
-    elif n:  # without ids there is no pointer either, which memcpy must not get
+    elif n:  # without ids the pointer is NULL, which memcpy must not get
         memcpy(table.page_ids + row * table.num_columns + start, ids, n * sizeof(int32_t))
     table.num_pages[row] = <int32_t>(start + n)
     mark(table, row, start, start + n)
 
 
 cdef inline bint _fits(const Put *put) noexcept nogil:
-    """Return whether there is room, no id is negative, and the row's count was not overwritten with nonsense."""
+    """Whether there is room, no id is negative, and the user did not overwrite the row's count with a wrong one."""
     cdef const Table *table = put.table
     cdef bint has_room = 0 <= table.num_pages[put.row] <= table.num_columns and put.n <= table.num_columns - put.start
     return not GUARDS or (has_room and find_negative(put.ids, put.n) < 0)
@@ -84,7 +85,9 @@ cdef inline void clear_from(Table *table, Py_ssize_t row, Py_ssize_t start) noex
 
 
 cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcept nogil:
-    """Append to rows or replace them, all in order or none; return how many fit. Rows may repeat, so counts rise at once."""
+    """Append to rows or replace them, in order, or none if one does not fit; return the number that fit. Counts rise during the
+    check, since rows may repeat.
+    """
     cdef Py_ssize_t i, num_fitting = 0
     cdef Put *put
     while num_fitting < num:
@@ -118,7 +121,7 @@ cdef inline void clear_row(Table *table, Py_ssize_t row, Py_ssize_t _) noexcept 
 
 
 cdef inline void copy_row(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
-    cdef Py_ssize_t n = max(0, min(table.num_pages[src], table.num_columns))  # the user may overwrite it meanwhile
+    cdef Py_ssize_t n = max(0, min(table.num_pages[src], table.num_columns))  # the user may overwrite the count during the call
     assert 0 <= src < table.num_rows and 0 <= tgt < table.num_rows
     table.version += 1
     if src != tgt:
@@ -151,7 +154,7 @@ cdef inline void mark_rows(Table *table, const int32_t *row_ids, Py_ssize_t n) n
 cdef inline Py_ssize_t map_slots(
     const Table *table, const int32_t *row_ids, const int32_t *positions, int32_t *slots, Py_ssize_t n, int64_t page_size
 ) noexcept nogil:
-    """Write the slots of `n` tokens; return the index of the first that is outside the table or does not fit int32, or `n`."""
+    """Write the slots of `n` tokens. Return the index of the first token outside the table or slot beyond int32, or `n`."""
     cdef Py_ssize_t i
     cdef uint32_t page, size = <uint32_t>page_size
     cdef int64_t slot, stop = page_size * table.num_columns
@@ -167,7 +170,7 @@ cdef inline Py_ssize_t map_slots(
 
 
 cdef inline Py_ssize_t count_dirty(const Table *table, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Return the number of dirty windows in rows ``[start, stop)``."""
+    """Count the dirty windows in rows ``[start, stop)``."""
     cdef Py_ssize_t row, i, count = 0
     assert 0 <= start and stop <= table.num_rows
     for row in range(start, stop):
@@ -178,7 +181,9 @@ cdef inline Py_ssize_t count_dirty(const Table *table, Py_ssize_t start, Py_ssiz
 
 
 cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) noexcept nogil:
-    """Return the place of the first id outside dirty windows that differs from `sent`, or -1. A row's last two may overlap."""
+    """Return the index of the first id outside dirty windows that differs from `sent`, or -1. A row's last two windows may
+    overlap.
+    """
     cdef Py_ssize_t i, column
     cdef const uint8_t *flags
     for i in range(table.num_rows * table.num_columns):
@@ -192,7 +197,7 @@ cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) 
 
 
 cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
-    """Mark rows before `stop` as sent."""
+    """Mark the windows of rows before `stop` as sent."""
     assert 0 <= stop <= table.num_rows
     memset(table.is_dirty, 0, stop * table.num_windows)
     memset(table.is_row_dirty, 0, stop)
@@ -201,8 +206,9 @@ cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
 cdef inline Py_ssize_t pack_windows(
     Table *table, Py_ssize_t stop, int32_t *windows, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
-    """Copy up to `room` dirty windows of rows before `stop` into lines of `stride` values, and where they begin into `starts`;
-    mark them sent. Return their number. The last window of a row ends with the row, whatever the row's width.
+    """Copy up to `room` dirty windows of rows before `stop` into lines of `stride` values, their rows and columns into
+    `starts`, and mark them as sent. Return their number. The last window of a row ends with the row, and may overlap the one
+    before.
     """
     cdef Py_ssize_t row, window, column, count = 0
     assert 0 <= stop <= table.num_rows and room >= 0

@@ -1,4 +1,4 @@
-# Page tables: the host side of one, `TableRows`, and what it shares with several of the same rows, `TableGroup`.
+# Page tables: the host side of a table, `TableRows`, and its base `TableGroup`, one or several tables with the same rows.
 
 cimport cython
 from cpython.object cimport PyObject
@@ -10,8 +10,8 @@ from pagepool.core.values.ids cimport PageIds
 
 
 cdef class TableGroup:
-    cdef PyObject **tables          # TableRows with as many rows, kept alive by the class that sets them
-    cdef PyObject **lock_order      # the same
+    cdef PyObject **tables          # TableRows with one number of rows, kept alive by the class that sets them
+    cdef PyObject **lock_order      # the tables in locking order
     cdef Py_ssize_t num_tables
 
     cdef Py_ssize_t checked_row(self, object row) except -1
@@ -22,7 +22,7 @@ cdef class TableGroup:
 cdef class TableRows(TableGroup):
     cdef Table table
     cdef PyObject *itself
-    cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
+    cdef readonly object page_table_cpu         # these buffers are pinned by the memoryviews below
     cdef readonly object num_pages_per_row
     cdef int32_t[:, ::1] table_view
     cdef int32_t[::1] num_pages_view

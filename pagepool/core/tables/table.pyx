@@ -26,7 +26,7 @@ cdef object INT32 = np.dtype(np.int32)
 
 
 cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
-    """Return int32 zeros that begin at a cache line: whole-table copies are faster from and to them."""
+    """Return int32 zeros that begin at a cache line, which makes copies of whole tables faster."""
     cdef Py_ssize_t start, num_values = num_rows * num_columns
     cdef int32_t[::1] memory
     memory = array = np.zeros(num_values + CACHE_LINE // 4, dtype=INT32)
@@ -41,7 +41,7 @@ cdef int require_made(const Table *table) except -1:
 
 
 cdef int check_count(const Table *table, Py_ssize_t row) except -1:
-    """Raise if a count in `num_pages_per_row`, which the user may overwrite, leads outside the table."""
+    """Raise if the row's count leads outside the table: the user may have overwritten `num_pages_per_row`."""
     if not 0 <= table.num_pages[row] <= table.num_columns:
         raise IntegrityError(
             f"row {row} has {table.num_pages[row]} pages, allowed: 0 to {table.num_columns}; num_pages_per_row was overwritten"
@@ -102,7 +102,7 @@ cdef class TableGroup:
         raise ArgumentTypeError("a page table cannot be pickled")
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
-        """`row` as a number; without tables any value is allowed."""
+        """Return `row` as a number, or raise the error for it. Without tables any value is allowed."""
         cdef int32_t checked
         if not self.num_tables:
             return 0
@@ -120,9 +120,9 @@ cdef class TableGroup:
         return self.put_several([page_ids], [row], replaces)
 
     cdef int put_several(self, object page_ids_per_req, object req_indices, bint replaces) except -1:
-        """Put ids into rows, all or none, or raise the error for the first that do not fit."""
+        """Put ids into rows; if some do not fit, put none, and raise the error for the first of these."""
         rows = req_indices.tolist() if isinstance(req_indices, np.ndarray) else req_indices
-        cdef list requests = list(as_list(page_ids_per_req, "page_ids"))  # copies: reading an id may run Python code
+        cdef list requests = list(as_list(page_ids_per_req, "page_ids"))  # a copy: reading an id may run Python code
         cdef list row_ids = list(as_list(rows, "req_indices"))
         cdef Py_ssize_t i, num_fitting, num_tables = self.num_tables
         cdef bytearray memory
@@ -146,7 +146,7 @@ cdef class TableGroup:
         return 0 if num_fitting == len(requests) else refuse_put(&puts[num_fitting])
 
     def append_row(self, page_ids, row_idx) -> None:
-        """Append page ids (a list, or an int32 array; one for each table of a group) to a row; without ids nothing happens.
+        """Append page ids (a list, or an int32 array; one for each table of a group) to a row. Does nothing without ids.
 
         RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
         """
@@ -157,7 +157,7 @@ cdef class TableGroup:
         self.put_several(page_ids_per_req, req_indices, False)
 
     def add_row(self, page_ids, row_idx) -> None:
-        """Replace a row by page ids. O(ids + pages that the row had)."""
+        """Replace a row's pages by page ids. O(ids + pages that the row had)."""
         self.put_one(page_ids, row_idx, True)
 
     def clear_row(self, row_idx) -> None:
@@ -166,7 +166,7 @@ cdef class TableGroup:
         change_tables(self, clear_row, row, row)
 
     def move_row(self, src, tgt) -> None:
-        """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
+        """Copy a row over another one, and fill that with zeros behind; the source stays. O(pages of both)."""
         cdef Py_ssize_t i, source = self.checked_row(src), target = self.checked_row(tgt)
         for i in range(self.num_tables):
             check_count(table_at(self, i), source)
@@ -177,7 +177,7 @@ cdef class TableGroup:
         change_tables(self, swap_rows, self.checked_row(src), self.checked_row(tgt))
 
     def mark_dirty(self, rows=None) -> None:
-        """Declare that `page_table_cpu` was written to directly, in these rows (a list or an array) or, for None, in all."""
+        """Mark rows (a list or an array; None: all) as changed, after writing to `page_table_cpu` directly."""
         cdef Py_ssize_t i
         cdef PageIds row_ids
         if self.num_tables:
@@ -190,10 +190,10 @@ cdef class TableGroup:
 
 
 cdef class TableRows(TableGroup):
-    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, zeros behind each row's last.
+    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, with zeros behind each row's last page.
 
-    `pagepool.PageTable` adds the device side. Each change is one native call, notes which windows of 64 columns it touched,
-    and moves ``cpu_version``. A wrong call changes nothing.
+    `pagepool.PageTable` adds the device side. Each change is one native call, marks the windows of 64 columns that it touched,
+    and increases ``cpu_version``. A wrong call changes nothing.
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -206,7 +206,7 @@ cdef class TableRows(TableGroup):
         delist_lock(&self.lock_node)
 
     def __init__(self, num_rows, num_columns):
-        """Both at least 1."""
+        """Make a table of zeros; both sizes are at least 1."""
         cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
         cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1)
         cdef Py_ssize_t num_windows = (columns + WINDOW - 1) // WINDOW
@@ -214,7 +214,7 @@ cdef class TableRows(TableGroup):
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
         extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
-        if self.table.num_rows:  # after all that may run Python code
+        if self.table.num_rows:  # checked after everything that may run Python code
             raise ArgumentError("the rows of a table are made once")
         self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
         self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
@@ -236,7 +236,7 @@ cdef class TableRows(TableGroup):
 
     @property
     def cpu_version(self) -> int:
-        """A number that moves with each change of the host table."""
+        """A number that grows with each change of the host table."""
         return self.table.version
 
     cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
@@ -274,8 +274,8 @@ cdef class TableRows(TableGroup):
         return result
 
     def check(self) -> None:
-        """IntegrityError names the first row that is wrong: its count outside the table or its reach, a negative id among its
-        pages, anything behind its reach, or windows to be sent in a row that is not marked. O(table).
+        """Raise IntegrityError for the first wrong row: its count exceeds the table or its extent, a page id is negative, an id
+        behind its extent is not zero, or it has dirty windows and is not marked. O(table).
         """
         cdef Py_ssize_t row
         cdef str flaw = None
@@ -288,8 +288,8 @@ cdef class TableRows(TableGroup):
     # For the device side.
 
     def find_unsent(self, device_table) -> tuple | None:
-        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, though its
-        window counts as sent; None if there is none. O(table).
+        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a window
+        that counts as sent; None if there is none. O(table).
         """
         cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
         cdef Py_ssize_t place, num_rows = self.table.num_rows, num_columns = self.table.num_columns
@@ -301,7 +301,7 @@ cdef class TableRows(TableGroup):
         return None if place < 0 else (place // num_columns, place % num_columns)
 
     def count_dirty_windows(self, start, stop) -> int:
-        """Return the number of windows in rows ``[start, stop)`` that were not sent yet."""
+        """Count the windows in rows ``[start, stop)`` that were not sent yet."""
         cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.table.num_rows)
         cdef Py_ssize_t count, first = size_of(start, "start", 0, self.table.num_rows)
         with self.lock:
@@ -309,7 +309,7 @@ cdef class TableRows(TableGroup):
         return count
 
     def copy_aligned(self) -> np.ndarray:
-        """Return a copy of the whole table, which counts as sent."""
+        """Return a copy of the whole table, and mark all windows as sent."""
         require_made(&self.table)
         copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
@@ -320,7 +320,7 @@ cdef class TableRows(TableGroup):
         return copied
 
     def clear_rows(self) -> None:
-        """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
+        """Empty all rows and mark them as sent, before the device copy is made anew. O(pages in the table)."""
         cdef Py_ssize_t row
         require_made(&self.table)
         with self.lock:
@@ -349,12 +349,12 @@ cdef str find_row_flaw(const Table *table, Py_ssize_t row):
 
 
 cdef tuple in_lock_order(tuple tables):
-    """The order in which the locks of several tables are taken, the same in every call, so that calls cannot deadlock."""
+    """Return tables in locking order, the same in every call, so that calls cannot deadlock."""
     return tuple(sorted(tables, key=id))
 
 
 cdef tuple checked_tables(object page_tables):
-    """`page_tables` as a tuple of tables with one number of rows, none of them twice."""
+    """Return `page_tables` as a tuple, or raise unless they are different tables with one number of rows."""
     cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
     for table in tables:
         if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
@@ -364,7 +364,7 @@ cdef tuple checked_tables(object page_tables):
     return tables
 
 
-@cython.no_gc_clear  # the base's pointers lead into the tuples
+@cython.no_gc_clear  # the base's pointers point into the tuples
 cdef class GroupedRows(TableGroup):
     """The host tables of several cache groups with the same rows."""
 
@@ -375,7 +375,7 @@ cdef class GroupedRows(TableGroup):
         self.page_tables = ()
 
     def __init__(self, page_tables):
-        """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
+        """Group `page_tables`, different `TableRows` with one number of rows."""
         cdef tuple tables = checked_tables(page_tables)
         if self.num_tables:
             raise ArgumentError("the tables of groups are given once")
@@ -392,8 +392,9 @@ cdef class GroupedRows(TableGroup):
 
 def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
     """Return a payload for the device, with a line for each dirty window in rows before `num_reqs`: the values, int32
-    ``[num_lines, width]``, and the row and the column where they begin in each table, int32 ``[num_tables, num_lines, 2]``.
-    These windows count as sent; those without room do not. Lines of other tables have rows outside it, all different.
+    ``[num_lines, width]``, and the row and column where each line begins in each table, int32 ``[num_tables, num_lines, 2]``.
+    Packed windows count as sent; windows without room do not. In other tables a line has a row outside the table, and no row
+    repeats.
     """
     cdef TableRows table
     cdef Py_ssize_t n, lines = size_of(num_lines, "num_lines", 1), width = 0, count = 0
