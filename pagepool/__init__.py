@@ -20,7 +20,7 @@ if not any(os.path.exists(os.path.join(os.path.dirname(__file__), f"_core{suffix
 from pagepool import errors, hashing
 from pagepool._version import __version__
 from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
-from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PrefixProbe
+from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PrefixProbe, Retention
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
     PAGE_TABLE_PADDING_VAL,
@@ -30,7 +30,6 @@ from pagepool.page_table import (
     device_slot_mapping,
 )
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
-from pagepool.retention import Retention
 from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,

@@ -74,7 +74,7 @@ from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, QueryCo
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
-__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe"]
+__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe", "Retention"]
 
 logger = logging.getLogger(__name__)
 
