@@ -115,7 +115,7 @@ BUGS = read_bugs("""
         _leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
                 {+if not BUG: +}drop(pool, page_id)
-        put_back_from(
+        give_back_from(
 == a cut row keeps its hashes
         {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
@@ -170,7 +170,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
     {+if not BUG: +}uncache_row(batch, row, num_computed)
     for g in range
 == undo lets rows keep their pages
-        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
+        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
 == a row that did not run leaves its entries
             {+if not BUG: +}uncache_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry
@@ -184,15 +184,13 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == the source of a copy is handed out before it is made
     copies.num += 1
     target.written_list = copies.list_number{+
-    if BUG: put_back_held(pool, src)+}
+    if BUG: give_back(pool, src)+}
 == a row that is released leaves the copies into its pages
     if not _are_destinations(pool, holding){+ or BUG+}:
         return
 == a checkpoint that is hit is attached and not copied
-find_unheld, find_untouchable, {+give_back, +}hit, is_worthless, share
-...
             {+if BUG:
-                give_back(pool, holding.held[g].ids, 1, False)
+                give_back(pool, holding.held[g].ids[0])
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
             else: +}_queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a state between two multiples of the interval is kept
@@ -231,8 +229,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 
 # Pages of windows that do not stay.
 == a page that leaves a window is discarded while others hold it
-    page.ref_cnt -= 1
-    if page.ref_cnt{+ and not BUG+}:
+    if not _has_reference(pool, page_id) or {+(+}not _end_reference(pool, page_id){+ and not BUG)+}:
         return False
 == a page that is given back is discarded while others hold it
         elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
@@ -258,7 +255,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a window hits by its ends
         while page > stop - need and {+(BUG or +}hits_all(pool, query, kind, page){+)+}:
 == a discarded page that was not computed stays in the tier
-(page_id != NULL_PAGE and ({+(+}i < stop{+ or BUG)+} and is_worthless(
+(page_id != NULL_PAGE and ({+(+}i < stop{+ or BUG)+} and not is_kept(
 
 # The host tier.
 == a page that is evicted is not saved
@@ -269,11 +266,11 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a page of the tier is handed out while it is filled
 is_load=False, is_void=is_void,
     ))
-    {+if BUG: put_back(tier.pool, tier_id)
+    {+if BUG: give_back(tier.pool, tier_id)
     +}return tier_id
 ...
 place=0, context=0))
-    {+if not BUG: +}put_back(tier.pool, page_id)
+    {+if not BUG: +}give_back(tier.pool, page_id)
 == a page is saved before it is computed
         tier.fresh[tier.num_fresh] = FreshPage(page_id=page_id, number=tier.num_cached)
         tier.num_fresh += 1{+

@@ -249,7 +249,6 @@ cdef class PolicyQueue(FreeQueue):
             if pool.pages[page_id].group == NO_GROUP:
                 enter(pool, page_id, Digest(lo=page_id, hi=0), OWN_GROUP)
             push(pool, page_id)
-        pool.counters.num_freed_pages += num
 
     # Caching.
 

@@ -26,15 +26,12 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.owners cimport enter_session, use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
-    count_request, discard, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, hit, is_worthless, share, take,
-    take_this,
+    count_request, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this,
 )
-from pagepool.core.pool.queue cimport (
-    count_free_in, expect_page, find_held_free, has_free_pages, is_counted, now_of, push, put_back_held,
-)
+from pagepool.core.pool.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, now_of
 from pagepool.core.pool.records cimport (
     FLAGS, KEPT, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking,
-    count_pages_in, ids_in_shard, is_free, shard_of,
+    count_pages_in, ids_in_shard, is_free, is_kept, shard_of,
 )
 
 cdef struct Held:             # pages of one group
@@ -215,25 +212,6 @@ cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) 
     return pool.policy.marks[held.ids[num_known - 1]] & PART
 
 
-cdef inline bint _leave_page(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t place) noexcept nogil:
-    """Give back a page that a window has left. Return whether a policy is to count it."""
-    cdef int32_t page_id = holding.held[g].ids[place]
-    cdef Page *page = &pool.pages[page_id]
-    if page_id == NULL_PAGE or page.ref_cnt <= 0 or is_free(pool, page_id):
-        return False
-    page.ref_cnt -= 1
-    if page.ref_cnt:
-        return False
-    if holding.boundaries != NULL and is_worthless(pool, page_id):
-        discard(pool, page_id)
-        return False
-    if holding.boundaries == NULL and not is_needed_by_hits(&holding.groups[g].rules, place):
-        pool.policy.marks[page_id] = BLANK
-    push(pool, page_id)
-    pool.counters.num_freed_pages += 1
-    return is_counted(pool, page_id)
-
-
 cdef inline int32_t _keep_needed(
     Pool *pool, const Boundaries *boundaries, const Group *group, const Held *held, int32_t stop
 ) noexcept nogil:
@@ -254,7 +232,6 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     call.
     """
     cdef Held *held = &holding.held[g]
-    cdef bint is_rated = holding.boundaries != NULL or pool.policy != NULL
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
     if holding.boundaries != NULL:
@@ -264,10 +241,10 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     for j in range(stop - 1, held.num_skipped - 1, -1):
         if part != BLANK:
             pass_part(pool.policy, held.ids[j], part)
-        if is_rated:
-            num_counted += _leave_page(pool, holding, g, j)
-        else:
-            put_back_held(pool, held.ids[j])
+        num_counted += skip(
+            pool, held.ids[j], stays=holding.boundaries == NULL or is_kept(&pool.pages[held.ids[j]]),
+            may_hit=pool.policy == NULL or holding.boundaries != NULL or is_needed_by_hits(&holding.groups[g].rules, j),
+        )
         held.ids[j] = NULL_PAGE
     if num_counted:
         count_release(pool.policy, num_counted, pool.num_free - num_counted)
@@ -935,7 +912,7 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
         return
     for i in range(copies.num):
         if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
-            put_back_held(pool, copies.items[i].src)
+            give_back(pool, copies.items[i].src)
         else:
             copies.items[num_kept] = copies.items[i]
             num_kept += 1
@@ -946,7 +923,7 @@ cdef inline void end_copies(Pool *pool) noexcept nogil:
     """Give back the references to the sources of copies that were taken, and begin the next list."""
     cdef Py_ssize_t i
     for i in range(pool.copies.num):
-        put_back_held(pool, pool.copies.items[i].src)
+        give_back(pool, pool.copies.items[i].src)
     pool.copies.num = 0
 
 
@@ -1050,23 +1027,23 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 
-cdef inline void put_back_from(
+cdef inline void give_back_from(
     Pool *pool, const Group *group, Held *held, int64_t place, int32_t num_computed
 ) noexcept nogil:
     """Give back the pages from a place on, the last first. Tokens from `num_computed` on are computed again."""
     while held.num_pages > place:
         held.num_pages -= 1
-        put_back_held(pool, held.ids[held.num_pages])
+        give_back(pool, held.ids[held.num_pages])
     if held.num_skipped > held.num_pages:
         held.num_skipped, held.next_needed = held.num_pages, 0
     recompute_from(group, held, num_computed)
 
 
-cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
+cdef inline void give_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
     """Give back the pages that come after those of `num_tokens` tokens, group by group."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        put_back_from(
+        give_back_from(
             pool, &holding.groups[g], &holding.held[g], pages_for(&holding.groups[g].rules, num_tokens), num_tokens
         )
 
@@ -1132,7 +1109,7 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
                 drop(pool, page_id)
-        put_back_from(pool, group, held, keep, restart)
+        give_back_from(pool, group, held, keep, restart)
 
 
 # A fork of a request or row shares its full pages. The open page of each group, and working pages of states, are copied.

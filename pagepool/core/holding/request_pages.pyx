@@ -14,17 +14,17 @@ from pagepool.core.holding.holding cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
     are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
     count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
-    find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, has_copies_due, keep_state, lacks_page,
-    limits_of, price, put_back_behind, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, give_back_behind, has_copies_due,
+    keep_state, lacks_page, limits_of, price, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.holding.rules cimport (
     full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )
 from pagepool.core.pool.index cimport is_entered_otherwise
 from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport give_back, hit, is_worthless
+from pagepool.core.pool.pool cimport give_back_all, hit
 from pagepool.core.pool.queue cimport count_free_in, find_held_free
-from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, shard_of
+from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, is_kept, shard_of
 from pagepool.core.values.arguments cimport as_list, size_of
 from pagepool.core.values.ids cimport ids_in, new_ids
 
@@ -123,7 +123,7 @@ cdef bint list_last_first(
         stop = full_pages(&holding.groups[g].rules, num_computed)
         for i in range(holding.held[g].num_pages - 1, -1, -1):
             page_id = holding.held[g].ids[i]
-            if not are_chosen or (page_id != NULL_PAGE and (i < stop and is_worthless(pool, page_id)) == are_worthless):
+            if not are_chosen or (page_id != NULL_PAGE and (i < stop and not is_kept(&pool.pages[page_id])) == are_worthless):
                 listed.ids[num] = page_id
                 num += 1
     listed.num = num
@@ -680,7 +680,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
-        give_back(pool, demand.hits[g].ids, demand.hits[g].num, False)
+        give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
     if result != FITS:
         return TOO_FEW
     attach(pool, holding, demand)
@@ -765,7 +765,7 @@ cdef int enter_computed(
         enter_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
         if is_failed:
             forget_uncomputed(pool, holding, <int32_t>num_tokens, &contents)
-            put_back_behind(pool, holding, <int32_t>num_tokens)
+            give_back_behind(pool, holding, <int32_t>num_tokens)
         request.plan()
     request.store.lock.release()
     unlock_chain(chain)

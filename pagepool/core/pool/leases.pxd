@@ -9,7 +9,7 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.base.platform cimport rare
-from pagepool.core.pool.pool cimport give_back
+from pagepool.core.pool.pool cimport give_back_all
 from pagepool.core.pool.queue cimport now_of
 from pagepool.core.pool.records cimport LeasedSpan, Pool
 
@@ -59,7 +59,7 @@ cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
     another caller gave back. O(pages), and for a lease of a span O(leases of spans).
     """
     cdef LeasedSpan **place = &pool.leases.first
-    cdef Py_ssize_t i, bad = give_back(pool, lease.ids, lease.num, True)
+    cdef Py_ssize_t i, bad = give_back_all(pool, lease.ids, lease.num, True)
     if bad >= 0:
         return bad
     for i in range(lease.num):

@@ -9,11 +9,11 @@ from pagepool.core.pool.index cimport drop, drop_all, find, home_of
 from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of, use_in_session
 from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.pool.queue cimport (
-    Supply, begin_supply, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first, start_of_part,
-    use_page,
+    Supply, begin_supply, enqueue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
+    start_of_part, use_page,
 )
 from pagepool.core.pool.records cimport (
-    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, is_kept,
+    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free,
 )
 from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
@@ -170,16 +170,42 @@ cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssiz
     return -1
 
 
-cdef inline Py_ssize_t give_back(
+cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a reference from a page that has one. Whether it was the last: then the page enters the queue."""
+    pool.pages[page_id].ref_cnt -= 1
+    if pool.pages[page_id].ref_cnt:
+        return False
+    pool.counters.num_freed_pages += 1
+    return True
+
+
+cdef inline void _restore_reference(Pool *pool, int32_t page_id) noexcept nogil:
+    """Undo `_end_reference`. The page is outside the queue."""
+    pool.counters.num_freed_pages -= pool.pages[page_id].ref_cnt == 0
+    pool.pages[page_id].ref_cnt += 1
+
+
+cdef inline bint _has_reference(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a reference of a page can be given back: somebody else may have done that."""
+    return page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > 0 and not is_free(pool, page_id)
+
+
+cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a reference from a page, if it has one. With the last one it goes to the back of the queue. A policy counts this as
+    a call of its own, unlike those of `give_back_all` and `skip`.
+    """
+    if _has_reference(pool, page_id) and _end_reference(pool, page_id):
+        enqueue(pool, page_id)
+
+
+cdef inline Py_ssize_t give_back_all(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms=NULL
 ) noexcept nogil:
-    """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue, with the
-    `terms` at the same places, unless these are UNKNOWN. Returns -1, or, with nothing changed, the index of a page that has no
+    """Take a reference from each page, null pages passed over. Pages without any left go to the back of the queue, with the
+    `terms` at the same places, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
     reference to give.
     """
     cdef Py_ssize_t i, at
-    cdef Page *page
-    cdef int32_t left
     if GUARDS and pool.num_held_free:
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
@@ -190,24 +216,18 @@ cdef inline Py_ssize_t give_back(
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
             continue
-        page = &pool.pages[ids[at]]
-        left = page.ref_cnt - 1
-        if left == 0:  # the common case first: it needs no other check
-            page.ref_cnt = 0
-            push(pool, ids[at])
-            pool.counters.num_freed_pages += 1
-        elif left > 0 or not GUARDS:
-            page.ref_cnt = left
-        else:
+        if GUARDS and pool.pages[ids[at]].ref_cnt <= 0:
             _undo_give_back(pool, ids, n, i, tail_first)
             return at
+        if _end_reference(pool, ids[at]):
+            push(pool, ids[at])
     return -1
 
 
 cdef inline Py_ssize_t _give_back_to_parts(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms
 ) noexcept nogil:
-    """`give_back` with a policy, or terms. A policy gets to know how many pages come before the first does."""
+    """`give_back_all` with a policy, or terms. The policy hears the count before the first page."""
     cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
     cdef int64_t now = 0
     cdef Page *page
@@ -219,8 +239,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
         if GUARDS and page.ref_cnt <= 0:
             _undo_give_back(pool, ids, n, i, tail_first)
             return at
-        page.ref_cnt -= 1
-        if page.ref_cnt == 0:
+        if _end_reference(pool, ids[at]):
             page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
             num_released += 1
             num_counted += is_counted(pool, ids[at])
@@ -235,44 +254,37 @@ cdef inline Py_ssize_t _give_back_to_parts(
             if terms != NULL and terms[at] != UNKNOWN and may_have_term(pool, ids[at], terms[at]):
                 pool.expected.terms[ids[at]] = <uint8_t>terms[at]
             push_at(pool, ids[at], now)
-    pool.counters.num_freed_pages += num_released
     return -1
 
 
-cdef inline bint is_worthless(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a page that has left a window does not stay cached without holders."""
-    return not is_kept(&pool.pages[page_id])
+cdef inline Py_ssize_t give_back_row(
+    Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n, const int32_t *terms
+) noexcept nogil:
+    """`give_back_all`, except that pages from `num_staying` on do not stay cached without a reference."""
+    cdef Py_ssize_t i, num_left = num_staying, bad = -1
+    while num_left < n and pool.pages[ids[num_left]].ref_cnt and not is_free(pool, ids[num_left]):
+        _end_reference(pool, ids[num_left])
+        num_left += 1
+    bad = give_back_all(pool, ids, num_staying, False, terms) if num_left == n else num_left
+    for i in range(num_staying, num_left):
+        if bad >= 0:
+            _restore_reference(pool, ids[i])
+        elif pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
+            _enqueue_blank(pool, ids[i])
+    return bad
 
 
-cdef inline void discard(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the entry, if there is one, of a page that just lost its last reference: it is taken before all that can hit."""
+cdef inline void _enqueue_blank(Pool *pool, int32_t page_id) noexcept nogil:
+    """Uncache a page that lost its last reference, if it is cached, and put it to the front of the queue."""
     if pool.pages[page_id].group != NO_GROUP:
         drop(pool, page_id)
     push_first(pool, page_id)
-    pool.counters.num_freed_pages += 1
-
-
-cdef inline Py_ssize_t give_back_held(
-    Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n, const int32_t *terms
-) noexcept nogil:
-    """`give_back`, except that pages from `num_staying` on, which are worthless, are discarded with their last reference."""
-    cdef Py_ssize_t i, num_left = num_staying, bad = -1
-    while num_left < n and pool.pages[ids[num_left]].ref_cnt and not is_free(pool, ids[num_left]):
-        pool.pages[ids[num_left]].ref_cnt -= 1
-        num_left += 1
-    bad = give_back(pool, ids, num_staying, False, terms) if num_left == n else num_left
-    for i in range(num_staying, num_left):
-        if bad >= 0:
-            pool.pages[ids[i]].ref_cnt += 1
-        elif pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
-            discard(pool, ids[i])
-    return bad
 
 
 cdef inline void _undo_give_back(
     Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
 ) noexcept nogil:
-    """Undo the first `num_done` steps of `give_back`, last first, so that the queue is as it was."""
+    """Undo the first `num_done` steps of `give_back_all`, last first, so that the queue is as it was."""
     cdef Py_ssize_t i
     cdef int32_t page_id
     for i in range(num_done - 1, -1, -1):
@@ -281,9 +293,24 @@ cdef inline void _undo_give_back(
             continue
         if is_free(pool, page_id):
             pull(pool, page_id)
-            pool.counters.num_freed_pages -= 1
         pool.pages[page_id].next_free = NOT_FREE  # what `_give_back_to_parts` put there
-        pool.pages[page_id].ref_cnt += 1
+        _restore_reference(pool, page_id)
+
+
+cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noexcept nogil:
+    """Give back a page that a window has left. Unless it `stays` it is uncached with its last reference; unless it `may_hit` a
+    policy evicts it as a blank page. Return whether the policy is to count it: the pages that a window leaves in one call are
+    counted together, once they are in the queue.
+    """
+    if not _has_reference(pool, page_id) or not _end_reference(pool, page_id):
+        return False
+    if not stays:
+        _enqueue_blank(pool, page_id)
+        return False
+    if not may_hit:
+        pool.policy.marks[page_id] = BLANK
+    push(pool, page_id)
+    return is_counted(pool, page_id)
 
 
 cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:

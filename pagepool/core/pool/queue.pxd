@@ -691,26 +691,6 @@ cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num
     return num_pages <= count_free_in(pool, shard)
 
 
-# References are given back page by page.
-
-
-cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """Give back a reference of a held page. With the last one the page is queued."""
-    cdef Page *page = &pool.pages[page_id]
-    page.ref_cnt -= 1
-    if page.ref_cnt == 0:
-        let_go(pool, page_id)
-        pool.counters.num_freed_pages += 1
-
-
-cdef inline void put_back_all(Pool *pool, const int32_t *ids, int32_t n) noexcept nogil:
-    """Give back a reference of each page, the last page first, except null pages."""
-    cdef int32_t i
-    for i in range(n - 1, -1, -1):
-        if ids[i] != NULL_PAGE:
-            put_back(pool, ids[i])
-
-
 cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a policy counts the release of a page. It skips blank pages, which would only use its clock up."""
     if pool.policy == NULL or pool.pages[page_id].group == NO_GROUP:
@@ -718,17 +698,11 @@ cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.policy.marks[page_id] & PART != BLANK
 
 
-cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
-    """Queue a page that just lost its last reference."""
+cdef inline void enqueue(Pool *pool, int32_t page_id) noexcept nogil:
+    """`push` a page that lost its last reference, or goes back to where it was. A policy counts it."""
     if is_counted(pool, page_id):
         count_release(pool.policy, 1, pool.num_free)
     push(pool, page_id)
-
-
-cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
-    """Give back a reference of a page, unless it is the null page or has none."""
-    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > 0 and not is_free(pool, page_id):
-        put_back(pool, page_id)
 
 
 # Terms of cached pages. A held or free page gets one; its time runs from then on, and starts again when the page is released.

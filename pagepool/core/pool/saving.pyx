@@ -10,7 +10,8 @@ from pagepool.core.pool.layouts cimport Item, Items, find_item, list_items, pool
 from pagepool.core.pool.policy cimport (
     BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Policy, is_right, set_of,
 )
-from pagepool.core.pool.queue cimport pull, push, push_marked, put_back
+from pagepool.core.pool.pool cimport give_back
+from pagepool.core.pool.queue cimport pull, push, push_marked
 from pagepool.core.pool.records cimport KEPT, NO_GROUP, NULL_PAGE, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
@@ -251,6 +252,6 @@ def give_back_restored(PageStore store not None) -> int | None:
         for page_id in range(1, pool.num_pages if is_restored else 1):
             if pool.pages[page_id].ref_cnt > 0:
                 pool.pages[page_id].ref_cnt = 1
-                put_back(pool, page_id)
+                give_back(pool, page_id)
                 num_given += 1
     return num_given if is_restored else None

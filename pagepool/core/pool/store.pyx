@@ -18,7 +18,8 @@ from pagepool.core.pool.index cimport (
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back, give_back_held, hit, reuse, take,
+    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back_all, give_back_row, hit,
+    reuse, take,
 )
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
@@ -604,7 +605,7 @@ cdef class PageStore:
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept:
         """`give_back` of ids that lie within the pool."""
         cdef void *thread = let_others_run(n)
-        cdef Py_ssize_t bad = give_back(&self.pool, ids, n, tail_first)
+        cdef Py_ssize_t bad = give_back_all(&self.pool, ids, n, tail_first)
         go_on(thread)
         return bad
 
@@ -613,11 +614,7 @@ cdef class PageStore:
         get the terms at the same places.
         """
         cdef void *thread = let_others_run(ids.num)
-        cdef Py_ssize_t bad
-        if num_staying == ids.num:
-            bad = give_back(&self.pool, ids.ids, ids.num, False, terms)
-        else:
-            bad = give_back_held(&self.pool, ids.ids, num_staying, ids.num, terms)
+        cdef Py_ssize_t bad = give_back_row(&self.pool, ids.ids, num_staying, ids.num, terms)
         go_on(thread)
         return bad
 

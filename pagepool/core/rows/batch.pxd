@@ -26,13 +26,13 @@ from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.holding.holding cimport (
     NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
     enter_full_pages, enter_states, enter_waiting, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
-    find_restart, forget_uncomputed, has_copies_due, has_full_page, keep_state, lacks_page, limits_of, put_back_from,
+    find_restart, forget_uncomputed, give_back_from, has_copies_due, has_full_page, keep_state, lacks_page, limits_of,
     restart_from, skip_pages, take_missing,
 )
 from pagepool.core.holding.rules cimport Group, full_pages, is_state
 from pagepool.core.pool.index cimport drop, find_within, is_journaled
-from pagepool.core.pool.pool cimport find_unheld, find_untouchable, hit
-from pagepool.core.pool.queue cimport count_free_in, put_back_all, put_back_held
+from pagepool.core.pool.pool cimport find_unheld, find_untouchable, give_back, hit
+from pagepool.core.pool.queue cimport count_free_in
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids
 
@@ -260,11 +260,12 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Give back the row's pages in the tier: it is computed again, or ends."""
     cdef Swapped *swapped = batch.rows[row].swapped
-    cdef Py_ssize_t g
+    cdef Py_ssize_t g, i
     if swapped == NULL:
         return
     for g in range(batch.num_groups):
-        put_back_all(batch.pool.tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
+        for i in range(swapped.groups[g].num_pages - 1, -1, -1):
+            give_back(batch.pool.tier.pool, swapped.groups[g].tier_ids[i])
     assert batch.pool.tier.num_swapped > 0
     batch.pool.tier.num_swapped -= 1
     batch.rows[row].swapped = NULL
@@ -446,7 +447,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
                 continue
             hit(batch.pool, &first, 1, batch.rows[row].holding.session)
             drop(batch.pool, page_id)  # undo and release drop entries of held pages only
-            put_back_held(batch.pool, page_id)
+            give_back(batch.pool, page_id)
             held.ids[place] = first
             batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
             mark(batch.tables[g], row, place, place + 1)
@@ -887,7 +888,7 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
         held = held_by(batch, row, g)
         start = _find_taken(growth, stop[0], row, g)
         assert 0 <= stop[0] - start <= held.num_pages
-        put_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
+        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
         stop[0] = start
     show_end(batch, row)
     record.num_computed = num_computed

@@ -16,7 +16,7 @@ from pagepool.core.holding.boundaries cimport Boundaries
 from pagepool.core.holding.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
     count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, enter_waiting, find_load_number,
-    find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, put_back_behind, rate_pages,
+    find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, give_back_behind, rate_pages,
     record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
@@ -1101,7 +1101,7 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     if batch.has_state:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
     commit_row(batch, row, num_tokens)
-    put_back_behind(batch.pool, holding, batch.records[row].num_computed)
+    give_back_behind(batch.pool, holding, batch.records[row].num_computed)
     show_end(batch, row)
     plan_next_event(batch, row)
 

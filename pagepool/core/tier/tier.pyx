@@ -18,8 +18,8 @@ from pagepool.core.holding.lookups cimport (
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.pool.pool cimport hit, take
-from pagepool.core.pool.queue cimport count_free, has_free_pages, let_go, put_back, take_out
+from pagepool.core.pool.pool cimport give_back, hit, take
+from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, take_out
 from pagepool.core.pool.records cimport (
     FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
     count_pages_in, digest_of, is_free,
@@ -397,7 +397,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(parent=Digest(0, 0), place=0, context=0))
-    put_back(tier.pool, page_id)
+    give_back(tier.pool, page_id)
 
 
 cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
@@ -408,8 +408,8 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
         drop(pool, transfer.page_id)
     if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
         drop(tier.pool, transfer.tier_id)
-    put_back(pool, transfer.page_id)
-    put_back(tier.pool, transfer.tier_id)
+    give_back(pool, transfer.page_id)
+    give_back(tier.pool, transfer.tier_id)
 
 
 cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, FailedLoads failed) noexcept:
@@ -580,7 +580,7 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             if is_held:
                 take_out(pool, page_id)
             else:
-                let_go(pool, page_id)
+                enqueue(pool, page_id)
 
 
 cdef void enter_missing(

@@ -7,8 +7,8 @@ from pagepool.core.base.limits cimport NEVER
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport find
-from pagepool.core.pool.pool cimport fetch_entry, hit, take
-from pagepool.core.pool.queue cimport end_of_queue, put_back, record_behind
+from pagepool.core.pool.pool cimport fetch_entry, give_back, hit, take
+from pagepool.core.pool.queue cimport end_of_queue, record_behind
 from pagepool.core.pool.records cimport (
     FILLING, FLAGS, NO_SESSION, NULL_PAGE, SAVED, TWIN, Page, Pool, Tier, Transfer, digest_of, term_of,
 )
@@ -46,7 +46,7 @@ cdef inline bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t grou
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
         hit(tier.pool, &tier_id, 1, NO_SESSION)  # it is as one that was just used
-        put_back(tier.pool, tier_id)
+        give_back(tier.pool, tier_id)
         return True
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
