@@ -69,7 +69,7 @@ BUGS = read_bugs("""
         shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
 == two rows get the same page
-        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
+take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
             held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]+}
 == a page that a cut goes through is shared
