@@ -66,7 +66,7 @@ cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
                 tier_counts[group.tier_ids[i]] += 1
 
 
-# Flaws are returned as texts, None for none. An exception made here, under the locks, could start a garbage collection that
+# Flaws are returned as texts, or None. An exception made here, under the locks, could start a garbage collection that
 # calls the core.
 
 cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *counts, int32_t *tier_counts):

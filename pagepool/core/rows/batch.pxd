@@ -604,7 +604,7 @@ cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n
     return True
 
 
-cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
     """Copy rows, so that they cannot change during the call. Return the number of rows before the first that is outside the
     table, free, or repeated.
     """
@@ -618,8 +618,8 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     return n
 
 
-cdef inline void revert_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Revert the counts that `step_rows` or `advance_rows` advanced for copied rows."""
+cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Revert the counts that `_step_rows` or `_advance_rows` advanced for copied rows."""
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
@@ -659,7 +659,7 @@ cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t
     return i
 
 
-cdef inline Py_ssize_t step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Append a token to each copied row, and return the number of rows before the first wrong one; 0, and nothing advanced, if
     a token is negative.
     """
@@ -674,12 +674,12 @@ cdef inline Py_ssize_t step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noe
         _advance_by_token(record, &growth.grown[i])
         i = _step_plain_rows(batch, growth, i + 1, n)
     if growth.signs < 0:
-        revert_rows(batch, growth, 0, i)
+        revert_counts(batch, growth, 0, i)
         return 0
     return i
 
 
-cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Count known tokens of each row as computed, and return the number of rows before the first wrong one."""
     cdef RowRecord *record
     cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
@@ -700,6 +700,12 @@ cdef inline Py_ssize_t advance_rows(Batch *batch, Growth *growth, Py_ssize_t n) 
     return n
 
 
+cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
+    """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one."""
+    cdef Py_ssize_t n = _copy_rows(batch, growth.rows, growth.num_rows)
+    return _advance_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+
+
 cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Do the work of the due rows, in order, up to the first row that does not fit, and return the number of rows before it.
     The rows from there on are reverted.
@@ -713,7 +719,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
             break
     enter_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
-    revert_rows(batch, growth, num_grown, growth.num_rows)
+    revert_counts(batch, growth, num_grown, growth.num_rows)
     return num_grown
 
 
@@ -759,7 +765,7 @@ cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_token
     return not has_state_behind(batch, row, num_tokens) and can_restart_row(batch, row, num_tokens, num_tokens)
 
 
-cdef inline Py_ssize_t copy_rows_to_trim(
+cdef inline Py_ssize_t _copy_rows_to_trim(
     Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
 ) noexcept nogil:
     """Copy rows, and return the number of rows before the first wrong one."""
@@ -801,7 +807,7 @@ cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, i
     _cut_tokens(batch, row, num_tokens)
 
 
-cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+cdef inline void _trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Cut a row that `_can_trim`."""
     if num_tokens < batch.records[row].num_computed:
         restart_row(batch, row, num_tokens, num_tokens)
@@ -809,8 +815,18 @@ cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
         _cut_tokens(batch, row, num_tokens)
 
 
+cdef inline Py_ssize_t trim_rows(
+    Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
+) noexcept nogil:
+    """Cut rows, or none if one is wrong; return the number of rows before the first wrong one."""
+    cdef Py_ssize_t i, num_right = _copy_rows_to_trim(batch, rows, lengths, n)
+    for i in range(n if num_right == n else 0):
+        _trim_row(batch, batch.checked_rows[i], amount(lengths, i))
+    return num_right
+
+
 cdef inline void uncache_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Uncache the pages with tokens from `num_computed` on that the row cached."""
+    """Uncache the row's pages with tokens from `num_computed` on, if the row cached them."""
     cdef Contents contents = _contents_of(batch, row, batch.records[row].num_tokens)
     cdef Holding *holding = holding_of(batch, row)
     forget_uncomputed(batch.pool, holding, num_computed, &contents)
@@ -848,7 +864,7 @@ cdef inline bint _is_shared_from(const Pool *pool, const Held *held, int32_t sta
     return False
 
 
-cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
     """Whether the call can be taken back for a row: the row is as the call left it, its last pages are the new ones before
     `stop`, and it holds the pages that it needs again, alone where it writes. Moves `stop` to the row's first new page.
     """
@@ -875,8 +891,8 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     return True
 
 
-cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
-    """Take the call back for a row, after `can_undo`."""
+cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+    """Take the call back for a row, after `_can_undo`."""
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]
@@ -896,3 +912,15 @@ cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_s
     if batch.hash_page_size:
         record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
+
+
+cdef inline Py_ssize_t undo_rows(Batch *batch, const Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Take a call back for its first `n` rows, or for none; return 0, or the number of rows up to one that cannot go back."""
+    cdef Py_ssize_t i, num_left = n, num_pages = growth.num_new
+    while num_left and _can_undo(batch, growth, num_left - 1, &num_pages):
+        num_left -= 1
+    if num_left == 0:
+        num_pages = growth.num_new
+        for i in range(n - 1, -1, -1):
+            _undo_row(batch, growth, i, &num_pages)
+    return num_left

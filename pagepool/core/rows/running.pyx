@@ -30,11 +30,11 @@ from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
 from pagepool.core.rows.batch cimport (
-    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, Row, RowRecord, Swapped, SwappedGroup, advance_rows, amount, append_tokens,
-    begin_admission, cache_row, can_restart_row, can_undo, copy_rows, copy_rows_to_trim, digests_of, drop_swapped, empty_row,
-    exchange_rows, find_passed, grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row, keep_last_states,
-    plan_next_event, restart_row, revert_rows, room_for, set_context, show_end, show_row, stamp_row, start_call, step_rows,
-    tokens_of, trim_row, uncache_row, undo_row, unify_pages,
+    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, Row, RowRecord, Swapped, SwappedGroup, advance_counts, amount,
+    append_tokens, begin_admission, cache_row, can_restart_row, digests_of, drop_swapped, empty_row, exchange_rows, find_passed,
+    grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row, keep_last_states, plan_next_event, restart_row,
+    revert_counts, room_for, set_context, show_end, show_row, stamp_row, start_call, tokens_of, trim_rows, uncache_row,
+    undo_rows, unify_pages,
 )
 from pagepool.core.tables.page_table cimport Table, blank
 from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
@@ -324,18 +324,13 @@ cdef class RunningRows:
         """
         cdef StepResult step = require_instance(result, StepResult, "result")
         cdef Growth *growth = &step.growth
-        cdef Py_ssize_t i, num_pages, num_left = step.num_grown
+        cdef Py_ssize_t num_left
         cdef bint is_due
         if step.batch is not self:
             raise ArgumentError(f"result: got one {'of another batch' if step.batch else 'that was taken back already'}")
         self.acquire_locks()
-        num_pages = growth.num_new
-        while num_left and can_undo(&self.batch, growth, num_left - 1, &num_pages):
-            num_left -= 1
+        num_left = undo_rows(&self.batch, growth, step.num_grown)
         if num_left == 0:
-            num_pages = growth.num_new
-            for i in range(step.num_grown - 1, -1, -1):
-                undo_row(&self.batch, growth, i, &num_pages)
             step.batch = None
         is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1])
         self.release_locks()
@@ -375,13 +370,10 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
         cdef Amounts amounts = amounts_in(lengths)
-        cdef Py_ssize_t i, num_right
+        cdef Py_ssize_t num_right
         cdef bint is_due
         self.acquire_locks()
-        num_right = copy_rows_to_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
-        if num_right == row_ids.num:
-            for i in range(row_ids.num):
-                trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
+        num_right = trim_rows(&self.batch, row_ids.ids, &amounts, row_ids.num)
         is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
         self.release_locks()
         if num_right < row_ids.num:
@@ -819,11 +811,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     growth.grown_rows = <int32_t *>(growth.grown + rows.num)
     running.acquire_locks()
     assert running.batch.waiting.num_to_hash == 0
-    num_right = copy_rows(&running.batch, growth.rows, growth.num_rows)
-    if tokens is None:
-        num_right = advance_rows(&running.batch, growth, num_right)
-    else:
-        num_right = step_rows(&running.batch, growth, num_right)
+    num_right = advance_counts(&running.batch, growth)
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
         has_room = reserve_new(growth) and reserve_copies(
@@ -836,7 +824,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
         go_on(thread)
         growth.num_admissions = running.batch.num_admissions
     else:
-        revert_rows(&running.batch, growth, 0, num_right)
+        revert_counts(&running.batch, growth, 0, num_right)
     is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
     running.release_locks()
     if num_right < growth.num_rows:
