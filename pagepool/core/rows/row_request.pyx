@@ -197,7 +197,7 @@ cdef class RowRequest:
             batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             if takes_hits:
-                has_room = self.fetch_hits(refusal, &array, &is_short)
+                has_room = self.load_hits(refusal, &array, &is_short)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
@@ -226,7 +226,7 @@ cdef class RowRequest:
             rows.store.refuse_size(f"row {self.row}", num_excess, self.shard)
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint fetch_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
+    cdef bint load_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
         """Find the hits and queue their loads from the tier; store them in the refusal. No hits if too few pages are free for
         the loads. False where memory is short. The locks are held.
         """

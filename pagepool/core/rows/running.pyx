@@ -1149,7 +1149,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     for g in range(batch.num_groups):
         hit(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages, NO_SESSION)
     for g in range(batch.num_groups):
-        queue_saves(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
+        save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
     return True
 
 
@@ -1169,7 +1169,7 @@ cdef Py_ssize_t find_saved_pages(Pool *pool, const Held *held, SwappedGroup *gro
     return num_missing
 
 
-cdef void queue_saves(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
+cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
     """Queue saves of the pages that the tier lacks. Row and transfer each get a reference to the tier page."""
     cdef const Page *page
     cdef Digest key
@@ -1232,7 +1232,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         hit(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.rows[row].holding.session)
     for g in range(batch.num_groups):
         number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
-        queue_loads(batch, row, <int32_t>g)
+        load_uncached(batch, row, <int32_t>g)
     show_row(batch, row)
     record_loads(batch.pool, holding, tier.last_number + 1 if num_missing else number)
     batch.records[row].num_computed = swapped.num_computed
@@ -1264,7 +1264,7 @@ cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexc
     return num_missing
 
 
-cdef void queue_loads(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
+cdef void load_uncached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
     """Take new pages for those that are not cached, and queue their loads. The row caches its pages again from the first new
     one on.
     """
