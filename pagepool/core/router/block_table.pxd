@@ -31,6 +31,10 @@ cdef struct Medium:
     char[MAX_MEDIUM_SIZE] name
     Py_ssize_t size
 
+cdef struct Media:
+    Medium[MAX_MEDIA] items
+    int32_t num
+
 cdef struct GainedBlock:      # current or earlier block of a worker
     uint32_t group
     uint32_t entry
@@ -47,8 +51,7 @@ cdef struct Worker:
 cdef struct BlockTable:
     Space[MAX_EVENT_GROUPS] spaces
     Py_ssize_t num_spaces     # one more than the last known group
-    Medium[MAX_MEDIA] media
-    int32_t num_planes        # media
+    Media media
     int32_t num_words         # words of workers
     int32_t num_workers       # highest number of a worker with a batch, plus 1
     int32_t num_groups        # groups of the workers; 0: unknown
@@ -81,7 +84,7 @@ cdef inline void _record_gain(BlockTable *table, const Space *space, uint32_t en
         gainer.num_gained += 1
 
 
-cdef inline uint64_t duplicate_key(
+cdef inline uint64_t _duplicate_key(
     const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     """Return the key of a block's duplicates."""
@@ -89,7 +92,7 @@ cdef inline uint64_t duplicate_key(
     return <uint64_t>entry << 32 | <uint64_t>(space - &table.spaces[0]) << 24 | <uint64_t>plane << 16 | <uint64_t>worker
 
 
-cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker, uint64_t num) noexcept nogil:
+cdef inline void _set_duplicates(BlockTable *table, uint64_t key, int32_t worker, uint64_t num) noexcept nogil:
     """Set the number of duplicates of a block at a worker. There is room."""
     if num or table.workers[worker].num_duplicates:
         table.workers[worker].num_duplicates += put_duplicate(&table.duplicates, key, num)
@@ -97,7 +100,7 @@ cdef inline void set_duplicates(BlockTable *table, uint64_t key, int32_t worker,
     assert table.workers[worker].num_duplicates <= table.duplicates.num
 
 
-cdef inline uint64_t count_duplicates(const BlockTable *table, uint64_t key, int32_t worker) noexcept nogil:
+cdef inline uint64_t _count_duplicates(const BlockTable *table, uint64_t key, int32_t worker) noexcept nogil:
     """Count the duplicates of a block at a worker."""
     if table.workers[worker].num_duplicates == 0:
         return 0
@@ -108,19 +111,19 @@ cdef inline void _add_duplicate(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     """Count one more copy of a block that a worker has."""
-    cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
+    cdef uint64_t key = _duplicate_key(table, space, entry, plane, worker)
     if not table.workers[worker].is_lossy:
-        set_duplicates(table, key, worker, count_duplicates(table, key, worker) + 1)
+        _set_duplicates(table, key, worker, _count_duplicates(table, key, worker) + 1)
 
 
 cdef inline bint _remove_duplicate(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     """Count one duplicate less; return False if there is none."""
-    cdef uint64_t key = duplicate_key(table, space, entry, plane, worker)
-    cdef uint64_t num = 0 if table.workers[worker].is_lossy else count_duplicates(table, key, worker)
+    cdef uint64_t key = _duplicate_key(table, space, entry, plane, worker)
+    cdef uint64_t num = 0 if table.workers[worker].is_lossy else _count_duplicates(table, key, worker)
     if num:
-        set_duplicates(table, key, worker, num - 1)
+        _set_duplicates(table, key, worker, num - 1)
     return num > 0
 
 
@@ -128,32 +131,35 @@ cdef inline void _drop_duplicates(
     BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     """Forget the duplicates of a block."""
-    set_duplicates(table, duplicate_key(table, space, entry, plane, worker), worker, 0)
+    _set_duplicates(table, _duplicate_key(table, space, entry, plane, worker), worker, 0)
 
 
-cdef inline void set_bit(BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+cdef inline bint _set_bit(BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+    """Set the bit of a worker; return False if it was set."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
-    assert 0 < entry < space.num_entries and space.stride == 1 + table.num_planes * table.num_words
-    assert 0 <= plane < table.num_planes and 0 <= worker < table.num_words * WORD
-    if bits[0] & bit == 0:
-        _record_gain(table, space, entry, worker)
-        table.workers[worker].num_bits += 1
-        bits[0] |= bit
+    assert 0 < entry < space.num_entries and space.stride == 1 + table.media.num * table.num_words
+    assert 0 <= plane < table.media.num and 0 <= worker < table.num_words * WORD
+    if rare(bits[0] & bit):
+        return False
+    _record_gain(table, space, entry, worker)
+    table.workers[worker].num_bits += 1
+    bits[0] |= bit
+    return True
 
 
-cdef inline bint has_bit(
+cdef inline bint _has_bit(
     const BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker
 ) noexcept nogil:
     return _bits_at(table, space, entry, plane, worker)[0] >> (worker % WORD) & 1
 
 
-cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
+cdef inline void _clear_bit(BlockTable *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
     """Clear the bit of a worker, forget the duplicates, and free an entry without bits."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
-    assert 0 < entry < space.num_entries and space.stride == 1 + table.num_planes * table.num_words
-    assert 0 <= plane < table.num_planes and 0 <= worker < table.num_words * WORD
+    assert 0 < entry < space.num_entries and space.stride == 1 + table.media.num * table.num_words
+    assert 0 <= plane < table.media.num and 0 <= worker < table.num_words * WORD
     if bits[0] & bit:
         if rare(table.workers[worker].num_duplicates != 0):
             _drop_duplicates(table, space, entry, plane, worker)
@@ -162,6 +168,33 @@ cdef inline void clear_bit(BlockTable *table, Space *space, uint32_t entry, int3
         bits[0] &= ~bit
         if is_free_entry(entry_at(space, entry), space.stride):
             drop_entry(space, entry)
+
+
+cdef inline uint64_t count_copies(
+    const BlockTable *table, const Space *space, uint64_t block_hash, int32_t plane, int32_t worker
+) noexcept nogil:
+    """Count the copies of a block that a worker has."""
+    cdef uint32_t entry
+    if worker >= table.num_workers or plane >= table.media.num:
+        return 0
+    entry = find_entry(space, block_hash, 0)
+    if not entry or not _has_bit(table, space, entry, plane, worker):
+        return 0
+    return 1 + _count_duplicates(table, _duplicate_key(table, space, entry, plane, worker), worker)
+
+
+cdef inline uint32_t set_copies(
+    BlockTable *table, Space *space, uint64_t block_hash, uint32_t guess, int32_t plane, int32_t worker, uint64_t num
+) noexcept nogil:
+    """Set the number of a worker's copies of a block; return the block's entry, or 0 without copies. There is room."""
+    cdef uint32_t entry = ensure_entry(space, block_hash, guess) if num else find_entry(space, block_hash, 0)
+    assert entry and (num or _has_bit(table, space, entry, plane, worker))
+    if num == 0:
+        _clear_bit(table, space, entry, plane, worker)
+        return 0
+    _set_bit(table, space, entry, plane, worker)
+    _set_duplicates(table, _duplicate_key(table, space, entry, plane, worker), worker, num - 1)
+    return entry
 
 
 cdef inline void store_blocks(
@@ -173,10 +206,8 @@ cdef inline void store_blocks(
         if i + FETCH_AHEAD < num:
             fetch_slot(space, hashes[i + FETCH_AHEAD])
         last = ensure_entry(space, hashes[i], last + 1 if last else 0)
-        if rare(has_bit(table, space, last, plane, worker)):
+        if rare(not _set_bit(table, space, last, plane, worker)):
             _add_duplicate(table, space, last, plane, worker)
-        else:
-            set_bit(table, space, last, plane, worker)
 
 
 cdef inline void remove_blocks(
@@ -191,15 +222,15 @@ cdef inline void remove_blocks(
         entry = find_entry(space, hashes[i], last - 1 if last else 0)
         if entry:
             if not rare(table.workers[worker].num_duplicates and _remove_duplicate(table, space, entry, plane, worker)):
-                clear_bit(table, space, entry, plane, worker)
+                _clear_bit(table, space, entry, plane, worker)
             last = entry
 
 
 cdef inline void _clear_bits(BlockTable *table, Space *space, uint32_t entry, int32_t worker) noexcept nogil:
     """Clear the bits of a worker in all media."""
     cdef int32_t plane
-    for plane in range(table.num_planes):
-        clear_bit(table, space, entry, plane, worker)
+    for plane in range(table.media.num):
+        _clear_bit(table, space, entry, plane, worker)
 
 
 cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcept nogil:
@@ -236,17 +267,17 @@ cdef inline void _set_strides(BlockTable *table) noexcept nogil:
     """Set the stride of all spaces: the hash, and a word for each medium and 64 workers."""
     cdef Py_ssize_t g
     for g in range(MAX_EVENT_GROUPS):
-        table.spaces[g].stride, table.spaces[g].multiplier = 1 + table.num_planes * table.num_words, table.multiplier
+        table.spaces[g].stride, table.spaces[g].multiplier = 1 + table.media.num * table.num_words, table.multiplier
 
 
-cdef inline bint reshape(BlockTable *table, int32_t num_planes, int32_t num_words) noexcept nogil:
+cdef inline bint reshape(BlockTable *table, const Media *media, int32_t num_words) noexcept nogil:
     """Widen all entries for more media or workers; return False, with nothing changed, if memory is short. O(blocks)."""
     cdef BlockTable shaped = table[0]
     cdef Worker *workers = <Worker *>raw_calloc(num_words * WORD, sizeof(Worker))
     cdef bint has_room = workers != NULL
     cdef Py_ssize_t g
-    assert table.num_planes <= num_planes <= MAX_MEDIA and table.num_words <= num_words
-    shaped.num_planes, shaped.num_words = num_planes, num_words
+    assert table.media.num <= media.num <= MAX_MEDIA and table.num_words <= num_words
+    shaped.media, shaped.num_words = media[0], num_words
     _set_strides(&shaped)
     for g in range(table.num_spaces):
         if table.spaces[g].num_entries:
@@ -279,7 +310,7 @@ cdef inline void _copy_entries(
     for i in range(space.num_entries):
         entry, copied = entry_at(space, i), entry_at(into, i)
         copied[0] = entry[0]
-        for plane in range(table.num_planes):
+        for plane in range(table.media.num):
             memcpy(
                 copied + 1 + plane * shaped.num_words,
                 entry + 1 + plane * table.num_words,
@@ -287,25 +318,35 @@ cdef inline void _copy_entries(
             )
 
 
-cdef inline int32_t find_medium(const Medium *media, int32_t num, Text name) noexcept nogil:
-    """Return the place of a medium; `num` if it is new. None means the first one, the GPU."""
+cdef inline int32_t find_medium(const Media *media, Text name) noexcept nogil:
+    """Return the place of a medium; `media.num` if it is new. None means the first one, the GPU."""
     cdef int32_t i
     if name.at == NULL:
         return 0
-    for i in range(num):
-        if media[i].size == name.size and memcmp(media[i].name, name.at, name.size) == 0:
+    for i in range(media.num):
+        if media.items[i].size == name.size and memcmp(media.items[i].name, name.at, name.size) == 0:
             return i
-    return num
+    return media.num
+
+
+cdef inline bint add_medium(Media *media, Text name) noexcept nogil:
+    """Add a new medium; return False if there are too many, or its name is too long."""
+    if media.num == MAX_MEDIA or name.size > MAX_MEDIUM_SIZE:
+        return False
+    media.items[media.num].size = name.size
+    memcpy(media.items[media.num].name, name.at, name.size)
+    media.num += 1
+    return True
 
 
 cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept nogil:
     """Make a zeroed table an empty one, with the GPU as its medium; return False if memory is short."""
     assert multiplier & 1
     table.multiplier = table.duplicates.multiplier = multiplier
-    table.num_planes, table.num_words = 1, 1
+    table.media.num, table.num_words = 1, 1
     _set_strides(table)
-    memcpy(table.media[0].name, b"GPU", 3)
-    table.media[0].size = 3
+    memcpy(table.media.items[0].name, b"GPU", 3)
+    table.media.items[0].size = 3
     table.workers = <Worker *>raw_calloc(WORD, sizeof(Worker))
     return table.workers != NULL
 
@@ -336,13 +377,14 @@ cdef inline void free_table(BlockTable *table) noexcept nogil:
 
 
 cdef inline Py_ssize_t copy_hashes(
-    const BlockTable *table, const Space *space, int32_t plane, int32_t worker, uint64_t *hashes
+    const BlockTable *table, Py_ssize_t group, int32_t plane, int32_t worker, uint64_t *hashes
 ) noexcept nogil:
     """Copy the hashes of a worker's blocks in a medium, and return their number. Both are in the table."""
+    cdef const Space *space = &table.spaces[group]
     cdef Py_ssize_t num = 0
     cdef uint32_t entry
     for entry in range(1, space.num_entries):
-        if has_bit(table, space, entry, plane, worker):
+        if _has_bit(table, space, entry, plane, worker):
             hashes[num] = entry_at(space, entry)[0]
             num += 1
     return num
@@ -378,7 +420,7 @@ cdef inline const char *_find_duplicate_fault(const BlockTable *table, int64_t *
         num_duplicates[worker] += 1
         if duplicate.num == 0 or find_duplicate(&table.duplicates, duplicate.key) != i:
             return "copies of a block are not found"
-        if entry >= space.num_entries or not has_bit(table, space, entry, plane, worker):
+        if entry >= space.num_entries or not _has_bit(table, space, entry, plane, worker):
             return "a block that a worker has not has copies"
     if num != table.duplicates.num:
         return "copies are miscounted"

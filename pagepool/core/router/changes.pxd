@@ -7,16 +7,16 @@
 # * A worker has at most `max_blocks` blocks after a batch.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memset
 
 from pagepool.core.base.platform cimport raw_calloc, raw_free
 from pagepool.core.router.block_table cimport (
-    MAX_MEDIA, MAX_MEDIUM_SIZE, BlockTable, Medium, clear_bit, count_duplicates, duplicate_key, find_medium, has_bit,
-    remove_blocks, remove_worker_blocks, reshape, set_bit, set_duplicates, store_blocks, trim_table,
+    BlockTable, Media, add_medium, count_copies, find_medium, remove_blocks, remove_worker_blocks, reshape, set_copies,
+    store_blocks, trim_table,
 )
 from pagepool.core.router.duplicates cimport reserve_duplicates
 from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, NO_MEMORY, STORED, Event, EventBatch, Spec
-from pagepool.core.router.space cimport WORD, Space, ensure_entry, find_entry, reserve_blocks
+from pagepool.core.router.space cimport WORD, Space, find_entry, reserve_blocks
 
 cdef enum:
     MAX_BLOCKS = 1 << 30      # blocks of a group
@@ -34,10 +34,6 @@ cdef struct NetChanges:       # net changes of a batch; NULL: not computed
     uint32_t *slots           # [num_slots] place in `items` plus 1; 0: empty
     Py_ssize_t num_slots
     uint64_t multiplier
-
-cdef struct Media:
-    Medium[MAX_MEDIA] items
-    int32_t num
 
 
 cdef inline const char *settle_groups(
@@ -107,21 +103,17 @@ cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media
     """
     cdef Event *event
     cdef Py_ssize_t i
-    memcpy(media.items, table.media, sizeof(table.media))
-    media.num = table.num_planes
+    media[0] = table.media
     for i in range(batch.num_void, batch.num_events):
         event = &batch.events[i]
-        event.plane = find_medium(media.items, media.num, event.medium)
+        event.plane = find_medium(media, event.medium)
         if event.plane < media.num:
             continue
         if event.kind != STORED:
             event.plane = -1
             continue
-        if media.num == MAX_MEDIA or event.medium.size > MAX_MEDIUM_SIZE:
+        if not add_medium(media, event.medium):
             return False
-        media.items[media.num].size = event.medium.size
-        memcpy(media.items[media.num].name, event.medium.at, event.medium.size)
-        media.num += 1
     return True
 
 
@@ -148,10 +140,9 @@ cdef inline const char *_reserve_changes(
             num_stored[g] = _count_unknown(table, batch, g, net)
         if space.num_blocks + num_stored[g] > MAX_BLOCKS:
             return "more blocks than a group may have"
-    if media.num > table.num_planes or num_words > table.num_words:
-        if not reshape(table, media.num, num_words):
+    if media.num > table.media.num or num_words > table.num_words:
+        if not reshape(table, media, num_words):
             return NO_MEMORY
-        memcpy(table.media, media.items, sizeof(table.media))
     for g in range(MAX_EVENT_GROUPS):
         if num_stored[g] and not reserve_blocks(&table.spaces[g], num_stored[g]):
             return NO_MEMORY
@@ -172,26 +163,13 @@ cdef inline Py_ssize_t _find_change(const NetChanges *net, const Event *event, u
     return slot
 
 
-cdef inline uint64_t _count_copies(
-    const BlockTable *table, const Event *event, uint64_t block_hash, int32_t worker
-) noexcept nogil:
-    """Count the copies of a block that a worker has."""
-    cdef const Space *space = &table.spaces[event.group]
-    cdef uint32_t entry
-    if worker >= table.num_workers or event.plane >= table.num_planes:
-        return 0
-    entry = find_entry(space, block_hash, 0)
-    if not entry or not has_bit(table, space, entry, event.plane, worker):
-        return 0
-    return 1 + count_duplicates(table, duplicate_key(table, space, entry, event.plane, worker), worker)
-
-
 cdef inline bint _compute_changes(
     const BlockTable *table, const EventBatch *batch, int32_t worker, NetChanges *net
 ) noexcept nogil:
     """Compute the net changes of a batch; return False if memory is short."""
     cdef bint is_lossy = worker < table.num_workers and table.workers[worker].is_lossy and not batch.is_cleared
     cdef const Event *event
+    cdef const Space *space
     cdef Change *change
     cdef Py_ssize_t i, j, slot
     net.num_slots = 2 * batch.num_hashes + 1
@@ -202,12 +180,13 @@ cdef inline bint _compute_changes(
         return False
     for i in range(batch.num_void, batch.num_events):
         event = &batch.events[i]
+        space = &table.spaces[event.group]
         for j in range(event.first, event.first + event.num if event.plane >= 0 else event.first):
             slot = _find_change(net, event, batch.hashes[j])
             if net.slots[slot] == 0:
                 change = &net.items[net.num]
                 change.block_hash, change.group, change.plane = batch.hashes[j], event.group, event.plane
-                change.num = 0 if batch.is_cleared else _count_copies(table, event, batch.hashes[j], worker)
+                change.num = 0 if batch.is_cleared else count_copies(table, space, batch.hashes[j], event.plane, worker)
                 change.num_before = change.num
                 net.num += 1
                 net.slots[slot] = <uint32_t>net.num
@@ -229,21 +208,11 @@ cdef inline int64_t _count_gained(const NetChanges *net) noexcept nogil:
     return num
 
 
-cdef inline void _apply_change(BlockTable *table, const Change *item, int32_t worker) noexcept nogil:
-    """Apply the net change of a block that the worker has."""
-    cdef Space *space = &table.spaces[item.group]
-    cdef uint32_t entry = find_entry(space, item.block_hash, 0)
-    assert item.num_before and entry and has_bit(table, space, entry, item.plane, worker)
-    if item.num:
-        set_duplicates(table, duplicate_key(table, space, entry, item.plane, worker), worker, item.num - 1)
-    else:
-        clear_bit(table, space, entry, item.plane, worker)
-
-
 cdef inline void _apply_changes(
     BlockTable *table, const EventBatch *batch, int32_t worker, const NetChanges *net
 ) noexcept nogil:
     """Apply a batch, or its net changes if they were computed. There is room."""
+    cdef const Change *change
     cdef const Event *event
     cdef Space *space
     cdef Py_ssize_t i
@@ -252,8 +221,9 @@ cdef inline void _apply_changes(
         remove_worker_blocks(table, worker)
     table.num_groups = batch.num_groups
     for i in range(net.num):
-        if net.items[i].num_before:
-            _apply_change(table, &net.items[i], worker)
+        change = &net.items[i]
+        if change.num_before:
+            set_copies(table, &table.spaces[change.group], change.block_hash, 0, change.plane, worker, change.num)
     for i in range(batch.num_events):
         event = &batch.events[i]
         space = &table.spaces[event.group]
@@ -282,9 +252,7 @@ cdef inline void _store_changes(
     for j in range(event.first, event.first + event.num):
         found = &net.items[net.slots[_find_change(net, event, batch.hashes[j])] - 1]
         if found.num:
-            last = ensure_entry(space, found.block_hash, last + 1 if last else 0)
-            set_bit(table, space, last, event.plane, worker)
-            set_duplicates(table, duplicate_key(table, space, last, event.plane, worker), worker, found.num - 1)
+            last = set_copies(table, space, found.block_hash, last + 1 if last else 0, event.plane, worker, found.num)
         else:
             last = 0
 

@@ -3,21 +3,19 @@
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
 
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
-from pagepool.core.base.platform cimport go_on, let_others_run, raw_calloc, raw_free
+from pagepool.core.base.platform cimport go_on, let_others_run, raw_free
 from pagepool.core.router.block_table cimport (
-    BlockTable, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes,
+    BlockTable, Media, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes,
     take_blocks_out,
 )
-from pagepool.core.router.changes cimport MAX_BLOCKS, Media, apply_events, settle_groups
+from pagepool.core.router.changes cimport MAX_BLOCKS, apply_events, settle_groups
 from pagepool.core.router.event_batch cimport (
     MAX_EVENT_GROUPS, NO_MEMORY, EventBatch, Reader, Text, free_batch, read_batch, read_seconds,
 )
 from pagepool.core.router.search cimport Search, search_prefix
-from pagepool.core.router.space cimport WORD, Space
 from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.values.chain cimport HashChain
 
@@ -157,7 +155,6 @@ cdef class PrefixTable:
             error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
             go_on(thread)
             assert error != NULL or self.table.workers[worker].num_bits <= self.max_worker_blocks
-            assert self.table.num_workers <= self.table.num_words * WORD
         self.end_write()
         return error
 
@@ -170,9 +167,7 @@ cdef class PrefixTable:
         """
         cdef Py_buffer view
         cdef Search search
-        cdef uint64_t *words
-        cdef int32_t *counts = NULL
-        cdef int32_t worker, num_workers = 0
+        cdef int32_t worker, num_workers
         cdef bint has_room
         cdef void *thread
         cdef cython.pymutex *lock = &(<ReaderLock>self.locks[lock_of_thread(NUM_LOCKS)]).lock
@@ -182,28 +177,24 @@ cdef class PrefixTable:
         search.num_hashes = min(view.len // <Py_ssize_t>sizeof(uint64_t), MAX_TOKENS // self.page_size)
         lock[0].acquire()
         search.planes = <uint32_t>-1 if text is None else self.plane_of(text)
-        words = <uint64_t *>raw_calloc(self.table.num_words, 2 * sizeof(uint64_t) + WORD * sizeof(int32_t))
-        has_room = words != NULL
-        if has_room:
-            counts = <int32_t *>(words + 2 * self.table.num_words)
-            num_workers = self.table.num_workers
-            thread = let_others_run(search.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
-            has_room = search_prefix(&self.table, &search, self.page_size, words, counts)
-            go_on(thread)
+        num_workers = self.table.num_workers
+        thread = let_others_run(search.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
+        has_room = search_prefix(&self.table, &search, self.page_size)
+        go_on(thread)
         lock[0].release()
         PyBuffer_Release(&view)
-        for worker in range(num_workers):
-            counts[worker] *= <int32_t>self.page_size
+        for worker in range(num_workers if has_room else 0):
+            search.counts[worker] *= <int32_t>self.page_size
         try:
             if not has_room:
                 raise MemoryError("a look-up of prefixes")
-            return array_of(counts, num_workers)
+            return array_of(search.counts, num_workers)
         finally:
-            raw_free(words)
+            raw_free(search.words)
 
     cdef uint32_t plane_of(self, bytes name) noexcept:
-        """Return the bit of a medium; 0 for an unknown medium."""
-        return <uint32_t>1 << find_medium(self.table.media, self.table.num_planes, text_of(name))
+        """Return the bit of a medium; an unused bit for an unknown medium."""
+        return <uint32_t>1 << find_medium(&self.table.media, text_of(name))
 
     def note_loss(self, worker) -> None:
         """Note that batches of a worker were lost. From now on the first removal of a block removes all its copies, since other
@@ -235,7 +226,7 @@ cdef class PrefixTable:
     def list_blocks(self, worker, medium="GPU", group=0):
         """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
-        cdef const Space *space = &self.table.spaces[size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)]
+        cdef Py_ssize_t place = size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)
         cdef bytes name = medium_of(medium)
         cdef uint64_t[::1] found
         cdef int32_t plane
@@ -247,10 +238,10 @@ cdef class PrefixTable:
             found = hashes
             self.begin_write()
             num_held = self.table.workers[number].num_bits if number < self.table.num_workers else 0
-            plane = find_medium(self.table.media, self.table.num_planes, text_of(name))
+            plane = find_medium(&self.table.media, text_of(name))
             if num_held == num:
-                is_there = num_held and plane < self.table.num_planes
-                num = num_held = copy_hashes(&self.table, space, plane, number, &found[0]) if is_there else 0
+                is_there = num_held and plane < self.table.media.num
+                num = num_held = copy_hashes(&self.table, place, plane, number, &found[0]) if is_there else 0
             self.end_write()
         return hashes[:num]
 
@@ -265,8 +256,7 @@ cdef class PrefixTable:
         cdef Media media
         cdef int32_t i
         self.begin_write()
-        memcpy(media.items, self.table.media, sizeof(self.table.media))
-        media.num = self.table.num_planes
+        media = self.table.media
         self.end_write()
         return tuple([media.items[i].name[:media.items[i].size].decode(errors="surrogateescape") for i in range(media.num)])
 

@@ -27,6 +27,8 @@ cdef struct Search:
     const uint64_t *hashes
     Py_ssize_t num_hashes
     uint32_t planes           # a bit for each medium to search
+    uint64_t *words           # [2 * num_words] bits of workers; the caller frees them, and `counts` behind them
+    int32_t *counts           # [num_words * WORD] hashes of the prefix that each worker has
 
 
 cdef inline uint32_t _find_workers(
@@ -100,10 +102,10 @@ cdef inline void _count_leading(
     const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words
 ) noexcept nogil:
     """Count the leading pages of each worker. `words` has room for the bits of two pages."""
-    if table.num_planes == 1 and table.num_words == 1:
+    if table.media.num == 1 and table.num_words == 1:
         _count_leading_of(space, search, stride, counts, words, 1, 1)
     else:
-        _count_leading_of(space, search, stride, counts, words, table.num_planes, table.num_words)
+        _count_leading_of(space, search, stride, counts, words, table.media.num, table.num_words)
 
 
 cdef inline bint _search_pages(
@@ -118,7 +120,7 @@ cdef inline bint _search_pages(
     for page in range(group.num_pages):
         entry = _find_workers(
             space, search.hashes[(page + 1) * group.stride - 1], entry + 1 if entry else 0, search.planes,
-            group.bits + page * table.num_words, table.num_planes, table.num_words,
+            group.bits + page * table.num_words, table.media.num, table.num_words,
         )
     return True
 
@@ -171,8 +173,7 @@ cdef inline bint _is_leading(const Space *space) noexcept nogil:
 
 
 cdef inline bint _search_group(
-    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t page_size, uint64_t *words,
-    SearchedGroup *group,
+    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t page_size, SearchedGroup *group
 ) noexcept nogil:
     """Search all pages of a group; return False if memory is short."""
     assert space.is_known and space.spec.block_size >= page_size and space.spec.block_size % page_size == 0
@@ -184,7 +185,7 @@ cdef inline bint _search_group(
         return _search_pages(table, space, search, group)
     group.num_leading = <int32_t *>raw_calloc(table.num_words * WORD, sizeof(int32_t))
     if group.num_leading != NULL:
-        _count_leading(table, space, search, group.stride, group.num_leading, words)
+        _count_leading(table, space, search, group.stride, group.num_leading, search.words)
     return group.num_leading != NULL
 
 
@@ -199,17 +200,20 @@ cdef inline Py_ssize_t _common_stride(const SearchedGroup *groups, Py_ssize_t nu
     return multiple
 
 
-cdef inline bint search_prefix(
-    const BlockTable *table, const Search *search, Py_ssize_t page_size, uint64_t *words, int32_t *counts
-) noexcept nogil:
+cdef inline bint search_prefix(const BlockTable *table, Search *search, Py_ssize_t page_size) noexcept nogil:
     """Find the prefix that each worker has in all groups, in hashes; return False if memory is short."""
     cdef SearchedGroup[MAX_EVENT_GROUPS] groups
     cdef Py_ssize_t g, multiple, num = 0
     cdef int32_t worker
     cdef bint has_room = True
+    cdef int32_t *counts
     cdef Py_ssize_t num_groups = table.num_groups if table.num_groups else table.num_spaces
+    search.words = <uint64_t *>raw_calloc(table.num_words, 2 * sizeof(uint64_t) + WORD * sizeof(int32_t))
+    if search.words == NULL:
+        return False
+    counts = search.counts = <int32_t *>(search.words + 2 * table.num_words)
     if num_groups == 1 and _is_leading(&table.spaces[0]) and table.spaces[0].spec.block_size == page_size:
-        _count_leading(table, &table.spaces[0], search, 1, counts, words)
+        _count_leading(table, &table.spaces[0], search, 1, counts, search.words)
         return True
     for g in range(num_groups):
         if not table.spaces[g].is_known:  # nothing is known of this group
@@ -217,7 +221,7 @@ cdef inline bint search_prefix(
     memset(&groups, 0, sizeof(groups))
     for g in range(num_groups):
         if has_room:
-            has_room = _search_group(table, &table.spaces[g], search, page_size, words, &groups[num])
+            has_room = _search_group(table, &table.spaces[g], search, page_size, &groups[num])
             num += 1
     multiple = _common_stride(groups, num, search.num_hashes)
     for worker in range(table.num_workers if has_room and num else 0):

@@ -39,7 +39,7 @@ cdef struct Space:
     uint32_t num_blocks
     Spec spec
     bint is_known             # whether a stored event has set `spec`
-    Py_ssize_t stride         # words of an entry
+    int32_t stride            # words of an entry
     uint64_t multiplier       # odd, and secret so that nobody can choose hashes that collide
 
 
