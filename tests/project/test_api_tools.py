@@ -104,7 +104,7 @@ def test_the_reference_has_every_public_name() -> None:
     headings = {line.split("`")[1] for line in text.splitlines() if line.startswith("### ")}
     assert set(pagepool.__all__) - {"__version__", "errors"} <= headings
     assert "#### `RunningBatch.step`\n\n```python\nRunningBatch.step(\n    rows: " in text
-    assert "Append one token to each row and give the next token of each its slot" in text
+    assert "Append one token to each row and give its next token a slot" in text
     assert "```python\n>>> " in text
     assert not [name for name in headings if name.rpartition(".")[2].startswith("_")]
     anchors = {api_reference.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
