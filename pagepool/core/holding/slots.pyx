@@ -270,22 +270,17 @@ cdef class SlotAllocator:
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.held.get(request_id)
-        cdef bint is_full, may_return, is_admission = held is None, has_hits = hits is not self._no_ids
+        cdef bint is_full, is_admission = held is None, has_hits = hits is not self._no_ids
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef int64_t num_pages, num_known = 0, num_hashed = 0
+        cdef int64_t num_known = 0, num_hashed = 0
         cdef int32_t num_shards = 0
         cdef Step step
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
-            if hashes.request is request and hashes.refusal.hits is hits:
-                num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
-                may_return = num_pages < self.store.pool.num_pages or self.on_too_large is not None
-                if may_return and hashes.refusal.is_request_short(num_pages, counts.num_reserved):
-                    if self.on_too_large is not None:
-                        self.on_too_large(self.store.pool.num_pages, hits, num_pages - len(hits[0]))
-                    return None
+            if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
+                return None
         step.num_to_cache = 0
         if self.enables_caching and not is_delayed:
             num_known = count_of(read_num_tokens(request))
@@ -311,12 +306,7 @@ cdef class SlotAllocator:
             found = find_shard(self.store.pool.num_pages, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
-            if hashes is None or hashes.request is not request:
-                hashes = self.registry.extend_hashes(request, num_hashed)
-            elif hashes.are_unsure or counts.num_computed < held.num_cached_tokens or (
-                num_hashed <= num_known < hashes.chain.num * self.hash_page_size
-            ):
-                hashes.cut(held.count_entered_hashes(counts.num_computed))
+            hashes = self.cut_unsure(request, hashes, held, counts.num_computed, num_known, num_hashed)
             tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
         if is_admission and hashes is not None and hashes.is_short:
             return None
@@ -329,6 +319,33 @@ cdef class SlotAllocator:
         return self.allocate_hashed(
             request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
         )
+
+    cdef bint is_refused_still(self, Refusal refusal, tuple hits, const Counts *counts) except -1:
+        """Whether a request with the same hits is refused as it was the last time."""
+        cdef int64_t num_pages
+        if refusal.hits is not hits:
+            return False
+        num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
+        if num_pages >= self.store.pool.num_pages and self.on_too_large is None:
+            return False
+        if not refusal.is_request_short(num_pages, counts.num_reserved):
+            return False
+        if self.on_too_large is not None:
+            self.on_too_large(self.store.pool.num_pages, hits, num_pages - len(hits[0]))
+        return True
+
+    cdef inline RequestHashes cut_unsure(
+        self, object request, RequestHashes hashes, RequestPages held, int64_t num_computed, int64_t num_known,
+        int64_t num_hashed,
+    ):
+        """Return the hashes of a request without those of tokens that may have changed."""
+        if hashes is None or hashes.request is not request:
+            return self.registry.extend_hashes(request, num_hashed)
+        if hashes.are_unsure or num_computed < held.num_cached_tokens or (
+            num_hashed <= num_known < hashes.chain.num * self.hash_page_size
+        ):
+            hashes.cut(held.count_entered_hashes(num_computed))
+        return hashes
 
     cdef object allocate_hashed(
         self, object request, object request_id, RequestPages held, bint is_admission, tuple hits, RequestHashes hashes,
