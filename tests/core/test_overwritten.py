@@ -80,16 +80,17 @@ def of_type(field_type: Any, names: str) -> dict[str, Any]:
 
 GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
 HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
+RowMemory = make_struct(groups=c_void_p, held=POINTER(HeldMemory))
 BatchMemory = make_struct(
     pool=c_void_p,
     groups=POINTER(GroupMemory),
     num_groups=c_ssize_t,
-    held=POINTER(HeldMemory),
     tables=c_void_p,
     num_rows=c_ssize_t,
     **of_type(c_int32, "max_num_tokens hash_page_size"),
     extra_key=c_uint64 * 2,
-    states=c_void_p,
+    records=c_void_p,
+    rows=POINTER(RowMemory),
     stamp=c_uint32,
 )
 RequestMemory = make_struct(
@@ -402,7 +403,7 @@ def make_batch() -> tuple[RunningBatch, Any]:
     memory = memory_of(batch, BatchMemory)
     assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
-    return batch, memory.held[0]
+    return batch, memory.rows[0].held[0]
 
 
 def hidden_count(batch: RunningBatch, place: int) -> Any:
