@@ -78,7 +78,7 @@ cdef inline const char *settle_groups(
 cdef inline Py_ssize_t _count_unknown(
     const BlockTable *table, const EventBatch *batch, Py_ssize_t group, const NetChanges *net
 ) noexcept nogil:
-    """Count the stored hashes of a group without an entry. Without net changes, repeated hashes count again."""
+    """Count the new blocks of a group: stored hashes that have no entry. Without net changes, repeated hashes count again."""
     cdef const Event *event
     cdef Py_ssize_t i, j, num = 0
     cdef uint32_t entry

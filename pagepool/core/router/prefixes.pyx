@@ -1,4 +1,4 @@
-"""The index of a router, which records the prefixes that workers have cached."""
+"""The index of a router: the prefixes cached by each worker."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

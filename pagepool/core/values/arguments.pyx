@@ -116,7 +116,7 @@ cdef int32_t group_of(object group) except -1:
 
 
 cdef object as_int32_array(object values, str name):
-    """Return a NumPy array as a contiguous int32 vector, without a copy if it is one."""
+    """Return a NumPy array as a contiguous int32 vector, copied only if necessary."""
     if type(values) is not ndarray:
         values = np.asarray(values)  # a subclass may lie about itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
