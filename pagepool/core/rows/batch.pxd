@@ -1,8 +1,8 @@
 # Rows of a running batch. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` keeps for each row its known tokens, a `RowRecord` with the counts that every step reads, and a `Row` with
-# everything else. A call that grows rows is a `Growth`. It first advances the counts of all rows, and lists those that need
-# more work as `DueRow`s; then it does that work, and reverts the rows that did not fit. `Grown` keeps a row's counts after the
+# everything else. A call that grows rows is a `Growth`. It first advances the counts of all rows, and lists those in need of
+# more work as `DueRow`s; then it does this work, and reverts the rows without room. `Grown` keeps a row's counts after the
 # call: `undo` takes the call back only while the row still has them.
 #
 # Always, for each row:
@@ -289,7 +289,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Number an admission, so that earlier calls that grew the row cannot be taken back."""
+    """Number an admission, after which earlier calls cannot be taken back for the row."""
     assert batch.rows[row].admission <= batch.num_admissions
     batch.num_admissions += 1
     batch.rows[row].admission = batch.num_admissions
@@ -417,9 +417,9 @@ cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 
 # Rows grow: their pages are skipped, taken and cached, row by row up to the first row that does not fit.
 #
-# With `unifies_pages` rows share equal pages: a row that filled a page with the content of an earlier one takes that one and
-# gives its own back. It does so when it grows next, or is forked: then the step that filled the page is over, and nothing
-# writes to a shared page. A page that has other holders by then stays with its entry.
+# Rows share equal pages if the batch `unifies_pages`: a row that filled a page with the content of an earlier one takes that
+# one and gives its own back. It does so when it grows next, or is forked: then the step that filled the page is over, and
+# nothing writes to a shared page. A page that has other holders by then stays with its entry.
 
 cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
     """Find the first cached page with the content of a page, in the row's shard; NULL_PAGE if the page is not cached."""

@@ -269,7 +269,7 @@ cdef class RowRequest:
         )
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
-        """Give an empty row the hits and pages of a demand that fits, and cache its full pages, except those that come from
+        """Give an empty row the hits and pages of a fitting demand, and cache its full pages, except those that come from
         elsewhere.
         """
         cdef Batch *batch = &self.rows.batch

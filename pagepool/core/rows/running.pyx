@@ -100,9 +100,9 @@ cdef class Buffer:
 @cython.no_gc  # in no cycle: a batch has no reference to its results
 @cython.auto_pickle(False)
 cdef class StepResult:
-    """The result of a call of `RunningBatch` that grows rows.
+    """The result of a call of `RunningBatch.grow` or `step`.
 
-    The first `num_grown` of its rows have their room; the row at that place, if there is one, is the first that did not fit.
+    The first `num_grown` rows of the call have their room; the next row, if there is one, did not fit.
     `RunningBatch.undo` takes the call back.
     """
 
@@ -310,11 +310,11 @@ cdef class RunningRows:
         return run_growth(self, row_ids, ONE, Amounts(values=&ZERO, stride=0), tokens)
 
     def undo(self, result) -> None:
-        """Take back a call of `step` or `grow` whose model run failed. The rows are as before, without the token that `step`
-        appended; the pages that the call took are given back, and those that it cached lose their entries.
+        """Take back a call of `step` or `grow` whose model run failed. The rows are as before, without the tokens appended by
+        `step`; pages taken by the call are given back, and pages cached by it lose their entries.
 
-        Take several calls back in reverse order, after releasing the rows that were admitted since, with the
-        `num_computed_tokens` that they hit. Pages that an attention window left stay given back. pagepool does not restore the
+        Take several calls back in reverse order, after releasing rows admitted since, with the `num_computed_tokens` of their
+        hits. Pages that an attention window left stay given back. pagepool does not restore the
         state of a state group: restore it, or release the row, if the model may have begun to write it.
 
         ArgumentError, and nothing changed, for another batch's result, for one taken back before, where a row was grown, cut,
@@ -363,9 +363,9 @@ cdef class RunningRows:
         again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
         too if they have other holders.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also for pages that
-        the attention window needs again and that were given back, and for a state that has seen cut tokens, unless all tokens
-        are cut. O(rows + pages behind).
+        ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
+        attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut.
+        O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
@@ -443,8 +443,8 @@ cdef class RunningRows:
         share the full pages, and get copies of the open page of each group, and of states: see `take_copies`. With `dedupe` the
         row first replaces its pages by equal ones that were cached before.
 
-        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for targets
-        that are admitted or repeated, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
+        or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
         row's pages are due, OutOfPagesError if too few pages are free. Nothing has changed then. O(pages and tokens of a row)
         for each target, native.
 
@@ -614,10 +614,10 @@ cdef class RunningRows:
         """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
         ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
 
-        Return the rows that were rewound, and the rows that cannot be: those that need pages again that a window gave back,
-        those with copies due, and those that wait for tokens from elsewhere. Release the latter, with `num_computed_tokens` 0,
-        and admit them again. Rows of a model with states go back to token 0 if they hit pages loaded by this list or later
-        ones, since their states may have seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
+        Return the rewound rows, and the rows that cannot go back: they need pages again that a window gave back, have copies
+        due, or wait for tokens from elsewhere. Release the latter, with `num_computed_tokens` 0, and admit them again. Rows of
+        a model with states go back to token 0 if they hit pages loaded by this list or later ones, since their states may have
+        seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
         """
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
         cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)

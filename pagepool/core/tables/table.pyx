@@ -445,7 +445,7 @@ cdef class TableRows(TableGroup):
         if flaw is not None:
             raise IntegrityError(flaw)
 
-    # For the device side.
+    # The device side calls these.
 
     def find_unsent(self, device_table) -> tuple | None:
         """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a window
