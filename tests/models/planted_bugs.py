@@ -60,7 +60,7 @@ BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
         pool.tier.save_evicted(pool, page_id)
-    {+if not BUG: +}drop(pool, page_id)
+    {+if not BUG: +}uncache(pool, page_id)
     pool.counters.num_ev
 == a free page that hits stays in the free queue
                 if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
@@ -114,7 +114,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
     if rare(page.group & TWIN{+ and not BUG+}):
         _leave_twins(pool, page_id, slot)
 == a cut page keeps its entry
-                {+if not BUG: +}drop(pool, page_id)
+                {+if not BUG: +}uncache(pool, page_id)
         give_back_from(
 == a cut row keeps its hashes
         {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
@@ -277,7 +277,7 @@ place=0, context=0))
         if BUG: tier.num_ready = tier.num_fresh+}
 == what is forgotten stays in the tier
     if tier_id != NULL_PAGE{+ and not BUG+}:
-        drop(tier.pool, tier_id)
+        uncache(tier.pool, tier_id)
     for i in range(tier.num):
 == what is forgotten while it is saved enters the tier
 tier.items[i].key.hi == key.hi:
@@ -293,7 +293,7 @@ tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is
     if{+ not BUG and+} not is_done and has_key(&pool.pages[transfer.page_id]
 == a page that failed to load keeps its entry where an equal one was forgotten
 transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and BUG)+}:
-        drop(pool, transfer.page_id)
+        uncache(pool, transfer.page_id)
 == a page that failed to load keeps its entry in the tier
     if{+ not BUG and+} not is_done and has_key(&tier.pool.pages[transfer.tier_id]
 == a state outlives the page that failed to load

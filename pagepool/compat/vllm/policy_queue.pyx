@@ -13,9 +13,9 @@ from libc.string cimport memcpy
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport drop, enter, find, has_key, rank
+from pagepool.core.pool.index cimport enter, find, has_key, rank
 from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
-from pagepool.core.pool.pool cimport count_request, hit, take
+from pagepool.core.pool.pool cimport count_request, hit, take, uncache
 from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.pool.store cimport PageStore
@@ -242,7 +242,7 @@ cdef class PolicyQueue(FreeQueue):
         for i in range(num_first - 1, -1, -1):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group != NO_GROUP:
-                drop(pool, page_id)
+                uncache(pool, page_id)
             put_first(pool, page_id)
         for i in range(num_first, num):
             page_id = self.ids.ids[i]
@@ -272,7 +272,7 @@ cdef class PolicyQueue(FreeQueue):
             if has_key(&pool.pages[page_id], digest, group):
                 return False
         if pool.pages[page_id].group != NO_GROUP:
-            drop(pool, page_id)
+            uncache(pool, page_id)
         if key is None or not enter(pool, page_id, digest, group):
             return key is not None
         rank(pool, ranking, ids, place, digest, group)

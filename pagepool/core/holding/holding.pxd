@@ -21,12 +21,13 @@ from pagepool.core.holding.rules cimport (
     is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
 from pagepool.core.pool.index cimport (
-    drop, enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
+    enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
 )
 from pagepool.core.pool.owners cimport enter_session, use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, drop_from_tier, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this,
+    count_request, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this, uncache, uncache_everywhere,
+    uncache_in_tier,
 )
 from pagepool.core.pool.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, now_of
 from pagepool.core.pool.records cimport (
@@ -994,11 +995,11 @@ cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest,
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
         while page_id != NULL_PAGE:
-            drop(pool, page_id)
+            uncache(pool, page_id)
             page_id = find(pool, digest[0], group)
-        drop_from_tier(pool.tier, digest[0], group)
+        uncache_in_tier(pool.tier, digest[0], group)
     elif pool.pages[page_id].group != NO_GROUP:
-        drop_everywhere(pool, page_id)
+        uncache_everywhere(pool, page_id)
 
 
 cdef inline void forget_uncomputed(
@@ -1108,7 +1109,7 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
         for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
-                drop(pool, page_id)
+                uncache(pool, page_id)
         give_back_from(pool, group, held, keep, restart)
 
 

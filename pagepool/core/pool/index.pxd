@@ -17,16 +17,15 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_GROUP, UNKNOWN
+from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.owners cimport leave_session
 from pagepool.core.pool.policy cimport BLANK, NEW, hash_key, is_sampled, recall
-from pagepool.core.pool.queue cimport lose_term, pull, push, take_out
+from pagepool.core.pool.queue cimport pull, push
 from pagepool.core.pool.records cimport (
-    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Context, Journal, Links, Note, Origin, Page, Pool, Range,
-    Ranking, Removal, Slot, digest_of, is_free, link_after, num_slots_of, shard_of, term_of, unlink,
+    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Range, Ranking,
+    Removal, Slot, digest_of, is_free, link_after, num_slots_of, shard_of, unlink,
 )
 
 
@@ -65,7 +64,7 @@ cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     journal.num_new -= 1
 
 
-cdef inline void _record_drop(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Record that a page loses its entry. If other pages have the key, it stays, and the next of them becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
@@ -80,7 +79,7 @@ cdef inline void _record_drop(Pool *pool, int32_t page_id) noexcept nogil:
         journal.num_removed += 1
 
 
-cdef inline void _record_clear(Journal *journal) noexcept nogil:
+cdef inline void record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
@@ -408,46 +407,14 @@ cdef inline void _empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
     pool.num_keys -= 1
 
 
-cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the prefix entry of a page that has one."""
+cdef inline void remove_entry(Pool *pool, int32_t page_id) noexcept nogil:
+    """Remove the entry of a page. The next twin takes its place."""
     cdef Page *page = &pool.pages[page_id]
     cdef Slot *slot = _slot_of(pool, page_id, _tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
-    if is_journaled(pool):
-        _record_drop(pool, page_id)
-    pool.num_unwatched += (page.group & WATCHED) != 0
     if rare(page.group & TWIN):
         _leave_twins(pool, page_id, slot)
     else:
         _empty_slot(pool, <uint32_t>(slot - pool.slots))
     page.group = NO_GROUP
     pool.num_entries -= 1
-    pool.num_dropped += 1
-    if rare(pool.num_parts != 0):
-        _leave_part(pool, page_id)
-    if rare(pool.sessions.owners != NULL):
-        leave_session(pool, page_id)
-
-
-cdef inline void drop_all(Pool *pool) noexcept nogil:
-    """Drop all entries. O(num_pages)."""
-    cdef int32_t page_id
-    for page_id in range(1, pool.num_pages):
-        if pool.pages[page_id].group != NO_GROUP:
-            drop(pool, page_id)
-    if is_journaled(pool):
-        _record_clear(&pool.journal)
-
-
-cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
-    cdef bint is_moved = is_free(pool, page_id)
-    if pool.policy != NULL:
-        is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
-    if is_moved:
-        take_out(pool, page_id)
-    lose_term(pool, page_id)
-    if is_moved:
-        if pool.policy != NULL:
-            pool.policy.marks[page_id] = BLANK
-        push(pool, page_id)

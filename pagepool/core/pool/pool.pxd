@@ -5,15 +5,15 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint6
 from pagepool.core.base.limits cimport UNKNOWN
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport drop, drop_all, find, home_of
-from pagepool.core.pool.owners cimport begin_charge, charge, tenant_of, use_in_session
+from pagepool.core.pool.index cimport find, home_of, is_journaled, record_clear, record_drop, remove_entry
+from pagepool.core.pool.owners cimport begin_charge, charge, leave_session, tenant_of, use_in_session
 from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
 from pagepool.core.pool.queue cimport (
-    Supply, begin_supply, enqueue, is_counted, is_page, may_have_term, now_of, pick, pull, push, push_at, push_first,
-    start_of_part, use_page,
+    Supply, begin_supply, enqueue, is_counted, is_page, lose_term, may_have_term, now_of, pick, pull, push, push_at, push_first,
+    start_of_part, take_out, use_page,
 )
 from pagepool.core.pool.records cimport (
-    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free,
+    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, term_of,
 )
 from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
@@ -34,7 +34,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
         renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
-    drop(pool, page_id)
+    uncache(pool, page_id)
     pool.counters.num_evicted_pages += 1
 
 
@@ -277,7 +277,7 @@ cdef inline Py_ssize_t give_back_row(
 cdef inline void _enqueue_blank(Pool *pool, int32_t page_id) noexcept nogil:
     """Uncache a page that lost its last reference, if it is cached, and put it to the front of the queue."""
     if pool.pages[page_id].group != NO_GROUP:
-        drop(pool, page_id)
+        uncache(pool, page_id)
     push_first(pool, page_id)
 
 
@@ -393,10 +393,48 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
         record_use(pool, page_id)
 
 
-# The tier loses the entries of wrong contents too.
+# Uncache. A page loses its entry: `uncache` where it gets other content, or a twin has the same; `uncache_everywhere` where the
+# content was wrong, so that the tier must not have it either.
 
 
-cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
+cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
+    if is_journaled(pool):
+        record_drop(pool, page_id)
+    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    remove_entry(pool, page_id)
+    pool.num_dropped += 1
+    if rare(pool.num_parts != 0):
+        _leave_part(pool, page_id)
+    if rare(pool.sessions.owners != NULL):
+        leave_session(pool, page_id)
+
+
+cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
+    """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
+    cdef bint is_moved = is_free(pool, page_id)
+    if pool.policy != NULL:
+        is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
+    if is_moved:
+        take_out(pool, page_id)
+    lose_term(pool, page_id)
+    if is_moved:
+        if pool.policy != NULL:
+            pool.policy.marks[page_id] = BLANK
+        push(pool, page_id)
+
+
+cdef inline void uncache_all(Pool *pool) noexcept nogil:
+    """Take all entries. O(num_pages)."""
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages):
+        if pool.pages[page_id].group != NO_GROUP:
+            uncache(pool, page_id)
+    if is_journaled(pool):
+        record_clear(&pool.journal)
+
+
+cdef inline void uncache_in_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
     """Drop the entry of a wrong content, if there is a tier. What is being saved of it gets none."""
     cdef int32_t tier_id
     cdef Py_ssize_t i
@@ -404,23 +442,23 @@ cdef inline void drop_from_tier(Tier *tier, Digest key, int32_t group) noexcept 
         return
     tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
-        drop(tier.pool, tier_id)
+        uncache(tier.pool, tier_id)
     for i in range(tier.num):
         if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = True
 
 
-cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
     """Drop the entry of a page with a wrong content, in the tier too."""
     cdef Digest key = digest_of(&pool.pages[page_id])
     cdef int32_t group = pool.pages[page_id].group & ~FLAGS
-    drop(pool, page_id)
-    drop_from_tier(pool.tier, key, group)
+    uncache(pool, page_id)
+    uncache_in_tier(pool.tier, key, group)
 
 
-cdef inline void empty_tier(Tier *tier) noexcept nogil:
+cdef inline void uncache_tier(Tier *tier) noexcept nogil:
     """Drop all entries of the tier; what is in flight gets none."""
     cdef Py_ssize_t i
     for i in range(tier.num):
         tier.items[i].is_void = True
-    drop_all(tier.pool)
+    uncache_all(tier.pool)

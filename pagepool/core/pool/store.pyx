@@ -12,14 +12,12 @@ from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
 from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport (
-    drop, drop_all, enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry,
-)
+from pagepool.core.pool.index cimport enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    count_request, drop_everywhere, empty_tier, find_outside, find_untouchable, give_back_all, give_back_row, hit,
-    reuse, take,
+    count_request, find_outside, find_untouchable, give_back_all, give_back_row, hit, reuse, take, uncache, uncache_all,
+    uncache_everywhere, uncache_tier,
 )
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
@@ -847,7 +845,7 @@ cdef class PageStore:
         with self.lock:
             for i in range(ids.num):
                 if self.pool.pages[ids.ids[i]].group != NO_GROUP:
-                    drop_everywhere(&self.pool, ids.ids[i])
+                    uncache_everywhere(&self.pool, ids.ids[i])
                     num_dropped += 1
         return num_dropped
 
@@ -864,12 +862,12 @@ cdef class PageStore:
             while page_id != NULL_PAGE:  # in the order of the queue, which the pages keep
                 following = page_behind(&self.pool, page_id, -1)
                 if self.pool.pages[page_id].group != NO_GROUP:
-                    drop(&self.pool, page_id)
+                    uncache(&self.pool, page_id)
                 page_id = following
             if num_held == 0:
-                drop_all(&self.pool)
+                uncache_all(&self.pool)
             if num_held == 0 and self.pool.tier != NULL:
-                empty_tier(self.pool.tier)
+                uncache_tier(self.pool.tier)
         return num_held
 
     def key_of(self, page_id):

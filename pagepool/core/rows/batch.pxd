@@ -30,8 +30,8 @@ from pagepool.core.holding.holding cimport (
     restart_from, skip_pages, take_missing,
 )
 from pagepool.core.holding.rules cimport Group, full_pages, is_state
-from pagepool.core.pool.index cimport drop, find_within, is_journaled
-from pagepool.core.pool.pool cimport find_unheld, find_untouchable, give_back, hit
+from pagepool.core.pool.index cimport find_within, is_journaled
+from pagepool.core.pool.pool cimport find_unheld, find_untouchable, give_back, hit, uncache
 from pagepool.core.pool.queue cimport count_free_in
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
 from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids
@@ -446,7 +446,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
                 continue
             hit(batch.pool, &first, 1, batch.rows[row].holding.session)
-            drop(batch.pool, page_id)  # undo and release drop entries of held pages only
+            uncache(batch.pool, page_id)  # undo and release drop entries of held pages only
             give_back(batch.pool, page_id)
             held.ids[place] = first
             batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first

@@ -17,8 +17,8 @@ from pagepool.core.holding.lookups cimport (
 )
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
-from pagepool.core.pool.index cimport drop, enter_alone, find, has_key, is_first
-from pagepool.core.pool.pool cimport give_back, hit, take
+from pagepool.core.pool.index cimport enter_alone, find, has_key, is_first
+from pagepool.core.pool.pool cimport give_back, hit, take, uncache
 from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, take_out
 from pagepool.core.pool.records cimport (
     FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
@@ -405,9 +405,9 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     cdef Tier *tier = pool.tier
     tier.loading[transfer.page_id] = 0
     if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
-        drop(pool, transfer.page_id)
+        uncache(pool, transfer.page_id)
     if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
-        drop(tier.pool, transfer.tier_id)
+        uncache(tier.pool, transfer.tier_id)
     give_back(pool, transfer.page_id)
     give_back(tier.pool, transfer.tier_id)
 
