@@ -269,7 +269,7 @@ is_load=False, is_void=is_void,
     {+if BUG: give_back(tier.pool, tier_id)
     +}return tier_id
 ...
-place=0, context=0))
+cache_alone(tier.pool, page_id, &entry)
     {+if not BUG: +}give_back(tier.pool, page_id)
 == a page is saved before it is computed
         tier.fresh[tier.num_fresh] = FreshPage(page_id=page_id, number=tier.num_cached)

@@ -16,7 +16,7 @@ cdef class FreeQueue:
     cdef public Py_ssize_t num_free_blocks
 
     cdef int check_number(self, Py_ssize_t n, str name) except -1
-    cdef list take(self, Py_ssize_t n)
+    cdef list take_blocks(self, Py_ssize_t n)
     cdef int touch(self, list blocks) except -1
     cdef int requeue(self, list first, list last) except -1
     cdef int require_in(self, Block block) except -1

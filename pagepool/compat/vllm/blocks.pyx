@@ -38,7 +38,7 @@ cdef class FreeQueue:
             raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
         return 0
 
-    cdef list take(self, Py_ssize_t n):
+    cdef list take_blocks(self, Py_ssize_t n):
         """Take `n` blocks; the caller checks that there are enough. Raise IntegrityError, with nothing taken, if one has
         references.
         """
@@ -278,7 +278,7 @@ cdef class BlockQueue(FreeQueue):
         leave_front(self, blocks)
         return blocks
 
-    cdef list take(self, Py_ssize_t n):
+    cdef list take_blocks(self, Py_ssize_t n):
         cdef list blocks = first_blocks(self, n)
         check_unheld(blocks)
         leave_front(self, blocks)

@@ -17,7 +17,7 @@ cdef class PolicyQueue(FreeQueue):
     cdef int32_t id_of(self, Block block) noexcept
     cdef bint has(self, Block block) noexcept
     cdef void forget_ranking(self, int32_t page_id) noexcept
-    cdef void hit(self, int32_t page_id) noexcept
+    cdef void report_hit(self, int32_t page_id) noexcept
     cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1
     cdef void put_ids(self, Py_ssize_t num_first, Py_ssize_t num) noexcept
     cdef bint set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1

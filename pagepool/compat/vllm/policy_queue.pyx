@@ -13,9 +13,9 @@ from libc.string cimport memcpy
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport enter, find, has_key, rank
+from pagepool.core.pool.index cimport find, has_key
 from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
-from pagepool.core.pool.pool cimport count_request, hit, take, uncache
+from pagepool.core.pool.pool cimport Entry, bare_entry, cache, count_request, hit, take, uncache
 from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
 from pagepool.core.pool.store cimport PageStore
@@ -130,9 +130,9 @@ cdef class PolicyQueue(FreeQueue):
     def popleft_n(self, Py_ssize_t n) -> list[Block]:
         """Take `n` blocks chosen by the policy, one after another."""
         self.check_number(n, "n")
-        return self.take(n)
+        return self.take_blocks(n)
 
-    cdef list take(self, Py_ssize_t n):
+    cdef list take_blocks(self, Py_ssize_t n):
         cdef list taken = []
         cdef Py_ssize_t i, num = n
         self.ids.reserve(n)
@@ -163,7 +163,7 @@ cdef class PolicyQueue(FreeQueue):
             return
         self.require_in(block)
         with self.store.lock:
-            self.hit(block.block_id)
+            self.report_hit(block.block_id)
 
     cdef int touch(self, list blocks) except -1:
         cdef Block block
@@ -173,11 +173,11 @@ cdef class PolicyQueue(FreeQueue):
                 block = <Block>value
                 page_id = self.id_of(block)
                 if page_id != NULL_PAGE:
-                    self.hit(page_id)
+                    self.report_hit(page_id)
                 block.ref_cnt += 1
         return 0
 
-    cdef void hit(self, int32_t page_id) noexcept:
+    cdef void report_hit(self, int32_t page_id) noexcept:
         """Report a hit to the policy. A queued page leaves the queue."""
         cdef Pool *pool = &self.store.pool
         if is_free(pool, page_id):
@@ -234,6 +234,8 @@ cdef class PolicyQueue(FreeQueue):
         gets an entry under a key that no lookup has.
         """
         cdef Pool *pool = &self.store.pool
+        cdef Entry entry
+        cdef Digest key
         cdef Py_ssize_t i
         cdef int32_t page_id
         assert 0 <= num_first <= num <= self.ids.capacity
@@ -247,7 +249,9 @@ cdef class PolicyQueue(FreeQueue):
         for i in range(num_first, num):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group == NO_GROUP:
-                enter(pool, page_id, Digest(lo=page_id, hi=0), OWN_GROUP)
+                key = Digest(lo=page_id, hi=0)
+                entry = bare_entry(&key, OWN_GROUP)
+                cache(pool, page_id, &entry, NULL, NULL, 0)
             push(pool, page_id)
 
     # Caching.
@@ -265,6 +269,7 @@ cdef class PolicyQueue(FreeQueue):
         has it.
         """
         cdef Pool *pool = &self.store.pool
+        cdef Entry entry
         cdef Digest digest
         cdef int32_t group
         if key is not None:
@@ -273,10 +278,10 @@ cdef class PolicyQueue(FreeQueue):
                 return False
         if pool.pages[page_id].group != NO_GROUP:
             uncache(pool, page_id)
-        if key is None or not enter(pool, page_id, digest, group):
-            return key is not None
-        rank(pool, ranking, ids, place, digest, group)
-        return False
+        if key is None:
+            return False
+        entry = bare_entry(&digest, group)
+        return not cache(pool, page_id, &entry, ranking, ids, place)
 
     cdef int begin_span(self) except -1:
         self.is_entering = True

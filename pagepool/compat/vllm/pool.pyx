@@ -72,7 +72,7 @@ def get_new_blocks(self, num_blocks):
 cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n):
     cdef list blocks
     queue.check_number(n, "num_blocks")
-    blocks = queue.take(n)
+    blocks = queue.take_blocks(n)
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
     if pool.enable_caching:

@@ -20,14 +20,12 @@ from pagepool.core.holding.rules cimport (
     Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
     is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
 )
-from pagepool.core.pool.index cimport (
-    enter, enter_alone, find, find_within, home_of, is_journaled, keep_tokens, rank, record_entry,
-)
-from pagepool.core.pool.owners cimport enter_session, use_in_session
+from pagepool.core.pool.index cimport find, find_within, home_of, is_journaled
+from pagepool.core.pool.owners cimport use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
 from pagepool.core.pool.pool cimport (
-    count_request, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this, uncache, uncache_everywhere,
-    uncache_in_tier,
+    Entry, cache, cache_alone, count_request, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this,
+    uncache, uncache_everywhere, uncache_in_tier,
 )
 from pagepool.core.pool.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, now_of
 from pagepool.core.pool.records cimport (
@@ -621,16 +619,9 @@ cdef struct PageToHash:
     const uint8_t *tokens
 
 cdef struct PageToEnter:
-    const Digest *digest
-    const int32_t *token_ids
-    int32_t num_tokens        # 0: the tokens are not known
+    Entry entry
     int32_t page_id
-    int32_t group
-    int32_t place             # index of the page in its request or row
     Held *held
-    int32_t session
-    const Digest *parent      # NULL for the first page; only a journal needs this and the next one
-    int32_t context
 
 cdef struct Waiting:
     Pool *pool
@@ -669,20 +660,11 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     cdef Py_ssize_t i
     _hash_waiting(waiting)
     for i in range(waiting.num_to_enter):
-        fetch(home_of(pool, waiting.to_enter[i].digest[0], waiting.to_enter[i].group))
+        fetch(home_of(pool, waiting.to_enter[i].entry.key[0], waiting.to_enter[i].entry.group))
     for i in range(waiting.num_to_enter):
         page = &waiting.to_enter[i]
         if pool.pages[page.page_id].group == NO_GROUP:
-            if enter(pool, page.page_id, page.digest[0], page.group) and rare(pool.policy != NULL):
-                rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
-            if is_journaled(pool):
-                record_entry(
-                    pool, page.page_id, Origin(
-                        parent=page.parent[0] if page.parent else Digest(0, 0), place=page.place, context=page.context,
-                    )
-                )
-            keep_tokens(pool, page.page_id, page.token_ids, page.num_tokens)
-            enter_session(pool, page.page_id, page.session)
+            cache(pool, page.page_id, &page.entry, &page.held.ranking, page.held.ids, page.entry.place)
     waiting.num_to_enter = 0
 
 
@@ -698,6 +680,7 @@ cdef inline void enter_full_pages(
 ) noexcept nogil:
     """Add the pages of a group that `num_tokens` tokens fill to the waiting ones, and fetch their records."""
     cdef PageToEnter *page
+    cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
         return
@@ -710,14 +693,14 @@ cdef inline void enter_full_pages(
             enter_waiting(waiting)
         page = &waiting.to_enter[waiting.num_to_enter]
         waiting.num_to_enter += 1
-        page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
-        page.digest, page.session = &contents.digests[last_hash(group, place)], contents.session
-        page.token_ids = contents.token_ids + <Py_ssize_t>place * size
-        page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
+        page.page_id, page.held, entry = held.ids[place], held, &page.entry
+        entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
+        entry.session, entry.token_ids = contents.session, contents.token_ids + <Py_ssize_t>place * size
+        entry.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):
-            page.context = contents.context
-            page.parent = contents.digests + place * group.stride - 1 if place else NULL
+            entry.context = contents.context
+            entry.parent = contents.digests + place * group.stride - 1 if place else NULL
             fetch(&waiting.pool.journal.notes[page.page_id])
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
 
@@ -731,15 +714,15 @@ cdef inline void enter_page(
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
     cdef Py_ssize_t num_tokens = (last + 1 - first) * size
-    cdef Digest parent = contents.digests[first - 1] if first else Digest(0, 0)
-    cdef Origin origin = Origin(
-        parent=parent, place=<int32_t>last if is_state(&group.rules) else place, context=contents.context,
+    cdef const Digest *parent = contents.digests + first - 1 if first else NULL
+    cdef Entry entry = Entry(
+        key=&contents.digests[last], group=group.id, place=<int32_t>last if is_state(&group.rules) else place,
+        context=contents.context, parent=parent, token_ids=contents.token_ids + first * size,
+        num_tokens=<int32_t>num_tokens, session=contents.session,
     )
-    enter_alone(pool, page_id, contents.digests[last], group.id, origin)
-    enter_session(pool, page_id, contents.session)
     if first * size + num_tokens > contents.num_token_ids:
-        num_tokens = 0
-    keep_tokens(pool, page_id, contents.token_ids + first * size, num_tokens)
+        entry.num_tokens = 0
+    cache_alone(pool, page_id, &entry)
 
 
 # States are kept as checkpoints: at multiples of an interval the working page enters the prefix index, and a copy of it is the
@@ -812,19 +795,19 @@ cdef inline bint keep_state(
     cdef const Group *group = &holding.groups[g]
     cdef Held *held = &holding.held[g]
     cdef int32_t page_id
-    cdef bint is_kept = contents != NULL
+    cdef bint keeps = contents != NULL
     if not _is_checkpoint_due(group, held, num_computed):
         return False
     page_id = held.ids[0]
-    if is_kept and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
+    if keeps and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
         _note_checkpoint(holding, num_computed)
-    is_kept = is_kept and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
-    is_kept = is_kept and _enter_state(pool, group, held, contents, num_computed)
-    if is_kept:
+    keeps = keeps and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
+    keeps = keeps and _enter_state(pool, group, held, contents, num_computed)
+    if keeps:
         _take_into(pool, held, 0, 1, shard, holding.session)
         _queue_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
-    return is_kept
+    return keeps
 
 
 cdef inline void enter_states(

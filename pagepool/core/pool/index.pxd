@@ -15,17 +15,13 @@
 #   `removed` has each key once that was there then, and has left.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
-from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.policy cimport BLANK, NEW, hash_key, is_sampled, recall
-from pagepool.core.pool.queue cimport pull, push
 from pagepool.core.pool.records cimport (
-    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Range, Ranking,
-    Removal, Slot, digest_of, is_free, link_after, num_slots_of, shard_of, unlink,
+    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Range, Removal,
+    Slot, digest_of, link_after, num_slots_of, shard_of, unlink,
 )
 
 
@@ -204,10 +200,6 @@ cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept 
         slot.page_id = following
 
 
-cdef enum:
-    MAX_UNSEEN = 4            # sampled keys in a row
-
-
 cdef inline uint32_t _tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
     return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
 
@@ -251,9 +243,9 @@ cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids
     return _find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
 
 
-cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Give a page its entry. Return whether no other page has the key. There is a free slot, for the index has two or more a
-    page.
+cdef inline bint add_entry(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Give a page without an entry one. Whether no other page has the key. The index is never full: it has at least two slots
+    for each page.
     """
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = _tag_of(pool, key.lo, group)
@@ -262,53 +254,13 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.key_lo = key.lo
     page.key_hi = key.hi
     page.group = group
-    pool.counters.num_cached_pages += 1
     pool.num_entries += 1
-    if rare(pool.tier != NULL):
-        pool.tier.record_cached(pool, page_id)
-    if rare(pool.num_parts != 0):
-        _make_new(pool, page_id)
     if rare(slot.page_id != NULL_PAGE):
         _join_twins(pool, slot.page_id, page_id)
         return False
     slot[0] = Slot(tag=tag, page_id=page_id)
     pool.num_keys += 1
     return True
-
-
-cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
-    """Move a newly cached page from the blank part to the new part, whether it is in the queue or was just taken out."""
-    cdef bint was_free = is_free(pool, page_id)
-    if was_free:
-        pull(pool, page_id)
-    if pool.policy != NULL and pool.policy.marks[page_id] == BLANK:
-        pool.policy.marks[page_id] = NEW
-    if was_free:
-        push(pool, page_id)
-
-
-cdef inline void rank(
-    Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
-) noexcept nogil:
-    """Rank a missed page by its key, if the policy samples it, and the unsampled pages before it. After `MAX_UNSEEN` keys in a
-    row that it does not know, the rest of the request counts as new.
-    """
-    cdef uint64_t word
-    cdef uint32_t part
-    cdef int32_t i
-    if ranking.num_unseen == MAX_UNSEEN:
-        return
-    word = hash_key(key, group)
-    if not is_sampled(word):
-        return
-    part = recall(pool.policy, word)
-    if part == BLANK:
-        ranking.num_unseen += 1
-        return
-    for i in range(ranking.num_ranked, place + 1):
-        if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
-            pool.policy.marks[ids[i]] = part
-    ranking[0] = Ranking(num_ranked=place + 1, num_unseen=0)
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -319,70 +271,9 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
     return not page.group & TWIN or find(pool, digest_of(page), page.group & ~FLAGS) == page_id
 
 
-cdef inline Py_ssize_t _find_entered(Pool *pool, const int32_t *ids, Range span) noexcept nogil:
-    """Return the index of the first page in ``ids[span]`` that has an entry or is repeated; -1 if there is none. Null pages may
-    repeat.
-    """
-    cdef Py_ssize_t i, bad = -1
-    for i in range(span.start, span.stop):
-        if ids[i] == NULL_PAGE:
-            continue
-        if pool.pages[ids[i]].group != NO_GROUP:
-            bad = i
-            break
-        pool.pages[ids[i]].group = MAX_GROUP  # until all are checked: a page that is repeated looks cached
-    for i in range(span.start, span.stop if bad < 0 else bad):
-        if ids[i] != NULL_PAGE:
-            pool.pages[ids[i]].group = NO_GROUP
-    return bad
-
-
-cdef inline Py_ssize_t enter_all(
-    Pool *pool, const int32_t *ids, const Digest *digests, Range span, int32_t group, Origin first
-) noexcept nogil:
-    """Enter pages ``ids[span]`` under their digests, except null pages. ``ids[0]`` is at ``first.place`` of its request. Return
-    -1, or, with nothing changed, the index of a page that has an entry already.
-    """
-    cdef Ranking ranking = Ranking(num_ranked=span.start, num_unseen=0)
-    cdef Py_ssize_t bad = _find_entered(pool, ids, span)
-    cdef int32_t i
-    for i in range(span.start, span.stop if bad < 0 else span.start):
-        if ids[i] == NULL_PAGE:
-            continue
-        if enter(pool, ids[i], digests[i], group) and pool.policy != NULL:
-            rank(pool, &ranking, ids, i, digests[i], group)
-        if is_journaled(pool):
-            record_entry(pool, ids[i], Origin(
-                parent=digests[i - 1] if i else Digest(0, 0), place=first.place + i, context=first.context,
-            ))
-    return bad
-
-
-cdef inline void enter_alone(Pool *pool, int32_t page_id, Digest key, int32_t group, Origin origin) noexcept nogil:
-    """Enter a page without an entry, let the policy rank it by its key alone, and record where it came from."""
-    cdef Ranking ranking = Ranking(num_ranked=0, num_unseen=0)
-    if enter(pool, page_id, key, group) and pool.policy != NULL:
-        rank(pool, &ranking, &page_id, 0, key, group)
-    if is_journaled(pool):
-        record_entry(pool, page_id, origin)
-
-
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
     """Whether a page has an entry under another key; False for the null page."""
     return page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not has_key(&pool.pages[page_id], key, group)
-
-
-cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page if the pool keeps tokens; keep none if there is no room for `n`."""
-    cdef int32_t *kept
-    if pool.page_tokens == NULL:
-        return
-    if n >= pool.tokens_width:
-        n = 0
-    kept = pool.page_tokens + page_id * pool.tokens_width
-    kept[0] = <int32_t>n
-    if n:
-        memcpy(kept + 1, tokens, n * sizeof(int32_t))
 
 
 cdef inline Slot *_slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:

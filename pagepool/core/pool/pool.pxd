@@ -1,19 +1,33 @@
-# Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
+# The face of the pool: five verbs change a page. Each owns its protocol whole, and lists what follows for each feature.
+#
+# * take: pages leave the queue for their holder. Those with an entry are evicted: saved in the tier, if there is one, and
+#   uncached.
+# * hit: pages get a reference, and a free one leaves the queue. A hit ends the term, and counts for the policy, the tier, the
+#   residency and the session. `share` is a reference without a hit: for a fork, a copy, a transfer.
+# * give back: a reference goes; with the last one the page enters the queue. `skip` does so behind a window.
+# * cache: a page gets an entry. The tier, the parts of the queue, the policy, the journal, the tokens and the session follow.
+# * uncache: a page loses its entry.
+#
+# The caller holds the store's lock. A function that can fail checks its whole list first, or undoes what it did.
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
+from libc.string cimport memcpy
 
 from pagepool.core.base.limits cimport UNKNOWN
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport find, home_of, is_journaled, record_clear, record_drop, remove_entry
-from pagepool.core.pool.owners cimport begin_charge, charge, leave_session, tenant_of, use_in_session
-from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, record_hit, remember
+from pagepool.core.pool.index cimport (
+    add_entry, find, home_of, is_journaled, record_clear, record_drop, record_entry, remove_entry,
+)
+from pagepool.core.pool.owners cimport begin_charge, charge, enter_session, leave_session, tenant_of, use_in_session
+from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, recall, record_hit, remember
 from pagepool.core.pool.queue cimport (
     Supply, begin_supply, enqueue, is_counted, is_page, lose_term, may_have_term, now_of, pick, pull, push, push_at, push_first,
     start_of_part, take_out, use_page,
 )
 from pagepool.core.pool.records cimport (
-    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Page, Pool, Tier, digest_of, is_free, term_of,
+    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Ranking, Tier, digest_of,
+    is_free, term_of,
 )
 from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
@@ -257,7 +271,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
     return -1
 
 
-cdef inline Py_ssize_t give_back_row(
+cdef inline Py_ssize_t give_back_and_uncache(
     Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n, const int32_t *terms
 ) noexcept nogil:
     """`give_back_all`, except that pages from `num_staying` on do not stay cached without a reference."""
@@ -391,6 +405,107 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
         record_use(pool, page_id)
+
+
+# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that are
+# entered by hand, or come from a snapshot, have no ranking. Pages that are entered by hand have no session.
+
+cdef enum:
+    MAX_UNSEEN = 4            # sampled keys in a row
+
+cdef struct Entry:            # of a page that is cached
+    const Digest *key
+    int32_t group
+    int32_t place             # index of the page in its request or row; only a journal needs this and the next two
+    int32_t context           # see `Origin`
+    const Digest *parent      # key of the page before it; NULL: there is none
+    const int32_t *token_ids  # [num_tokens]
+    int32_t num_tokens        # 0: the tokens are not known
+    int32_t session           # of the row or request that cached the page, or NO_SESSION
+
+
+cdef inline bint cache(
+    Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
+) noexcept nogil:
+    """Give a page without an entry this one. The policy ranks it at a place of the pages `ids` of a request; without a ranking
+    it does not. Whether no other page has the key.
+    """
+    cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
+    pool.counters.num_cached_pages += 1
+    if rare(pool.tier != NULL):
+        pool.tier.record_cached(pool, page_id)
+    if rare(pool.num_parts != 0):
+        _make_new(pool, page_id)
+    if is_new and rare(pool.policy != NULL) and ranking != NULL:
+        _rank(pool, ranking, ids, place, entry.key[0], entry.group)
+    if is_journaled(pool):
+        record_entry(pool, page_id, Origin(
+            parent=entry.parent[0] if entry.parent != NULL else Digest(0, 0), place=entry.place, context=entry.context,
+        ))
+    _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
+    enter_session(pool, page_id, entry.session)
+    return is_new
+
+
+cdef inline Entry bare_entry(const Digest *key, int32_t group) noexcept nogil:
+    """Return an entry that has only a key."""
+    return Entry(
+        key=key, group=group, place=0, context=0, parent=NULL, token_ids=NULL, num_tokens=0, session=NO_SESSION,
+    )
+
+
+cdef inline void cache_alone(Pool *pool, int32_t page_id, const Entry *entry) noexcept nogil:
+    """`cache` a page that the policy ranks by its key alone."""
+    cdef Ranking ranking = Ranking(num_ranked=0, num_unseen=0)
+    cache(pool, page_id, entry, &ranking, &page_id, 0)
+
+
+cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
+    """Move a newly cached page from the blank part to the new part, whether it is in the queue or was just taken out."""
+    cdef bint was_free = is_free(pool, page_id)
+    if was_free:
+        pull(pool, page_id)
+    if pool.policy != NULL and pool.policy.marks[page_id] == BLANK:
+        pool.policy.marks[page_id] = NEW
+    if was_free:
+        push(pool, page_id)
+
+
+cdef inline void _rank(
+    Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
+) noexcept nogil:
+    """Rank a missed page by its key, if the policy samples it, and the unsampled pages before it. After `MAX_UNSEEN` keys in a
+    row that it does not know, the rest of the request counts as new.
+    """
+    cdef uint64_t word
+    cdef uint32_t part
+    cdef int32_t i
+    if ranking.num_unseen == MAX_UNSEEN:
+        return
+    word = hash_key(key, group)
+    if not is_sampled(word):
+        return
+    part = recall(pool.policy, word)
+    if part == BLANK:
+        ranking.num_unseen += 1
+        return
+    for i in range(ranking.num_ranked, place + 1):
+        if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
+            pool.policy.marks[ids[i]] = part
+    ranking[0] = Ranking(num_ranked=place + 1, num_unseen=0)
+
+
+cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
+    """Keep the tokens of a page if the pool keeps tokens; keep none if there is no room for `n`."""
+    cdef int32_t *kept
+    if pool.page_tokens == NULL:
+        return
+    if n >= pool.tokens_width:
+        n = 0
+    kept = pool.page_tokens + page_id * pool.tokens_width
+    kept[0] = <int32_t>n
+    if n:
+        memcpy(kept + 1, tokens, n * sizeof(int32_t))
 
 
 # Uncache. A page loses its entry: `uncache` where it gets other content, or a twin has the same; `uncache_everywhere` where the

@@ -5,12 +5,11 @@ from libc.string cimport memcpy
 
 from pagepool.core.base.limits cimport MAX_GROUP
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport enter, keep_tokens
 from pagepool.core.pool.layouts cimport Item, Items, find_item, list_items, pool_of
 from pagepool.core.pool.policy cimport (
     BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Policy, is_right, set_of,
 )
-from pagepool.core.pool.pool cimport give_back
+from pagepool.core.pool.pool cimport Entry, bare_entry, cache, give_back
 from pagepool.core.pool.queue cimport pull, push, push_marked
 from pagepool.core.pool.records cimport KEPT, NO_GROUP, NULL_PAGE, Pool, is_free
 from pagepool.core.pool.store cimport PageStore
@@ -219,6 +218,7 @@ cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_e
 cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens, PageIds kept) except -1:
     """Enter pages of a pool without entries in the prefix index, in order."""
     cdef Py_ssize_t i, width = pool.tokens_width
+    cdef Entry entry
     cdef int32_t group, num_tokens
     if not (groups.num == kept.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
         nums = f"{ids.num} ids, {groups.num} groups, {keys.num // 4} keys, {kept.num} flags"
@@ -232,11 +232,11 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
             raise SnapshotError(f"cached_group_ids: got {group} (at {i}), allowed: 0 to {MAX_GROUP}")
         if num_tokens and not 0 < num_tokens < width:
             raise SnapshotError(f"cached_token_ids: page {ids.ids[i]} has {num_tokens}, allowed: 0 to {width - 1}")
-        enter(pool, ids.ids[i], (<Digest *>(keys.ids + 4 * i))[0], group)
+        entry = bare_entry(<const Digest *>(keys.ids + 4 * i), group)
+        entry.token_ids, entry.num_tokens = tokens.ids + i * width + 1, num_tokens
+        cache(pool, ids.ids[i], &entry, NULL, NULL, 0)
         if kept.ids[i]:
             pool.pages[ids.ids[i]].group |= KEPT
-        if width:
-            keep_tokens(pool, ids.ids[i], tokens.ids + i * width + 1, num_tokens)
     return 0
 
 

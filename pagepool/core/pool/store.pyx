@@ -7,17 +7,17 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_PAGES, NEVER, UNKNOWN
+from pagepool.core.base.limits cimport MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
 from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
 from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport enter, enter_all, find_within, is_journaled, keep_tokens, link_shard_twins, record_entry
+from pagepool.core.pool.index cimport find_within, link_shard_twins
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    count_request, find_outside, find_untouchable, give_back_all, give_back_row, hit, reuse, take, uncache, uncache_all,
-    uncache_everywhere, uncache_tier,
+    Entry, bare_entry, cache, count_request, find_outside, find_untouchable, give_back_all, give_back_and_uncache, hit, reuse,
+    take, uncache, uncache_all, uncache_everywhere, uncache_tier,
 )
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
@@ -25,8 +25,8 @@ from pagepool.core.pool.queue cimport (
 )
 from pagepool.core.pool.records cimport (
     COMMON, FLAGS, MAX_TENANTS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters,
-    Expectations, Histogram, Links, Origin, Residency, Session, Sessions, Slot, Stay, count_pages_in, count_plain_parts,
-    count_queue_links, count_remembered, digest_of, is_free, is_leased,
+    Expectations, Histogram, Links, Origin, Ranking, Residency, Session, Sessions, Slot, Stay, count_pages_in,
+    count_plain_parts, count_queue_links, count_remembered, digest_of, is_free, is_leased,
 )
 from pagepool.core.values.arguments cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
@@ -181,12 +181,36 @@ cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) except
     return is_right
 
 
-cdef void copy_tokens(Pool *pool, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept:
-    """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
-    if chain.token_ids is not None and start + chain.page_size <= chain.token_ids.num:
-        keep_tokens(pool, page_id, chain.token_ids.ids + start, chain.page_size)
-    else:
-        keep_tokens(pool, page_id, NULL, 0)
+cdef Py_ssize_t find_cached(Pool *pool, const int32_t *ids, Range span) noexcept:
+    """Return the index of the first page in ``ids[span]`` that has an entry or is repeated; -1 if there is none. Null pages may
+    repeat.
+    """
+    cdef Py_ssize_t i, bad = -1
+    for i in range(span.start, span.stop):
+        if ids[i] == NULL_PAGE:
+            continue
+        if pool.pages[ids[i]].group != NO_GROUP:
+            bad = i
+            break
+        pool.pages[ids[i]].group = MAX_GROUP  # until all are checked: a page that is repeated looks cached
+    for i in range(span.start, span.stop if bad < 0 else bad):
+        if ids[i] != NULL_PAGE:
+            pool.pages[ids[i]].group = NO_GROUP
+    return bad
+
+
+cdef Entry entry_of(HashChain chain, Py_ssize_t at, int32_t group, Origin first) noexcept:
+    """Return the entry of a page of a locked chain, with its tokens where the chain has them. The first page of the request
+    has this place and context.
+    """
+    cdef Py_ssize_t size = chain.page_size
+    cdef bint has_tokens = chain.token_ids is not None and (at + 1) * size <= chain.token_ids.num
+    cdef Entry entry = bare_entry(&chain.digests[at], group)
+    entry.place, entry.context = first.place + <int32_t>at, first.context
+    entry.parent = chain.digests + at - 1 if at else NULL
+    if has_tokens:
+        entry.token_ids, entry.num_tokens = chain.token_ids.ids + at * size, <int32_t>size
+    return entry
 
 
 cdef tuple token_ids_of(PageStore store, int32_t page_id):
@@ -612,7 +636,7 @@ cdef class PageStore:
         get the terms at the same places.
         """
         cdef void *thread = let_others_run(ids.num)
-        cdef Py_ssize_t bad = give_back_row(&self.pool, ids.ids, num_staying, ids.num, terms)
+        cdef Py_ssize_t bad = give_back_and_uncache(&self.pool, ids.ids, num_staying, ids.num, terms)
         go_on(thread)
         return bad
 
@@ -797,6 +821,7 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         cdef Digest digest = digest_of_int(key)
         cdef int32_t checked_group = group_of(group)
+        cdef Entry entry
         cdef bint is_cached
         if not self.enable_caching:
             raise PageHashError("prefix caching is off")
@@ -805,10 +830,8 @@ cdef class PageStore:
         with self.lock:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
-                enter(&self.pool, checked, digest, checked_group)
-                if is_journaled(&self.pool):
-                    record_entry(&self.pool, checked, Origin(parent=Digest(0, 0), place=0, context=0))
-                keep_tokens(&self.pool, checked, NULL, 0)
+                entry = bare_entry(&digest, checked_group)
+                cache(&self.pool, checked, &entry, NULL, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
 
@@ -823,6 +846,8 @@ cdef class PageStore:
         cdef int32_t checked_group = group_of(group)
         cdef Origin first_page = Origin(parent=Digest(0, 0), place=0, context=self.checked_context(context))
         cdef Range span = Range(<int32_t>first, <int32_t>last)
+        cdef Ranking ranking = Ranking(num_ranked=span.start, num_unseen=0)
+        cdef Entry entry
         first_page.place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
         size_of(last, "num_full_pages", 0, len(chain))
         if last > first and not self.enable_caching:
@@ -831,9 +856,11 @@ cdef class PageStore:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {chain.page_size} tokens, allowed: {kept}, as many as are kept")
         with chain.lock, self.lock:
-            bad = enter_all(&self.pool, ids.ids, chain.digests, span, checked_group, first_page)
+            bad = find_cached(&self.pool, ids.ids, span)
             for i in range(span.start, span.stop if bad < 0 else span.start):
-                copy_tokens(&self.pool, ids.ids[i], chain, i * chain.page_size)
+                if ids.ids[i] != NULL_PAGE:
+                    entry = entry_of(chain, i, checked_group, first_page)
+                    cache(&self.pool, ids.ids[i], &entry, &ranking, ids.ids, <int32_t>i)
         if bad >= 0:
             raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
 

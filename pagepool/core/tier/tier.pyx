@@ -17,11 +17,11 @@ from pagepool.core.holding.lookups cimport (
 )
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
-from pagepool.core.pool.index cimport enter_alone, find, has_key, is_first
-from pagepool.core.pool.pool cimport give_back, hit, take, uncache
+from pagepool.core.pool.index cimport find, has_key, is_first
+from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, take, uncache
 from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, take_out
 from pagepool.core.pool.records cimport (
-    FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Origin, Page, Pool, Range, Tier, Transfer,
+    FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Page, Pool, Range, Tier, Transfer,
     count_pages_in, digest_of, is_free,
 )
 from pagepool.core.pool.store cimport PageStore
@@ -389,6 +389,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     """Cache the page of the tier that was filled, unless there is one with its content, or it is void. What failed to be saved
     is saved when it is evicted.
     """
+    cdef Entry entry
     cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
     if not is_done and tier.fresh_numbers != NULL and tier.fresh_numbers[transfer.page_id] == SAVED:
@@ -396,7 +397,8 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
             tier.fresh_numbers[transfer.page_id] = UNSAVED
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
-        enter_alone(tier.pool, page_id, transfer.key, transfer.group, Origin(parent=Digest(0, 0), place=0, context=0))
+        entry = bare_entry(&transfer.key, transfer.group)
+        cache_alone(tier.pool, page_id, &entry)
     give_back(tier.pool, page_id)
 
 
