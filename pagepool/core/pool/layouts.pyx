@@ -182,6 +182,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
     cdef Py_ssize_t i, start = 0, size = -1, num_bytes = 0
     cdef uint8_t[::1] memory
     cdef Items items
+    cdef uint8_t *copy
     cdef Pool pool
     cdef dict copied = {}
     for i in range(ALL_ITEMS.num):
@@ -189,11 +190,12 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
     while size != num_bytes:  # at first, and when the pool grew
         size = num_bytes
         memory = array = np.empty(size + 1, np.uint8)
+        copy = &memory[0]
         with store.lock:
             pool = source[0]
             with nogil:
                 list_items(source, &items)
-                num_bytes = copy_items(&items, is_wanted, &memory[0], size)
+                num_bytes = copy_items(&items, is_wanted, copy, size)
     for i in range(items.num):
         values = array[start:start + items.items[i].size].view(TYPES[items.items[i].type])
         copied[items.items[i].name.decode()] = values[0].item() if items.items[i].is_number else values
