@@ -149,7 +149,8 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
 
 
 cdef inline int32_t draw_references(Pool *pool, const Holding *holding, int32_t change) noexcept nogil:
-    """Take a reference from each page or, with a change of 1, return it. Return a page with too few; NULL_PAGE: there is none.
+    """Add `change`, -1 or 1, to the reference count of each held page. Return a page with too few references; NULL_PAGE: there
+    is none.
     """
     cdef const Held *held
     cdef Py_ssize_t g, i
@@ -233,6 +234,7 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     cdef Held *held = &holding.held[g]
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
+    assert held.num_skipped < stop <= held.num_pages
     if holding.boundaries != NULL:
         part = _find_known_part(pool, holding)
         if stop > held.next_needed:
@@ -488,6 +490,8 @@ cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) no
         demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
         if num_inside - demand.num_adopted > count_free_in(pool, demand.shard):
             demand.num_adopted = 0
+    assert demand.num_taken == demand.num_new + demand.num_free_hits
+    assert demand.num_adopted == 0 or demand.num_adopted == count_state_hits(holding, demand.hits)
     if demand.num_taken and demand.num_taken - demand.num_adopted + demand.num_reserved > pool.num_free:
         return SHORT
     return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
@@ -547,6 +551,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     cdef Py_ssize_t g
     cdef int32_t i
     cdef int64_t number = 0
+    assert demand.hits == NULL or count_places(holding) == 0
     if count_places(holding) == 0:
         count_request(pool)
     for g in range(holding.num_groups if demand.hits != NULL else 0):
@@ -566,6 +571,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]
         if is_state(&holding.groups[g].rules) and hits.num:
+            assert is_free(pool, hits.ids[hits.num - 1]) and held.num_pages == 0
             take_this(pool, hits.ids[hits.num - 1], holding.session)
             held.ids[0] = hits.ids[hits.num - 1]
             held.num_pages = 1
@@ -585,6 +591,7 @@ cdef inline int32_t take_missing(
 ) noexcept nogil:
     """Take the pages that a group is short of, which are free, for a session. Return their number."""
     cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
+    assert n >= 0 and held.num_skipped <= held.num_pages
     if n:
         _take_into(pool, held, held.num_pages, n, shard, session)
         held.num_pages += n
@@ -658,6 +665,7 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     cdef Pool *pool = waiting.pool
     cdef const PageToEnter *page
     cdef Py_ssize_t i
+    assert 0 <= waiting.num_to_enter <= NUM_WAITING
     _hash_waiting(waiting)
     for i in range(waiting.num_to_enter):
         fetch(home_of(pool, waiting.to_enter[i].entry.key[0], waiting.to_enter[i].entry.group))
@@ -686,6 +694,7 @@ cdef inline void enter_full_pages(
         return
     while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached
+        assert place < held.num_pages
         held.num_cached += 1
         if held.ids[place] == NULL_PAGE:
             continue
@@ -772,6 +781,7 @@ cdef inline bint _enter_state(
         return False
     if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_shard(pool, shard)) != NULL_PAGE:
         return False
+    assert is_state(&group.rules) and held.num_pages == 1
     enter_page(pool, group, held.ids[0], place, contents)
     return True
 
@@ -806,6 +816,7 @@ cdef inline bint keep_state(
     if keeps:
         _take_into(pool, held, 0, 1, shard, holding.session)
         _queue_copy(pool, page_id, held, 0, g)
+        assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
     held.num_cached = full_entries(&group.rules, num_computed)
     return keeps
 
@@ -833,6 +844,7 @@ cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
 cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
     """Append a copy into the page at `place` to the list, which has room. The copy takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
+    assert copies.num < copies.capacity and pool.pages[src].ref_cnt > 0 and src != target.ids[place]
     copies.list_number += copies.num == 0
     copies.items[copies.num] = PageCopy(src=src, dst=target.ids[place], group=group)
     copies.num += 1
@@ -1009,6 +1021,7 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     held.num_hits = min(held.num_hits, place)
     held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
+    assert held.num_hits <= held.num_cached
 
 
 cdef inline void give_back_from(
@@ -1020,6 +1033,7 @@ cdef inline void give_back_from(
         give_back(pool, held.ids[held.num_pages])
     if held.num_skipped > held.num_pages:
         held.num_skipped, held.next_needed = held.num_pages, 0
+    assert held.num_pages == 0 or held.num_skipped == 0 or held.ids[held.num_skipped - 1] == NULL_PAGE
     recompute_from(group, held, num_computed)
 
 
@@ -1144,6 +1158,7 @@ cdef inline void fork_group(
     cdef Held *target = &new.held[g]
     cdef int32_t *ids = target.ids
     cdef int32_t i, n = full_pages(&group.rules, num_computed)
+    assert target.num_pages == 0 and n <= source.num_pages
     for i in range(n):
         if source.ids[i] != NULL_PAGE:
             share(pool, source.ids[i])

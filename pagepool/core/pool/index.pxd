@@ -35,6 +35,7 @@ cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
 cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Record where a newly cached page came from."""
     cdef Journal *journal = &pool.journal
+    assert pool.pages[page_id].group != NO_GROUP and 0 <= origin.context < journal.num_contexts
     journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
@@ -45,6 +46,7 @@ cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
     """Append a page to the ring of new keys."""
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
+    assert page_id != NULL_PAGE and notes[page_id].new.next == NOT_NEW and notes[last].new.next == NULL_PAGE
     notes[page_id].new = Links(last, NULL_PAGE)
     notes[last].new.next = page_id
     notes[NULL_PAGE].new.prev = page_id
@@ -54,6 +56,7 @@ cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
 cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     cdef Note *notes = journal.notes
     cdef Links links = notes[page_id].new
+    assert journal.num_new > 0 and notes[links.prev].new.next == page_id and notes[links.next].new.prev == page_id
     notes[links.prev].new.next = links.next
     notes[links.next].new.prev = links.prev
     notes[page_id].new = Links(NOT_NEW, NOT_NEW)
@@ -66,6 +69,7 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
     journal.contexts[note.origin.context].num_users -= 1
+    assert journal.contexts[note.origin.context].num_users >= 0
     if note.new.next != NOT_NEW:
         _unlink_new(journal, page_id)
         if page.group & TWIN:
@@ -73,6 +77,7 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     elif not page.group & TWIN:
         journal.removed[journal.num_removed] = Removal(key=digest_of(page), group=page.group & ~FLAGS)
         journal.num_removed += 1
+        assert journal.num_removed <= pool.num_pages
 
 
 cdef inline void record_clear(Journal *journal) noexcept nogil:
@@ -136,6 +141,7 @@ cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t shard) 
 
 cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Append a page to the ring that begins with `first`. O(1), with shards O(shards)."""
+    assert page_id != first and has_key(&pool.pages[page_id], digest_of(&pool.pages[first]), pool.pages[first].group & ~FLAGS)
     if not pool.pages[first].group & TWIN:
         pool.twins[first] = Links(first, first)
         pool.pages[first].group |= TWIN
@@ -156,6 +162,7 @@ cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Append the newest twin of `first` to the ring of its shard."""
     cdef int32_t shard_first = _find_shard_first(pool, first, shard_of(pool, page_id))
+    assert shard_first == NULL_PAGE or pool.shard_firsts[shard_first].next != NOT_FIRST
     if shard_first == NULL_PAGE:
         _begin_shard_twins(pool, page_id)
         link_after(pool.shard_firsts, first, page_id)
@@ -191,6 +198,7 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
 cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
     """Take a page out of its ring of twins. If `slot` names it, it was the first, and the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
+    assert following != page_id and pool.pages[following].group & TWIN
     unlink(pool.twins, page_id)
     if pool.num_shards:
         _leave_shard_twins(pool, page_id)
@@ -260,6 +268,7 @@ cdef inline bint add_entry(Pool *pool, int32_t page_id, Digest key, int32_t grou
         return False
     slot[0] = Slot(tag=tag, page_id=page_id)
     pool.num_keys += 1
+    assert pool.num_keys <= pool.num_entries < pool.num_pages and pool.num_keys <= num_slots_of(pool) // 2
     return True
 
 
@@ -296,6 +305,7 @@ cdef inline void _empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
         i = (i + 1) & pool.mask
     pool.slots[hole].page_id = NULL_PAGE
     pool.num_keys -= 1
+    assert 0 <= pool.num_keys < pool.num_entries
 
 
 cdef inline void remove_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -303,9 +313,11 @@ cdef inline void remove_entry(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     cdef Slot *slot = _slot_of(pool, page_id, _tag_of(pool, page.key_lo, page.group & ~FLAGS))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
+    assert slot.page_id == page_id or (page.group & TWIN and slot.page_id == NULL_PAGE)
     if rare(page.group & TWIN):
         _leave_twins(pool, page_id, slot)
     else:
         _empty_slot(pool, <uint32_t>(slot - pool.slots))
     page.group = NO_GROUP
     pool.num_entries -= 1
+    assert 0 <= pool.num_keys <= pool.num_entries

@@ -4,7 +4,7 @@
 #
 # * A held lease has a reference to each of its pages, and `Leases.counts` has the number of leases by page.
 # * The list from `Leases.first` has the held leases of spans, which end by themselves; `num_pages` is the sum of their pages.
-# * No lease of that list ends before `next_end`.
+# * No lease of that list ends before `next_end`, unless another caller gave back one of its pages.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
@@ -18,6 +18,7 @@ cdef inline void begin_lease(
     Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
 ) noexcept nogil:
     """Begin a lease of pages, to which references were taken. A lease with a duration is one of a span, and ends by itself."""
+    assert not lease.is_held and n >= 0 and duration >= 0
     lease[0] = LeasedSpan(ids=ids, num=n, end=0, next=NULL, has_begun=True, is_held=True)
     if duration:
         lease.next = pool.leases.first
@@ -29,6 +30,7 @@ cdef inline void begin_lease(
 cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
     lease.end = now_of(pool) + duration
     pool.leases.next_end = min(pool.leases.next_end, lease.end)
+    assert lease.is_held and duration > 0 and pool.leases.next_end <= lease.end
 
 
 cdef inline void end_leases(Pool *pool) noexcept nogil:
@@ -62,12 +64,15 @@ cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
     cdef Py_ssize_t i, bad = give_back_all(pool, lease.ids, lease.num, True)
     if bad >= 0:
         return bad
+    assert lease.is_held
     for i in range(lease.num):
         pool.leases.counts[lease.ids[i]] -= 1
+        assert pool.leases.counts[lease.ids[i]] >= 0
     if lease.end:
         while place[0] != lease:
             place = &place[0].next
         place[0] = lease.next
         pool.leases.num_pages -= lease.num
+        assert pool.leases.num_pages >= 0
     lease.end = lease.is_held = 0
     return -1

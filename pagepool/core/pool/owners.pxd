@@ -18,7 +18,7 @@ from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base.platform cimport rare
 from pagepool.core.pool.records cimport (
-    COMMON, NO_GROUP, NO_SESSION, NO_TENANT, NULL_PAGE, SHARED, Links, Pool, Session, link_after, unlink,
+    COMMON, NO_GROUP, NO_SESSION, NO_TENANT, NULL_PAGE, SHARED, Links, Pool, Session, is_free, link_after, unlink,
 )
 
 
@@ -34,13 +34,16 @@ cdef inline uint8_t tenant_of(const Pool *pool, int32_t number) noexcept nogil:
 
 cdef inline void charge(Pool *pool, int32_t page_id, uint8_t tenant) noexcept nogil:
     """Charge a page outside the queue to another tenant."""
+    assert not is_free(pool, page_id) and pool.tenants.of_pages[page_id] != NO_TENANT
     pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
     pool.tenants.num_charged[tenant] += 1
     pool.tenants.of_pages[page_id] = tenant
+    assert 0 < pool.tenants.num_charged[tenant] < pool.num_pages
 
 
 cdef inline void begin_charge(Pool *pool, int32_t page_id) noexcept nogil:
     """Charge a page that leaves the queue to the common tenant, unless it is charged already."""
+    assert not is_free(pool, page_id)
     if pool.tenants.of_pages[page_id] == NO_TENANT:
         pool.tenants.num_charged[COMMON] += 1
         pool.tenants.of_pages[page_id] = COMMON
@@ -48,6 +51,7 @@ cdef inline void begin_charge(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void end_charge(Pool *pool, int32_t page_id) noexcept nogil:
     """End the charge of a page that comes into the blank part of the queue."""
+    assert pool.tenants.of_pages[page_id] != NO_TENANT and pool.tenants.num_charged[pool.tenants.of_pages[page_id]] > 0
     pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
     pool.tenants.of_pages[page_id] = NO_TENANT
 
@@ -71,6 +75,7 @@ cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexce
         pool.sessions.num_live -= is_live(session)
         session.num_holders += change
         pool.sessions.num_live += is_live(session)
+        assert session.num_holders >= pool.sessions.items[number].num_holders >= 0 and session.main == main
 
 
 cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcept nogil:
@@ -84,6 +89,7 @@ cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcep
 cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
     """Give a cached page without an owner to a session."""
     cdef Session *session = &pool.sessions.items[number]
+    assert pool.pages[page_id].group != NO_GROUP and pool.sessions.owners[page_id] == NO_SESSION and session.main == number
     pool.sessions.owners[page_id] = number
     pool.sessions.num_live += not is_live(session)
     if session.num_pages:
@@ -101,6 +107,7 @@ cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
     pool.sessions.owners[page_id] = NO_SESSION
     if number < SHARED:
         pool.sessions.items[SHARED - number].num_closed -= 1
+        assert pool.sessions.items[SHARED - number].num_closed >= 0
     if number <= NO_SESSION:
         return
     session.num_pages -= 1
@@ -108,11 +115,13 @@ cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
         session.first = pool.sessions.links[page_id].next if session.num_pages else <int32_t>NULL_PAGE
     unlink(pool.sessions.links, page_id)
     pool.sessions.num_live -= not is_live(session)
+    assert session.num_pages >= 0 and (session.num_pages == 0) == (session.first == NULL_PAGE)
 
 
 cdef inline void close_page(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page from its session, which is being closed."""
     cdef int32_t number = pool.sessions.owners[page_id]
+    assert number > NO_SESSION and pool.pages[page_id].group != NO_GROUP
     leave_session(pool, page_id)
     pool.sessions.owners[page_id] = SHARED - number
     pool.sessions.items[number].num_closed += 1

@@ -480,6 +480,7 @@ cdef inline void _rank(
     cdef uint64_t word
     cdef uint32_t part
     cdef int32_t i
+    assert 0 <= ranking.num_unseen <= MAX_UNSEEN and ranking.num_ranked <= place
     if ranking.num_unseen == MAX_UNSEEN:
         return
     word = hash_key(key, group)
@@ -523,6 +524,7 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
         _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):
         leave_session(pool, page_id)
+    assert term_of(pool, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
 
 
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
@@ -545,6 +547,7 @@ cdef inline void uncache_all(Pool *pool) noexcept nogil:
     for page_id in range(1, pool.num_pages):
         if pool.pages[page_id].group != NO_GROUP:
             uncache(pool, page_id)
+    assert pool.num_entries == 0 and pool.num_keys == 0
     if is_journaled(pool):
         record_clear(&pool.journal)
 

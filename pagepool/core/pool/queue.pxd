@@ -65,6 +65,7 @@ cdef inline int32_t _end_of_part(const Pool *pool, int32_t part, int32_t shard) 
 
 cdef inline int32_t _part_of_term(const Pool *pool, int32_t first, int32_t term) noexcept nogil:
     """Return the part for pages with a term, which is not UNKNOWN, of the tenant whose parts begin at `first`."""
+    assert UNKNOWN < term <= NEVER and pool.expected.terms != NULL
     return first + count_plain_parts(pool) + NEVER - term
 
 
@@ -128,12 +129,13 @@ cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept no
     """Insert a page into the pool's queue, before the record `end`."""
     cdef Page *pages = pool.pages
     cdef int32_t last = pages[end].prev_free
-    assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
+    assert 0 < page_id < pool.num_pages and not is_free(pool, page_id) and pages[last].next_free == end
     pages[page_id].prev_free = last
     pages[page_id].next_free = end
     pages[last].next_free = page_id
     pages[end].prev_free = page_id
     pool.num_free += 1
+    assert pool.num_free < pool.num_pages
 
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
@@ -166,10 +168,14 @@ cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.num_shards:
         shard = shard_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
+    assert term_of(pool, page_id) == UNKNOWN or _oldest_in(pool, part, -1) == page_id or (
+        not _is_older(pool, page_id, pool.pages[page_id].prev_free)
+    )
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the queue; if that has parts, of its blank part."""
+    assert pool.pages[page_id].group == NO_GROUP and term_of(pool, page_id) == UNKNOWN
     if rare(pool.is_divided):
         _push_first_to_divisions(pool, page_id)
     else:
@@ -197,6 +203,7 @@ cdef inline void _mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept
     it. End the charge of a blank page.
     """
     cdef uint32_t part
+    assert pool.pages[page_id].group != NO_GROUP or term_of(pool, page_id) == UNKNOWN
     if pool.policy != NULL:
         part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
         if part == BLANK:
@@ -248,6 +255,7 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
         _count_with_term(pool, page_id, change)
     if pool.policy != NULL and term_of(pool, page_id) == UNKNOWN:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
+        assert pool.policy.num_in_part[pool.policy.marks[page_id] & PART] >= 0
 
 
 cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
@@ -255,12 +263,16 @@ cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) n
     cdef int32_t term = term_of(pool, page_id)
     if term != UNKNOWN:
         pool.expected.num_free[term] += change
+        assert 0 <= pool.expected.num_free[term] < pool.num_pages
         if pool.expected.num_free[term]:
             pool.expected.free_terms |= <uint32_t>1 << term
         else:
             pool.expected.free_terms &= ~(<uint32_t>1 << term)
     if pool.tenants.of_pages != NULL and pool.tenants.of_pages[page_id] != NO_TENANT:
         pool.tenants.num_free[pool.tenants.of_pages[page_id]] += change
+        assert 0 <= pool.tenants.num_free[pool.tenants.of_pages[page_id]] <= (
+            pool.tenants.num_charged[pool.tenants.of_pages[page_id]]
+        )
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
@@ -271,6 +283,7 @@ cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
+    assert is_free(pool, page_id) and shard == shard_of(pool, page_id) < pool.num_shards
     link_after(pool.shard_links, pool.shard_links[end].prev, page_id)
     pool.shard_num_free[shard] += 1
 
@@ -278,7 +291,8 @@ cdef inline void _push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int3
 cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of the queue, wherever it is."""
     cdef Page *page = &pool.pages[page_id]
-    assert 0 < page_id < pool.num_pages and is_free(pool, page_id)
+    assert 0 < page_id < pool.num_pages and is_free(pool, page_id) and pool.num_free > 0
+    assert pool.pages[page.prev_free].next_free == page_id and pool.pages[page.next_free].prev_free == page_id
     pool.pages[page.prev_free].next_free = page.next_free
     pool.pages[page.next_free].prev_free = page.prev_free
     page.prev_free = NOT_FREE
@@ -293,6 +307,7 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
+        assert pool.shard_num_free[shard_of(pool, page_id)] >= 0
     count_in_part(pool, page_id, -1)
     if rare(pool.tenants.of_pages != NULL):
         begin_charge(pool, page_id)
@@ -308,6 +323,7 @@ cdef inline void take_out(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
     """Link the marks of all parts into an empty queue."""
     cdef int32_t part
+    assert pool.num_free == 0
     for part in range(pool.num_parts):
         _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
@@ -386,6 +402,7 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
     for page_id in range(1, pool.num_pages):
         if pool.tenants.of_pages[page_id] == tenant:
             charge(pool, page_id, COMMON)
+    assert pool.tenants.num_charged[tenant] == 0 and pool.tenants.num_free[tenant] == 0
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
@@ -444,6 +461,7 @@ cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, in
     cdef int32_t before, page_id = _newest_in(pool, first + part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
+    assert _part_of(pool, page_id) == first + part
     if known[0] != NULL_PAGE and is_free(pool, known[0]) and _part_of(pool, known[0]) == first + part:
         if marks[known[0]] == marks[page_id]:
             page_id = known[0]
@@ -533,8 +551,8 @@ cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
 
 
 cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
-    """Return the victim among the pages with a term: one that is not expected back, or the one whose return is furthest off
-    among the oldest of each term, which are late first. NULL_PAGE: there is none. O(terms).
+    """Return the victim among the pages with a term: one that is not expected back or, among the oldest page of each term, the
+    one whose return is furthest off. The oldest of a term is late first. NULL_PAGE: there is none. O(terms).
     """
     cdef uint32_t terms = pool.expected.free_terms
     cdef int32_t term, page_id, longest = UNKNOWN, furthest = NULL_PAGE
@@ -561,6 +579,7 @@ cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t firs
         page_id = _find_furthest(pool, shard, first, supply.now)
         supply.part = _part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
         supply.stamp = pool.expected.stamps[page_id]
+    assert page_id == NULL_PAGE or (is_free(pool, page_id) and term_of(pool, page_id) != UNKNOWN)
     return page_id
 
 
@@ -629,6 +648,7 @@ cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexc
         return
     if not _choose_among(pool, shard, supply, 0):
         _choose_among(pool, shard, supply, -INFINITY)
+    assert _has_cached_in(pool, supply.tenant, shard)
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
@@ -732,7 +752,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
 
 
 cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Return the term of a page. If it has none, that of its idle time counts, and 1 for a held page."""
+    """Return the term of a page. A free page without one gets that of its idle time, a held one gets 1."""
     if not is_free(pool, page_id):
         return term_of(pool, page_id) or 1
     if term_of(pool, page_id) == UNKNOWN:
@@ -745,6 +765,7 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
     """
     cdef int32_t term = term_of(pool, page_id)
     cdef bint is_late
+    assert not is_free(pool, page_id)
     if term == UNKNOWN:
         return
     if term != NEVER:
@@ -756,6 +777,7 @@ cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term of a page that has lost its entry, if it has one. The page is outside the queue."""
+    assert pool.pages[page_id].group == NO_GROUP and (term_of(pool, page_id) == UNKNOWN or not is_free(pool, page_id))
     if term_of(pool, page_id) != UNKNOWN:
         pool.expected.outcomes.num_unused_pages += term_of(pool, page_id) != NEVER
         pool.expected.terms[page_id] = UNKNOWN

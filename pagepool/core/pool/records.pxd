@@ -275,6 +275,7 @@ cdef struct Pool:
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
     """Insert `page_id` into a ring, after `last`."""
     cdef int32_t following = links[last].next
+    assert page_id != last and links[following].prev == last
     links[page_id].prev = last
     links[page_id].next = following
     links[last].next = page_id
@@ -282,11 +283,13 @@ cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcep
 
 
 cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
+    assert links[links[page_id].prev].next == page_id and links[links[page_id].next].prev == page_id
     links[links[page_id].prev].next = links[page_id].next
     links[links[page_id].next].prev = links[page_id].prev
 
 
 cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    assert pool.num_shards > 0 and pool.num_shards * pool.pages_per_shard == pool.num_pages
     return page_id // pool.pages_per_shard
 
 
