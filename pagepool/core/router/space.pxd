@@ -51,12 +51,12 @@ cdef inline FreeEntry *_free_entry_at(const Space *space, uint32_t entry) noexce
     return <FreeEntry *>entry_at(space, entry)
 
 
-cdef inline bint is_free_entry(const uint64_t *entry, Py_ssize_t stride) noexcept nogil:
-    cdef uint64_t bits = 0
-    cdef Py_ssize_t i
+cdef inline bint is_free_entry(const uint64_t *entry, int32_t stride) noexcept nogil:
+    cdef int32_t i
     for i in range(1, stride):
-        bits |= entry[i]
-    return bits == 0
+        if entry[i]:
+            return False
+    return True
 
 
 cdef inline uint32_t _tag_of_hash(const Space *space, uint64_t block_hash) noexcept nogil:
