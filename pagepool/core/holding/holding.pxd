@@ -915,14 +915,6 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     copies.num = num_kept
 
 
-cdef inline void end_copies(Pool *pool) noexcept nogil:
-    """Give back the references to the sources of copies that were taken, and begin the next list."""
-    cdef Py_ssize_t i
-    for i in range(pool.copies.num):
-        give_back(pool, pool.copies.items[i].src)
-    pool.copies.num = 0
-
-
 cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
     """Count the references to a page that due copies and unfinished loads have."""
     cdef Py_ssize_t i

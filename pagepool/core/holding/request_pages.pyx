@@ -496,7 +496,7 @@ cdef class RequestPages:
         has_room = has_room and list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
         if has_room:
             if given is not None:
-                self.store.list_terms(terms, checked_term, num_staying)
+                self.store.pad_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
             contents = contents_of(chain, checked_context, self.holding.session)

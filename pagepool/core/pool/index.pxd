@@ -16,12 +16,11 @@
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport rare
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.records cimport (
-    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Range, Removal,
-    Slot, digest_of, link_after, num_slots_of, shard_of, unlink,
+    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Journal, Links, Note, Origin, Page, Pool, Range, Removal, Slot,
+    digest_of, link_after, num_slots_of, shard_of, unlink,
 )
 
 
@@ -84,29 +83,6 @@ cdef inline void record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
-
-
-cdef inline int32_t add_context(Journal *journal) noexcept:
-    """Append a context with one holder; -1 if memory is short."""
-    cdef int32_t context = journal.num_contexts
-    if context & (context - 1) == 0:  # a power of 2: the room is used up
-        if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
-            return -1
-    journal.contexts[context] = Context(num_users=0, num_holders=1)
-    journal.num_contexts += 1
-    return context
-
-
-cdef inline void end_journal(Journal *journal) noexcept nogil:
-    """Empty the journal, after its changes were copied."""
-    cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
-    while page_id != NULL_PAGE:
-        following = journal.notes[page_id].new.next
-        journal.notes[page_id].new = Links(NOT_NEW, NOT_NEW)
-        page_id = following
-    journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
-    journal.num_new = journal.num_removed = 0
-    journal.is_cleared = 0
 
 
 # Twins: pages of equal content are in one ring for each key and, with shards, in one for each of its shards.

@@ -8,11 +8,12 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp, memcpy, memset
 
+from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport add_context, end_journal, find, is_first, is_journaled
+from pagepool.core.pool.index cimport find, is_first, is_journaled
 from pagepool.core.pool.records cimport (
-    FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
+    FLAGS, NOT_NEW, NO_GROUP, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
 )
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport int_of_digest
@@ -22,15 +23,15 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-cdef struct Run:              # cached pages that follow one another in a request
-    Origin origin             # of the first
+cdef struct Run:              # consecutive cached pages of a request
+    Origin origin             # of the first page
     int32_t group
     int32_t num_pages
-    int32_t num_tokens        # that were kept of each
+    int32_t num_tokens        # kept for each page
 
-cdef struct Copied:           # entries, with what is known of their pages, or with groups alone
+cdef struct Copied:           # entries with runs of their pages, or with groups alone
     Digest *keys              # [num]
-    Run *runs                 # [num_runs]; NULL: there are groups
+    Run *runs                 # [num_runs]; NULL: groups instead
     int32_t *token_ids        # [num_tokens]
     int32_t *groups           # [num]
     Py_ssize_t num
@@ -39,7 +40,7 @@ cdef struct Copied:           # entries, with what is known of their pages, or w
 
 
 cdef bint continues(const Run *run, const Run *first, const Digest *last_key) noexcept nogil:
-    """Whether a run that begins with `first` goes on where `run` ends, with a page of the key `last_key`."""
+    """Whether a run that begins with `first` continues `run`, whose last page has the key `last_key`."""
     return (
         first.origin.place == run.origin.place + run.num_pages
         and memcmp(&first.origin.parent, last_key, sizeof(Digest)) == 0
@@ -50,18 +51,20 @@ cdef bint continues(const Run *run, const Run *first, const Digest *last_key) no
 
 
 cdef void copy_key(Digest key, int32_t group, Copied *copies) noexcept nogil:
-    """Append a key, for which there is room."""
+    """Append a key. There must be room."""
+    assert copies.runs == NULL and group >= 0
     copies.keys[copies.num], copies.groups[copies.num] = key, group & ~FLAGS
     copies.num += 1
 
 
 cdef void copy_page(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
-    """Append a cached page, for which there is room, to the last run or as one of its own."""
+    """Append a cached page to the last run, or begin a new one. There must be room."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
     cdef Run run = Run(
         origin=pool.journal.notes[page_id].origin, group=pool.pages[page_id].group & ~FLAGS, num_pages=0, num_tokens=num_tokens,
     )
+    assert pool.pages[page_id].group != NO_GROUP and 0 <= num_tokens <= max(<Py_ssize_t>0, pool.tokens_width - 1)
     if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num - 1]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
@@ -81,28 +84,33 @@ cdef void copy_entry(const Pool *pool, int32_t page_id, Copied *copies) noexcept
 
 
 cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
-    """Copy the first page of each new key, in the order in which these came."""
+    """Copy the first page of each new key, in the order of their arrival."""
     cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
+        assert is_first(<Pool *>pool, page_id)
         copy_entry(pool, page_id, copies)
         page_id = pool.journal.notes[page_id].new.next
+    assert copies.num == pool.journal.num_new
 
 
 cdef void copy_removed(const Journal *journal, Copied *copies) noexcept nogil:
     cdef Py_ssize_t i
+    assert journal.num_removed >= 0 and not (journal.is_cleared and journal.num_removed)
     for i in range(journal.num_removed):
         copy_key(journal.removed[i].key, journal.removed[i].group, copies)
 
 
 cdef int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
-    """The first page with the key of a cached page's parent, or NULL_PAGE."""
+    """Find the first page with the key of a cached page's parent, or NULL_PAGE."""
     cdef const Origin *origin = &pool.journal.notes[page_id].origin
     cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~FLAGS) if origin.place else NULL_PAGE
     return parent if pool.journal.notes[parent].origin.place + 1 == origin.place else NULL_PAGE
 
 
 cdef void copy_in_runs(Pool *pool, Links *links, Copied *copies) noexcept nogil:
-    """Copy the first page of each key, in as few runs as can be: `links`, zeros for each page, will say what follows a page."""
+    """Copy the first page of each key in as few runs as possible. `links` has zeros for each page; they become the order of
+    pages.
+    """
     cdef int32_t page_id, parent
     for page_id in range(1, pool.num_pages):
         parent = find_parent(pool, page_id) if is_first(pool, page_id) else NULL_PAGE
@@ -143,6 +151,18 @@ cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:
             copy_key(tier.items[i].key, tier.items[i].group, copies)
 
 
+cdef void end_journal(Journal *journal) noexcept nogil:
+    """Empty the journal, whose changes were copied."""
+    cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
+    while page_id != NULL_PAGE:
+        following = journal.notes[page_id].new.next
+        journal.notes[page_id].new = Links(NOT_NEW, NOT_NEW)
+        page_id = following
+    journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
+    journal.num_new = journal.num_removed = 0
+    journal.is_cleared = 0
+
+
 cdef object frombuffer = np.frombuffer
 cdef object NO_KEYS = np.frombuffer(b"", np.uint64)
 cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
@@ -151,9 +171,7 @@ cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 @cython.final
 @cython.auto_pickle(False)
 cdef class EntryCopies:
-    """Copies of entries, with what is known of their pages, or with groups alone. Arrays share the memory, which is read-only
-    for Python.
-    """
+    """Copies of entries with runs of their pages, or with groups alone. Arrays share this memory, read-only for Python."""
 
     cdef char *memory
     cdef Py_ssize_t size            # bytes
@@ -166,8 +184,8 @@ cdef class EntryCopies:
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
 
-    cdef bint reserve(self, Py_ssize_t num, Py_ssize_t tokens_width) noexcept:
-        """Allocate room for so many entries; False if memory is short."""
+    cdef bint make_room(self, Py_ssize_t num, Py_ssize_t tokens_width) noexcept:
+        """Allocate room for `num` entries; False if memory is short."""
         self.size = num * <Py_ssize_t>(
             sizeof(Digest) + (sizeof(Run) + tokens_width * sizeof(int32_t) if self.has_runs else sizeof(int32_t))
         )
@@ -181,9 +199,9 @@ cdef class EntryCopies:
         return self.memory != NULL
 
     cdef bint copy_all(self, Pool *pool) noexcept:
-        """Copy all entries; False where memory is short."""
+        """Copy all entries; False if memory is short."""
         cdef Links *links = <Links *>calloc(pool.num_pages if self.has_runs else 1, sizeof(Links))
-        cdef bint has_room = links != NULL and self.reserve(pool.num_keys, pool.tokens_width)
+        cdef bint has_room = links != NULL and self.make_room(pool.num_keys, pool.tokens_width)
         if has_room:
             with nogil:
                 if self.has_runs:
@@ -194,11 +212,11 @@ cdef class EntryCopies:
         return has_room
 
     cdef object array(self, object empty, const void *start, Py_ssize_t n):
-        """An array like `empty`, which it is if `n` is 0."""
+        """Return an array of `n` values with the type of `empty`."""
         return frombuffer(self, empty.dtype, n, <const char *>start - self.memory) if n else empty
 
     cdef tuple to_tuple(self):
-        """The copies as `EntryJournal.list_entries` describes those of the pool, or those of the tier."""
+        """Return the copies in the form of `EntryJournal.list_entries`, for the pool or the tier."""
         cdef Run run
         cdef list runs = []
         keys = self.array(NO_KEYS, self.copied.keys, 2 * self.copied.num)
@@ -219,25 +237,26 @@ cdef EntryCopies new_copies(bint has_runs):
 @cython.final
 @cython.auto_pickle(False)
 cdef class TakenChanges:
-    """Changes of the index of a pool, or of a tier, since its journal was begun, and its entries if they are wanted."""
+    """Changes in the index of a pool or tier since its journal began, and optionally all entries."""
 
     cdef EntryCopies removed, new, entries
 
-    cdef bint reserve(self, Pool *pool) noexcept:
-        """Copy the entries, and allocate room for what changed; False where memory is short."""
-        if not self.removed.reserve(pool.journal.num_removed, 0):
+    cdef bint prepare(self, Pool *pool) noexcept:
+        """Copy the entries, and allocate room for the changes; False if memory is short."""
+        if not self.removed.make_room(pool.journal.num_removed, 0):
             return False
-        if not self.new.reserve(pool.journal.num_new, pool.tokens_width):
+        if not self.new.make_room(pool.journal.num_new, pool.tokens_width):
             return False
         return self.entries is None or self.entries.copy_all(pool)
 
     cdef void take(self, Pool *pool) noexcept:
-        """Copy what changed, for which there is room, and begin the journal anew."""
+        """Copy the changes, and empty the journal."""
         cdef void *thread = let_others_run(pool.journal.num_new)
         copy_removed(&pool.journal, &self.removed.copied)
         copy_new(pool, &self.new.copied)
         end_journal(&pool.journal)
         go_on(thread)
+        assert pool.journal.notes[NULL_PAGE].new.next == NULL_PAGE and pool.journal.notes[NULL_PAGE].new.prev == NULL_PAGE
 
     cdef tuple to_tuple(self):
         return self.removed.to_tuple(), self.new.to_tuple(), None if self.entries is None else self.entries.to_tuple()
@@ -251,12 +270,23 @@ cdef TakenChanges new_changes(bint has_runs, bint with_entries):
 
 
 cdef Pool *journaled_tier(const Pool *pool) noexcept nogil:
-    """The pool of the tier behind a pool; NULL if there is none, or it has no journal."""
+    """Return the pool of the tier behind a pool; NULL without a tier, or without its journal."""
     return pool.tier.pool if pool.tier != NULL and is_journaled(pool.tier.pool) else NULL
 
 
+cdef int32_t add_context(Journal *journal) noexcept:
+    """Append a context, held once; -1 if memory is short."""
+    cdef int32_t context = journal.num_contexts
+    if context & (context - 1) == 0:  # the array is full
+        if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
+            return -1
+    journal.contexts[context] = Context(num_users=0, num_holders=1)
+    journal.num_contexts += 1
+    return context
+
+
 cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
-    """Make an empty journal for so many pages; False where memory is short."""
+    """Make an empty journal for `num_pages` pages; False if memory is short."""
     memset(journal, 0, sizeof(Journal))
     journal.notes = <Note *>malloc(num_pages * (sizeof(Note) + sizeof(Removal)))
     if journal.notes == NULL or add_context(journal) != 0:
@@ -268,11 +298,10 @@ cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
 
 
 cdef class EntryJournal:
-    """Changes of the prefix index of a store, and of that of the tier behind it, for events. The store's lock guards both.
-    """
+    """Changes in the prefix index of a store, and of the tier behind it, for events. The lock of the store guards both."""
 
     cdef PageStore store
-    cdef Pool *pool                 # of the store
+    cdef Pool *pool                 # pool of the store
 
     def __cinit__(self, PageStore store not None):
         self.store = store
@@ -282,10 +311,10 @@ cdef class EntryJournal:
         raise ArgumentTypeError("a journal cannot be pickled")
 
     def start(self) -> None:
-        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page, of the tier
-        too. This memory and that of kept tokens is touched now, so that the first prompts need not wait for it.
+        """Record from now on which keys come and go, and the places of cached pages in their requests. 56 bytes a page, of the
+        tier too. Touch this memory and that of kept tokens now, so that the first prompts do not wait for page faults.
 
-        ArgumentError if there is a journal already, or if pages are held or cached: their origin is not known.
+        ArgumentError if there is a journal already, or if pages are held or cached, because their origin is unknown.
         """
         cdef Pool *pool = self.pool
         cdef Pool *tier = NULL if pool.tier == NULL else pool.tier.pool
@@ -308,6 +337,7 @@ cdef class EntryJournal:
                         memset(pool.page_tokens, 0, pool.num_pages * pool.tokens_width * sizeof(int32_t))
                     for i in range(num_pools):
                         pools[i].journal, journals[i] = journals[i], pools[i].journal
+                        assert pools[i].num_entries == 0 and is_journaled(pools[i])
         for journal in journals[:num_pools]:
             free(journal.notes)
             free(journal.contexts)
@@ -319,8 +349,8 @@ cdef class EntryJournal:
             raise ArgumentError(f"{num_held} pages are held and {num_keys} prefixes cached already, allowed: none")
 
     def add_context(self) -> int:
-        """A new context: a small int that stands for extra keys and session of a request; 0 stands for neither. It is kept
-        while cached pages or rows have it, or callers hold it. This caller holds it.
+        """Return a new context: a small int for the extra keys and the session of a request; 0 means neither. It is kept while
+        cached pages or rows have it, or callers hold it. This caller holds it.
         """
         cdef int32_t context
         self.check_journaled()
@@ -345,6 +375,7 @@ cdef class EntryJournal:
         self.check_journaled()
         with self.store.lock:
             changed = &self.pool.journal.contexts[checked]
+            assert changed.num_users >= 0 and changed.num_holders >= 0
             is_right = 0 <= changed.num_holders + <int64_t>change < INT32_MAX
             if is_right:
                 changed.num_holders += change
@@ -353,7 +384,7 @@ cdef class EntryJournal:
         return 0
 
     def kept_contexts(self):
-        """The contexts to keep, as a set; None while taken changes are being made into events. O(contexts)."""
+        """Return the contexts in use as a set; None while taken changes are being made into events. O(contexts)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Journal *journal = &self.pool.journal
         cdef int32_t i
@@ -370,14 +401,14 @@ cdef class EntryJournal:
 
     @property
     def max_num_kept_keys(self) -> int:
-        """The largest number of `list_kept_keys` there can be."""
+        """Return the largest possible number of `list_kept_keys`."""
         cdef Py_ssize_t num
         with self.store.lock:
             num = self.count_kept_keys()
         return num
 
     cdef Py_ssize_t count_kept_keys(self) noexcept:
-        """Entries and their parents, removed keys, and those of pages in transfer: as many as there can be."""
+        """Count the most keys there can be: entries and their parents, removed entries, and pages in transfer."""
         cdef const Pool *pool = self.pool
         cdef Py_ssize_t num = pool.num_pages + pool.num_pages * is_journaled(pool) + pool.journal.num_removed
         if pool.tier != NULL:
@@ -385,14 +416,14 @@ cdef class EntryJournal:
         return num
 
     def list_kept_keys(self):
-        """The keys that may have a name that is needed: of entries, of their parents, of removed entries, and of pages in
+        """Return the keys whose names may still be needed: those of entries, their parents, removed entries and pages in
         transfer, uint64 ``[2 n]``. None while taken changes are being made into events. O(num_pages).
         """
         cdef EntryCopies kept = new_copies(False)
         cdef bint is_told, has_room
         with self.store.lock:
             is_told = self.pool.journal.is_told
-            has_room = is_told or kept.reserve(self.count_kept_keys(), 0)
+            has_room = is_told or kept.make_room(self.count_kept_keys(), 0)
             if has_room and not is_told:
                 with nogil:
                     copy_kept_keys(self.pool, &kept.copied)
@@ -401,12 +432,12 @@ cdef class EntryJournal:
         return None if is_told else kept.to_tuple()[0]
 
     def take_changes(self, bint with_entries=False) -> tuple:
-        """Return what changed in the index since the last call: ``(is_cleared, changes, changes of the tier)``.
+        """Return the changes in the index since the last call: ``(is_cleared, changes, changes of the tier)``.
 
-        If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``: first the
-        removed ones went, then the new ones came. A key that came and went again is in neither. `entries` are those of the
-        index afterwards, or None. All are lists of `list_entries`; those of the tier, and the removed ones, have keys and
-        groups alone. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
+        If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``; removed
+        entries went before new ones came. A key that came and went again is in neither. `entries` is the index afterwards, or
+        None. Each is in the form of `list_entries`; removed entries, and all of the tier, have keys and groups alone. Names and
+        contexts are kept until `end_report`. O(changes), or O(num_pages).
         """
         cdef TakenChanges changes = new_changes(True, with_entries), tier_changes = new_changes(False, with_entries)
         cdef Journal *journal = &self.pool.journal
@@ -415,7 +446,7 @@ cdef class EntryJournal:
         self.check_journaled()
         with self.store.lock:
             tier = journaled_tier(self.pool)
-            has_room = changes.reserve(self.pool) and (tier == NULL or tier_changes.reserve(tier))
+            has_room = changes.prepare(self.pool) and (tier == NULL or tier_changes.prepare(tier))
             if has_room:
                 is_cleared = journal.is_cleared
                 changes.take(self.pool)
@@ -427,12 +458,11 @@ cdef class EntryJournal:
         return is_cleared, changes.to_tuple(), tier_changes.to_tuple()
 
     def list_entries(self) -> tuple:
-        """The entries of the index, and those of the tier. Changes nothing. Names and contexts are kept until `end_report`.
-        O(num_pages).
+        """Return the entries of the index and of the tier. Names and contexts are kept until `end_report`. O(num_pages).
 
-        Those of the index are ``(keys, runs, token_ids)``: the keys, uint64 ``[2 n]``, each its lower half and its upper; the
-        runs of pages that follow one another in a request, ``(key of the parent, place of the first page, context, group,
-        pages, tokens kept of each)``; and these tokens, int32. Those of the tier are the keys, and the groups, int32 ``[n]``.
+        Entries of the index are ``(keys, runs, token_ids)``: the lower and upper half of each key, uint64 ``[2 n]``; the runs
+        of consecutive pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and
+        these tokens, int32. Entries of the tier are keys, and groups, int32 ``[n]``.
         """
         cdef EntryCopies entries = new_copies(True), tier_entries = new_copies(False)
         cdef Pool *tier
@@ -447,7 +477,7 @@ cdef class EntryJournal:
         return entries.to_tuple(), tier_entries.to_tuple()
 
     def end_report(self) -> None:
-        """Let names and contexts of the taken changes be forgotten: the events have been built."""
+        """Allow names and contexts of the taken changes to be forgotten, now that the events are built."""
         with self.store.lock:
             self.pool.journal.is_told = False
 

@@ -160,19 +160,6 @@ cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcep
     _claim_picked(pool, page_id)
 
 
-cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Index of an id outside the pool, or -1."""
-    cdef Py_ssize_t i
-    cdef int32_t signs = 0, last = pool.num_pages - 1
-    for i in range(n if GUARDS else 0):  # several at once, for there is no way out
-        signs |= ids[i] | <int32_t>(<uint32_t>last - <uint32_t>ids[i])
-    if signs < 0:
-        for i in range(n):
-            if not 0 <= ids[i] <= last:
-                return i
-    return -1
-
-
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
     cdef Py_ssize_t i

@@ -347,8 +347,3 @@ cdef inline int32_t count_pages_in(const Pool *pool, int32_t shard) noexcept nog
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Count the links of the queues of shards: one for each page, for the end of each queue, and for each of its parts."""
     return pool.num_pages + num_shards * (1 + pool.num_parts)
-
-
-cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
-    """Count the `Links` that hold `shard_newest`, two ids each."""
-    return num_shards * NUM_PARTS // 2 if pool.policy != NULL else 0

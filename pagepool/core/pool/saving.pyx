@@ -25,7 +25,9 @@ cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are cou
 
 
 def follow(prev_ids, next_ids, first_ids) -> tuple:
-    """List the ids of rings, each from its first on. Return them and True, or those before a link that does not lead back."""
+    """List the ids of rings, each from its first on. Return them and True, or False at the first link that does not lead back,
+    with the ids before it.
+    """
     cdef PageIds before = as_page_ids(prev_ids, "prev_ids"), behind = as_page_ids(next_ids, "next_ids")
     cdef PageIds firsts = as_page_ids(first_ids, "first_ids"), ids = PageIds.__new__(PageIds)
     cdef Py_ssize_t i, n = min(before.num, behind.num)
@@ -45,8 +47,8 @@ def follow(prev_ids, next_ids, first_ids) -> tuple:
 
 
 def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | None:
-    """Return what is wrong with what the eviction policy of a pool, or of the tier behind it, keeps, apart from its queue, or
-    None. O(num_pages).
+    """Describe the first fault in the marks, ghost and counts of the eviction policy of a pool, or of the tier behind it; None
+    if there is none. O(num_pages).
     """
     cdef Pool *pool = pool_of(store, of_tier)
     cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
@@ -69,7 +71,7 @@ cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
 
 
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
-    """The first page with a mark of the blank part with a stamp; or -1."""
+    """Find the first page whose mark of the blank part has a stamp, or -1."""
     cdef Py_ssize_t i
     for i in range(pool.num_pages):
         if pool.policy.marks[i] & PART == BLANK and pool.policy.marks[i] != BLANK:
@@ -78,7 +80,7 @@ cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
 
 
 cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
-    """The first set of the ghost with an entry that no look-up finds, or that has no part; or -1."""
+    """Find the first set of the ghost that has an entry of another set, without a part, or twice; or -1."""
     cdef const Ghost *ghost = &pool.policy.ghost
     cdef const GhostEntry *entry
     cdef Py_ssize_t i, j
@@ -102,10 +104,10 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
-    """Return the store of which a snapshot has these arrays. `kind` is whether prefixes are cached, and the eviction
-    policy; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and whether they stay when they leave
-    windows; `policy` those of the policy, empty without one: marks, ghosts, counts, and what it has learned;
-    `totals` are the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
+    """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `cached` has
+    the ids, group ids, keys and token ids of cached pages, and whether they stay behind windows; `policy` has marks, ghosts,
+    counts and learned values, empty without a policy; `totals` has the counters and the number of shards. SnapshotError if
+    they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     enable_caching, eviction = kind
@@ -146,10 +148,11 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
 
 
 cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
-    """Give pages outside the queue these references, and the free queue this order."""
+    """Set the ref counts, and the order of the free queue."""
     cdef Py_ssize_t i
     cdef int32_t page_id, count
     cdef bint is_queued
+    assert pool.num_free == 0
     for i in range(free_ids.num):
         require_once(pool, "free_page_ids", free_ids, i, False)
         if pool.policy != NULL:
@@ -164,17 +167,19 @@ cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
         if count < 0 or (count == 0) != (is_queued or page_id == NULL_PAGE):
             where = "in the free queue" if is_queued else "not in the free queue"
             raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
+    assert pool.num_free == free_ids.num
     return 0
 
 
 cdef list load_policy(Pool *pool, object arrays):
-    """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned. Without a policy
-    the arrays must be empty. Returns the numbers of free pages in the parts, which are 0 now.
+    """Set the marks, ghosts, counts and learned values of a policy whose queue is empty. Without a policy the arrays must be
+    empty. Return the saved numbers of free pages in the parts, which are reset to 0.
     """
     cdef Items items
     cdef Item *target
     cdef Py_ssize_t i
     cdef bytes source
+    assert pool.num_free == 0
     list_items(pool, &items)
     for name, array in zip((b"marks", b"ghosts", b"policy_counts", b"learned"), arrays, strict=True):
         source = bytes_of(array)
@@ -193,13 +198,13 @@ cdef list load_policy(Pool *pool, object arrays):
 
 
 cdef list list_parts(const Pool *pool):
-    """The numbers of free pages in the parts of a policy; none without one."""
+    """List the numbers of free pages in the parts of a policy; none without one."""
     cdef Py_ssize_t i
     return [pool.policy.num_in_part[i] for i in range(NUM_PARTS if pool.policy != NULL else 0)]
 
 
 cdef bytes bytes_of(object array):
-    """A copy of the memory of an array. ArgumentTypeError unless it is one without objects."""
+    """Copy the memory of an array. ArgumentTypeError for anything else, and for arrays of objects."""
     if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
         array = np.asarray(array)
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
@@ -208,7 +213,7 @@ cdef bytes bytes_of(object array):
 
 
 cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_entry) except -1:
-    """SnapshotError for an id outside the pool, or of a page that is in the index, or free queue, already."""
+    """Raise SnapshotError for an id outside the pool, or a page that is in the index, or the free queue, already."""
     cdef int32_t page_id = ids.ids[i]
     if 0 < page_id < pool.num_pages and not (pool.pages[page_id].group != NO_GROUP if is_entry else is_free(pool, page_id)):
         return 0
@@ -216,10 +221,11 @@ cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_e
 
 
 cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens, PageIds kept) except -1:
-    """Enter pages of a pool without entries in the prefix index, in order."""
+    """Cache pages in order, in a pool without cached pages."""
     cdef Py_ssize_t i, width = pool.tokens_width
     cdef Entry entry
     cdef int32_t group, num_tokens
+    assert pool.num_entries == 0
     if not (groups.num == kept.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
         nums = f"{ids.num} ids, {groups.num} groups, {keys.num // 4} keys, {kept.num} flags"
         raise SnapshotError(f"cached pages: got {nums}, allowed: as many")
@@ -237,12 +243,13 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
         cache(pool, ids.ids[i], &entry, NULL, NULL, 0)
         if kept.ids[i]:
             pool.pages[ids.ids[i]].group |= KEPT
+    assert pool.num_entries == ids.num and pool.num_keys <= pool.num_entries
     return 0
 
 
 def give_back_restored(PageStore store not None) -> int | None:
-    """Give back all references of a loaded store, the pages in order of their ids. Returns the number of pages. Returns None,
-    and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
+    """Give back all references of a loaded store, in the order of page ids, and return the number of pages. Return None, with
+    nothing changed, if the store was not loaded or references were taken since. O(num_pages).
     """
     cdef Pool *pool = &store.pool
     cdef int32_t page_id, num_given = 0

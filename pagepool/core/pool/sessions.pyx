@@ -1,4 +1,4 @@
-"""Sessions: rows and requests with the same id, and the pages that they have cached. Shares of tenants."""
+"""Numbers of sessions by id and tenant, expectations of their pages, and shares of tenants."""
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.core.base.limits cimport NEVER
 from pagepool.core.pool.owners cimport close_page, hold_session, is_live
 from pagepool.core.pool.queue cimport expect_page, join_common, link_shards, now_of
-from pagepool.core.pool.records cimport COMMON, MAX_TENANTS, NO_SESSION, Pool, Session
+from pagepool.core.pool.records cimport COMMON, MAX_TENANTS, NO_GROUP, NO_SESSION, Pool, Session
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.arguments cimport float_of, term_of_seconds
 from pagepool.core.values.ids cimport PageIds
@@ -17,14 +17,14 @@ from pagepool.arguments import require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef enum:
-    MIN_SESSIONS = 64         # that are remembered before any is forgotten
+    MIN_SESSIONS = 64         # remembered before any is forgotten
 
 cdef double MAX_SHARES = 0.95
 cdef double ROUNDING = 1e-9
 
 
 cdef dict checked_shares(object shares):
-    """The shares by name as floats."""
+    """Return the shares by name as floats."""
     cdef dict checked = {}
     if not isinstance(shares, Mapping):
         raise ArgumentTypeError(f"shares: got {type(shares).__name__}, allowed: a mapping of tenants to shares")
@@ -45,12 +45,12 @@ cdef dict checked_shares(object shares):
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageSessions:
-    """The numbers of the sessions of a pool, by id and tenant. Calls of several threads are serialised by the caller."""
+    """The numbers of the sessions of a pool, by id and tenant. Callers serialise their calls."""
 
     cdef PageStore store
     cdef dict numbers               # by tenant, by id
-    cdef dict tenants               # numbers of those that have shares
-    cdef list unused                # numbers of sessions
+    cdef dict tenants               # numbers of tenants with shares
+    cdef list unused                # free numbers of sessions
     cdef Py_ssize_t num_known
     cdef Py_ssize_t num_at_sweep
 
@@ -62,8 +62,8 @@ cdef class PageSessions:
         raise ArgumentTypeError("the sessions of a pool cannot be pickled")
 
     def hold(self, session_id, tenant=None) -> int:
-        """Return the number of a session for a tenant, valid until `release`; 0 for no session and no tenant, and without
-        caching. Amortised O(1); the first call O(num_pages).
+        """Return the number of a session for a tenant, valid until `release`; 0 without both, or without caching. Amortised
+        O(1); the first call is O(num_pages).
         """
         cdef object checked = require_name("session_id", session_id), name = require_name("tenant", tenant)
         cdef int32_t main = NO_SESSION, number
@@ -79,7 +79,7 @@ cdef class PageSessions:
         return number
 
     cdef int32_t find_or_add(self, object session_id, object tenant, int32_t main) except -1:
-        """Return the number of a session for a tenant, which leads to the `main` one; for no tenant it is that itself."""
+        """Return the number of a session for a tenant. It leads to the `main` number, or is the main one without a tenant."""
         cdef dict numbers = self.numbers.setdefault(session_id, {})
         cdef object known = numbers.get(tenant)
         cdef int32_t number
@@ -90,12 +90,15 @@ cdef class PageSessions:
         numbers[tenant] = number
         self.num_known += 1
         with self.store.lock:
+            assert self.store.pool.sessions.items[number].num_pages == 0
+            assert self.store.pool.sessions.items[number].num_holders == 0
+            assert main == NO_SESSION or self.store.pool.sessions.items[main].main == main
             self.store.pool.sessions.items[number].main = number if tenant is None else main
             self.store.pool.sessions.items[number].tenant = self.tenants.get(tenant, COMMON)
         return number
 
     def release(self, number) -> None:
-        """Release a number of `hold`. It is used again when no page, row or request has it any more."""
+        """Release a number of `hold`. It is reused once no page, row or request has it."""
         cdef int32_t checked = self.store.checked_session(number)
         with self.store.lock:
             if checked != NO_SESSION and self.store.pool.sessions.items[checked].num_holders > 0:
@@ -112,6 +115,7 @@ cdef class PageSessions:
                 with self.store.lock:
                     session = &self.store.pool.sessions.items[number]
                     is_gone = not is_live(session) and session.num_closed == 0
+                assert session.num_pages >= 0 and session.num_closed >= 0 and session.num_holders >= 0
                 if is_gone:
                     self.unused.append(numbers.pop(tenant))
                     self.num_known -= 1
@@ -121,8 +125,8 @@ cdef class PageSessions:
         return 0
 
     def expect(self, session_id, seconds) -> int:
-        """Say in how many seconds the pages of a session are wanted (None: nobody knows), the last page first; with infinity
-        they belong to it no more. Returns how many pages. O(pages).
+        """Expect the pages of a session back in some seconds (None: unknown), the last page first. Infinity means never, and
+        ends the session's claim on them. Return how many pages. O(pages).
         """
         cdef object number = self.numbers.get(require_name("session_id", session_id), {}).get(None)
         cdef int32_t term = term_of_seconds(seconds)
@@ -142,6 +146,7 @@ cdef class PageSessions:
             page_id = pool.sessions.links[session.first].prev
             for _ in range(num_pages if has_room else 0):
                 following = pool.sessions.links[page_id].prev
+                assert pool.sessions.owners[page_id] == number and pool.pages[page_id].group != NO_GROUP
                 if term == NEVER:
                     close_page(pool, page_id)
                 expect_page(pool, page_id, term, now)
@@ -153,7 +158,7 @@ cdef class PageSessions:
     # Shares.
 
     def set_shares(self, shares) -> None:
-        """Set the shares of tenants by name; all others have the rest together. O(num_pages), and O(sessions)."""
+        """Set the shares of tenants by name; other tenants share the rest. O(num_pages + sessions)."""
         cdef Pool *pool = &self.store.pool
         cdef dict checked = checked_shares(shares)
         cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
@@ -165,6 +170,7 @@ cdef class PageSessions:
         for i in range(MAX_TENANTS):
             values[i] = 0
         values[COMMON] = 1 - sum(checked.values())
+        assert values[COMMON] > 0
         for name, share in checked.items():
             if name not in tenants:
                 taken = {*tenants.values()}
@@ -187,6 +193,6 @@ cdef class PageSessions:
         self.tenants = tenants
 
     def count_charged(self) -> dict:
-        """Count the pages that are charged to each tenant with a share. O(tenants)."""
+        """Count the pages charged to each tenant with a share. O(tenants)."""
         cdef const int32_t *counts = &self.store.pool.tenants.num_charged[0]
         return {name: self.store.read(&counts[<int32_t>number]) for name, number in self.tenants.items()}

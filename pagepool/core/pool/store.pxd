@@ -20,22 +20,22 @@ cdef class CachePage
 @cython.auto_pickle(False)
 cdef class PageStore:
     cdef Pool pool
-    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
+    cdef readonly bint is_pool          # False for a queue, which can grow and has no prefix index
     cdef readonly bint enable_caching
     cdef readonly object eviction       # name of the policy, a str
     cdef bint has_blank_first           # `put_blank_first` was called
     cdef readonly object names          # HashNames
-    cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
-    cdef Py_ssize_t capacity            # records there is room for
-    cdef dict leases                    # those that are held, and some that have ended, as keys, the oldest first
-    cdef dict views                     # page id -> CachePage, for those that were asked for
+    cdef PyObject *tier                 # owned `PageTier` behind it, or NULL; invisible to the garbage collector
+    cdef Py_ssize_t capacity            # allocated records
+    cdef dict leases                    # keys: held leases and some ended ones, the oldest first
+    cdef dict views                     # page id -> CachePage, made on demand
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
     cdef bint make_terms(self, PageIds terms) noexcept
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept
     cdef bint make_leases(self) noexcept
-    cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
+    cdef bint pad_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
     cdef Page record(self, int32_t page_id) noexcept
     cdef int32_t checked_id(self, object page_id) except -1
@@ -75,8 +75,8 @@ cdef class QueryCounter:
 cdef class CachePage:
     cdef PageStore store
     cdef int32_t index                  # record in the store
-    cdef bint is_made_null              # a null page that stands alone
-    cdef object own_hash                # of a page without a pool: its PageHashWithGroupId, or None
-    cdef readonly object page_id        # the index in a pool, any int for a page made alone
+    cdef bint is_made_null              # a null page without a pool
+    cdef object own_hash                # PageHashWithGroupId of a page without a pool, or None
+    cdef readonly object page_id        # index in a pool; any int without a pool
 
     cdef tuple fields(self)

@@ -10,14 +10,14 @@ from libc.string cimport memcpy
 from pagepool.core.base.limits cimport MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
 from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
-from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run, monotonic_ns
+from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS, go_on, let_others_run, monotonic_ns
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport find_within, link_shard_twins
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
 from pagepool.core.pool.pool cimport (
-    Entry, bare_entry, cache, count_request, find_outside, find_untouchable, give_back_all, give_back_and_uncache, hit, reuse,
-    take, uncache, uncache_all, uncache_everywhere, uncache_tier,
+    Entry, bare_entry, cache, count_request, find_untouchable, give_back_all, give_back_and_uncache, hit, reuse, take, uncache,
+    uncache_all, uncache_everywhere, uncache_tier,
 )
 from pagepool.core.pool.queue cimport (
     Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
@@ -25,8 +25,8 @@ from pagepool.core.pool.queue cimport (
 )
 from pagepool.core.pool.records cimport (
     COMMON, FLAGS, MAX_TENANTS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters,
-    Expectations, Histogram, Links, Origin, Ranking, Residency, Session, Sessions, Slot, Stay, count_pages_in,
-    count_plain_parts, count_queue_links, count_remembered, digest_of, is_free, is_leased,
+    Expectations, Histogram, Links, Origin, Pool, Ranking, Residency, Session, Sessions, Slot, Stay, count_pages_in,
+    count_plain_parts, count_queue_links, digest_of, is_free, is_leased,
 )
 from pagepool.core.values.arguments cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
@@ -53,7 +53,7 @@ EVICTION_POLICIES = ("lru", "adaptive")
 
 
 cdef str checked_policy(object name):
-    """The name of a policy as a str. ArgumentError for an unknown name, ArgumentTypeError for another type."""
+    """Return the name of a policy as a str. ArgumentError for an unknown name, ArgumentTypeError for another type."""
     if not isinstance(name, str):
         raise ArgumentTypeError(f"eviction: got {type(name).__name__}, allowed: a string")
     policy = str.__str__(name)  # a subclass may equal anything
@@ -67,16 +67,23 @@ cdef tuple histogram_of(const Histogram *histogram):
     return [histogram.counts[i] for i in range(NUM_BUCKETS)], histogram.sum
 
 
+cdef Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
+    """Count the `Links` that hold `shard_newest`, two ids each."""
+    return num_shards * NUM_PARTS // 2 if pool.policy != NULL else 0
+
+
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept:
-    """Memory for the links of shards; NULL where it is short."""
+    """Allocate the links of shards; NULL if memory is short."""
     cdef Py_ssize_t num_twins = pool.num_pages if pool.slots != NULL else 0
     cdef Py_ssize_t num_links = count_queue_links(pool, num_shards) + num_shards + count_remembered(pool, num_shards)
+    assert num_shards > 0 and pool.num_pages % num_shards == 0
     return <Links *>calloc(num_links + 2 * num_twins, sizeof(Links))
 
 
 cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept:
-    """Divide a locked pool into shards, with new links. O(num_pages + pages of equal content x shards)."""
+    """Divide a locked pool into shards with these links. O(num_pages + pages of equal content x shards)."""
     cdef Links *newest = links + count_queue_links(pool, num_shards) + num_shards
+    assert links != NULL and num_shards > 0
     free(pool.shard_links)
     pool.shard_links = links
     pool.shard_num_free = <int32_t *>(newest - num_shards)
@@ -90,7 +97,7 @@ cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
 
 
 cdef inline int32_t record_of(PageStore store, object page) except -1:
-    """The record of a view; PageIdError for another pool's."""
+    """Return the page id of a view; PageIdError for one of another pool."""
     if type(page) is not CachePage:
         raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
     if (<CachePage>page).store is not store:
@@ -98,8 +105,21 @@ cdef inline int32_t record_of(PageStore store, object page) except -1:
     return (<CachePage>page).index
 
 
+cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Find the index of an id outside the pool, or -1."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0, last = pool.num_pages - 1
+    for i in range(n if GUARDS else 0):  # no early exit, so that it vectorises
+        signs |= ids[i] | <int32_t>(<uint32_t>last - <uint32_t>ids[i])
+    if signs < 0:
+        for i in range(n):
+            if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
 cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
-    """Add records up to `num_pages`: neither free nor cached. False where memory is short. Amortised O(1) a record."""
+    """Add records up to `num_pages`, neither free nor cached; False if memory is short. Amortised O(1) a record."""
     cdef Py_ssize_t i, capacity = max(num_pages, 2 * store.capacity)
     if num_pages > store.capacity:
         if not resize(<void **>&store.pool.pages, capacity * sizeof(Page)):
@@ -112,13 +132,15 @@ cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
             key_lo=0, key_hi=0, ref_cnt=0, prev_free=NULL_PAGE, next_free=NULL_PAGE, group=NO_GROUP,
         )
     store.pool.num_pages = <int32_t>num_pages
+    assert is_free(&store.pool, NULL_PAGE) and store.pool.pages[NULL_PAGE].group == NO_GROUP
     return True
 
 
 cdef int make_queue(PageStore store) except -1:
-    """Divide the empty queue into the parts of the policy. Leave room for all others, so that records never move."""
+    """Divide the empty queue into the parts of the policy. Allocate room for all other parts, so that records never move."""
     cdef Pool *pool = &store.pool
     cdef size_t num_records
+    assert pool.num_free == 0 and pool.num_parts == 0
     if store.eviction != "lru":
         pool.policy = make_policy(pool.num_pages)
         if pool.policy == NULL:
@@ -132,21 +154,23 @@ cdef int make_queue(PageStore store) except -1:
 
 
 cdef bint make_index(Pool *pool) noexcept:
-    """Make an empty prefix index; False where memory is short."""
+    """Make an empty prefix index; False if memory is short."""
     cdef uint32_t num_slot_bits = 2
     while <Py_ssize_t>1 << num_slot_bits < 2 * <Py_ssize_t>pool.num_pages:
         num_slot_bits += 1
     pool.slots = <Slot *>calloc(<size_t>1 << num_slot_bits, sizeof(Slot))
     pool.mask, pool.home_shift = (<uint32_t>1 << num_slot_bits) - 1, 32 - num_slot_bits
+    assert <Py_ssize_t>pool.mask + 1 >= 2 * <Py_ssize_t>pool.num_pages
     return pool.slots != NULL and resize(<void **>&pool.twins, pool.num_pages * sizeof(Links))
 
 
 cdef int sample_residency(Pool *pool) except -1:
-    """Sample every 128th page, and more of a small pool. The stays of pages that a restored pool has in use begin now."""
+    """Sample every 128th page, and more of a small pool. Stays begin now for pages already in use."""
     cdef Residency *residency
     cdef Py_ssize_t i, num_stays
     cdef int32_t shift = SAMPLE_SHIFT
     cdef int64_t now = monotonic_ns()
+    assert pool.residency == NULL
     while shift and pool.num_pages >> (shift + SAMPLE_SHIFT) == 0:
         shift -= 1
     num_stays = (pool.num_pages >> shift) + 1
@@ -163,14 +187,16 @@ cdef int sample_residency(Pool *pool) except -1:
 
 cdef void overwrite_count(Pool *pool, int32_t page_id, int32_t count) noexcept:
     cdef Page *page = &pool.pages[page_id]
+    assert 0 < page_id < pool.num_pages and count >= 0
     pool.is_restored &= count <= page.ref_cnt
     if is_free(pool, page_id):
         pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
     page.ref_cnt = count
+    assert pool.num_held_free >= 0
 
 
-cdef bint add_reference(PageStore store, int32_t page_id, int32_t change) except -1:
-    """One reference more or less; False, and nothing changed, where the count would leave its range."""
+cdef bint change_ref_count(PageStore store, int32_t page_id, int32_t change) except -1:
+    """Add `change` to a ref count; False, with nothing changed, if the count would leave its range."""
     cdef Pool *pool = &store.pool
     cdef bint is_right
     with store.lock:
@@ -221,6 +247,7 @@ cdef tuple token_ids_of(PageStore store, int32_t page_id):
         return ()
     with store.lock:
         tokens = store.pool.page_tokens + page_id * store.pool.tokens_width
+        assert 0 <= tokens[0] < store.pool.tokens_width
         has_room = ids.try_reserve(tokens[0])
         if has_room:
             ids.put(tokens + 1, tokens[0])
@@ -231,11 +258,11 @@ cdef tuple token_ids_of(PageStore store, int32_t page_id):
 
 @cython.auto_pickle(False)
 cdef class PageStore:
-    """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
+    """The records of one pool, its free queue and its prefix index. Users call `pagepool.PagePool`.
 
-    Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 6 more once a
-    page was expected back, or shares were set.
+    Methods take and return page ids. Making a store is O(num_pages). Memory for each page: 32 bytes of record, and with caching
+    8 of twin links and 16 to 32 of index slots; 24 more after the first data-parallel hint (8 without caching); 6 more after
+    the first expectation, or once shares are set.
     """
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
@@ -253,7 +280,7 @@ cdef class PageStore:
         if is_pool:
             sample_residency(&self.pool)
         self.eviction = checked_policy(eviction)
-        if self.enable_caching:  # without it no page is worth more than another
+        if self.enable_caching:  # otherwise all pages are worth the same
             make_queue(self)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
@@ -282,7 +309,7 @@ cdef class PageStore:
     # Memory.
 
     cdef bint make_terms(self, PageIds terms) noexcept:
-        """`divide` the queue by terms, unless all of these are UNKNOWN."""
+        """Divide the queue by terms, unless all of these are UNKNOWN; False if memory is short."""
         cdef int32_t all_terms = UNKNOWN
         cdef Py_ssize_t i
         for i in range(terms.num):
@@ -290,7 +317,7 @@ cdef class PageStore:
         return all_terms == UNKNOWN or self.divide(True, False)
 
     def put_blank_first(self) -> None:
-        """Hand out pages without an entry before all others from now on, as with a policy. O(num_pages)."""
+        """Hand out pages without an entry first from now on, as with a policy. O(num_pages)."""
         cdef bint has_room
         with self.lock:
             has_room = self.divide(False, False)
@@ -299,8 +326,8 @@ cdef class PageStore:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
 
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept:
-        """Divide the queue of the locked pool by whether pages have an entry, by terms, and, which needs terms, by tenants,
-        unless it is, or caches nothing; False, and nothing changed, where memory is short.
+        """Divide the queue of the locked pool into blank and cached pages, by terms, and by tenants, which need terms. Do
+        nothing if it is divided so already, or nothing is cached. False, with nothing changed, if memory is short.
         """
         cdef Pool *pool = &self.pool
         cdef Pool divided = self.pool
@@ -309,6 +336,7 @@ cdef class PageStore:
         cdef bint by_entry = pool.num_parts == 0
         by_terms = by_terms and stamps == NULL
         by_tenants = by_tenants and pool.tenants.of_pages == NULL
+        assert not by_tenants or by_terms or stamps != NULL
         if not self.enable_caching or not (by_entry or by_terms or by_tenants):
             return True
         divided.num_parts = count_plain_parts(pool) + (NEVER if by_terms or stamps != NULL else 0)
@@ -328,10 +356,11 @@ cdef class PageStore:
             begin_tenants(pool)
         if pool.num_shards:
             use_shard_links(pool, links, pool.num_shards)
+        assert pool.num_parts == divided.num_parts
         return True
 
-    cdef bint list_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept:
-        """Append a term to a list until it has `n`, unless no page of the locked pool has any. False where memory is short."""
+    cdef bint pad_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept:
+        """Append a term to a list up to length `n`, if pages of the locked pool can have terms. False if memory is short."""
         if self.pool.expected.terms != NULL and not terms.try_reserve(n - terms.num):
             return False
         while terms.num < n and self.pool.expected.terms != NULL:
@@ -339,7 +368,7 @@ cdef class PageStore:
         return True
 
     cdef bint make_leases(self) noexcept:
-        """Make room for the counts of leases, unless there is; False where memory is short."""
+        """Allocate the counts of leases once; False if memory is short."""
         if self.pool.leases.counts == NULL:
             self.pool.leases.counts = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
         return self.pool.leases.counts != NULL
@@ -347,7 +376,7 @@ cdef class PageStore:
     # Figures.
 
     cdef int32_t read(self, const int32_t *value) noexcept:
-        """One value. It is never torn: the lock is needed only in a build without the GIL."""
+        """Read a value of the pool. Reads are never torn: only a build without the GIL needs the lock."""
         cdef int32_t copied
         if GIL_DISABLED:
             self.lock.acquire()
@@ -357,9 +386,10 @@ cdef class PageStore:
         return copied
 
     cdef Page record(self, int32_t page_id) noexcept:
-        """A copy of a page's record, as it is between calls."""
+        """Copy the record of a page between two calls."""
         cdef Page page
         with self.lock:
+            assert 0 <= page_id < self.pool.num_pages
             page = self.pool.pages[page_id]
         return page
 
@@ -378,17 +408,17 @@ cdef class PageStore:
 
     @property
     def num_keys(self) -> int:
-        """Distinct (hash, group) pairs in the prefix index."""
+        """Count the distinct (hash, group) pairs in the prefix index."""
         return self.read(&self.pool.num_keys)
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages with a prefix entry."""
+        """Count the pages with a prefix entry."""
         return self.read(&self.pool.num_entries)
 
     @property
     def num_leased_pages(self) -> int:
-        """The pages of leases with an end, each once for each lease."""
+        """Count the pages of leases with an end, once for each lease."""
         cdef int64_t num_pages
         with self.lock:
             num_pages = self.pool.leases.num_pages
@@ -396,7 +426,7 @@ cdef class PageStore:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that have pages, rows or requests."""
+        """Count the sessions that have pages, rows or requests."""
         return self.read(&self.pool.sessions.num_live)
 
     @property
@@ -409,8 +439,8 @@ cdef class PageStore:
         return list(copied.num_free), copied.outcomes
 
     def set_time(self, seconds) -> None:
-        """Let the clock of expectations and leases stand at a time, for tests and replays. ArgumentError for one before the
-        last, once a page was expected back.
+        """Stop the clock of expectations and leases at a time, for tests and replays. ArgumentError for a time before the last
+        one, after the first expectation.
         """
         cdef double time = float_of(seconds, "seconds")
         cdef bint is_past
@@ -425,13 +455,13 @@ cdef class PageStore:
 
     @property
     def num_kept_token_ids(self) -> int:
-        """Tokens that are kept of a page, at most; 0: none are."""
+        """Return how many tokens are kept for a page at most; 0 means none."""
         return max(0, self.pool.tokens_width - 1)
 
     @property
     def residency(self) -> tuple:
-        """Lifetimes, idle times before eviction and gaps between uses of sampled pages: for each the counts of times below 1
-        ms, below 2, 4, ..., 2**22 ms, and longer, and their sum in ns. O(1).
+        """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
+        1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
         """
         cdef Residency copied
         if self.pool.residency == NULL:
@@ -450,8 +480,8 @@ cdef class PageStore:
 
     @property
     def estimated_hits(self) -> tuple | None:
-        """Pages that were hit, and that LRU would have hit by the adaptive policy's estimate, since the store was made; None
-        for other policies.
+        """Return how many pages were hit since the store was made, and the adaptive policy's estimate for LRU; None for other
+        policies.
         """
         cdef int64_t num_shared, num_free, num_lru
         if self.pool.policy == NULL:
@@ -469,7 +499,7 @@ cdef class PageStore:
         return checked
 
     cdef PageIds checked(self, object page_ids):
-        """`page_ids` as ids that lie within the pool and do not change."""
+        """Return `page_ids` as ids within the pool, which do not change."""
         cdef PageIds ids = page_ids if isinstance(page_ids, PageIds) else PageIds(page_ids)
         cdef Py_ssize_t bad = find_outside(&self.pool, ids.ids, ids.num)
         if bad >= 0:
@@ -482,18 +512,18 @@ cdef class PageStore:
         return 0
 
     cdef Range range_of(self, first_id, stop_id) except *:
-        """Half-open range of page ids; None: to the end of the pool."""
+        """Return a half-open range of page ids; `stop_id` None means the end of the pool."""
         cdef Py_ssize_t stop = self.pool.num_pages if stop_id is None else size_of(stop_id, "stop")
         return Range(<int32_t>size_of(first_id, "start"), <int32_t>stop)
 
     cdef int check_fixed(self) except -1:
-        """The store of a queue grows, and arrays beside its records do not."""
+        """Raise ArgumentError for the store of a queue: it grows, and arrays beside its records do not."""
         if not self.is_pool:
             raise ArgumentError("the store of a queue has no shards, keeps no token ids and no journal")
         return 0
 
     cdef int32_t checked_context(self, object context) except -1:
-        """A context as a number, which stays one, whatever it stands for."""
+        """Return a context as a valid number."""
         cdef Py_ssize_t checked = size_of(context, "context")
         cdef int32_t num_contexts = max(1, self.read(&self.pool.journal.num_contexts)) if checked else 1
         if checked >= num_contexts:
@@ -501,12 +531,12 @@ cdef class PageStore:
         return <int32_t>checked
 
     cdef int32_t checked_session(self, object session) except -1:
-        """The number of a session."""
+        """Return a session as a valid number."""
         return <int32_t>size_of(session, "session", 0, max(1, self.read(&self.pool.sessions.num)) - 1)
 
     cdef int32_t add_session(self, bint has_pages) except -1:
-        """Return the number of a new session without pages and holders, to be told to what it leads. Unless it `has_pages`,
-        none of its pages get an owner.
+        """Return the number of a new session without pages and holders. The caller sets its main session. Pages get it as owner
+        only if it `has_pages`.
         """
         cdef Sessions *sessions = &self.pool.sessions
         cdef Py_ssize_t number = 0, n = self.pool.num_pages
@@ -529,6 +559,7 @@ cdef class PageStore:
                     first=NULL_PAGE, num_pages=0, num_closed=0, num_holders=0, main=NO_SESSION, tenant=COMMON,
                 )
                 sessions.num += 1
+                assert sessions.items[NO_SESSION].main == NO_SESSION and sessions.items[NO_SESSION].num_pages == 0
         if not has_room:
             raise MemoryError(f"sessions of {n} pages")
         return <int32_t>number
@@ -536,11 +567,12 @@ cdef class PageStore:
     # Ref counts.
 
     cdef int32_t count_holders(self, int32_t page_id) noexcept:
-        """The references to a page besides those of leases."""
+        """Count the references to a page except those of leases."""
+        assert not is_leased(&self.pool, page_id) or self.pool.pages[page_id].ref_cnt >= self.pool.leases.counts[page_id]
         return self.pool.pages[page_id].ref_cnt - (self.pool.leases.counts[page_id] if is_leased(&self.pool, page_id) else 0)
 
     def ref_counts(self):
-        """The ref counts of all pages: int32 array ``[num_pages]``. O(num_pages)."""
+        """Return the ref counts of all pages, an int32 array ``[num_pages]``. O(num_pages)."""
         cdef PageIds counts = PageIds.__new__(PageIds)
         cdef Py_ssize_t i, n = self.pool.num_pages
         counts.reserve(n)
@@ -550,7 +582,7 @@ cdef class PageStore:
         return counts.to_array()
 
     def set_ref_count(self, page_id, ref_cnt) -> None:
-        """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
+        """Overwrite a ref count, except the null page's. `check` and the next `take` report a free page with references."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
@@ -558,13 +590,15 @@ cdef class PageStore:
                 overwrite_count(&self.pool, checked, <int32_t>count)
 
     def touch(self, page_ids) -> None:
-        """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
+        """Add a reference to each page; free pages leave the queue. Null pages are passed over. O(n)."""
         cdef PageIds ids = self.checked(page_ids)
-        cdef Py_ssize_t bad
+        cdef Py_ssize_t i, bad
         with self.lock:
             bad = find_untouchable(&self.pool, ids.ids, ids.num, ids.num)
             if bad < 0:
                 hit(&self.pool, ids.ids, ids.num, NOBODY)
+                for i in range(ids.num):
+                    assert ids.ids[i] == NULL_PAGE or not is_free(&self.pool, ids.ids[i])
         if bad >= 0:
             self.refuse_touch(ids.ids[bad])
 
@@ -576,9 +610,10 @@ cdef class PageStore:
     # Pages taken, and given back.
 
     def take(self, n, shard=None, num_shards=0) -> PageIds:
-        """Take `n` pages from the front of the queue, or of a shard: ref count 1, prefix entries dropped. O(n)."""
+        """Take `n` pages from the front of the queue, or of a shard. They get ref count 1 and lose their prefix entries. O(n).
+        """
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t num = size_of(n, "num_pages")
+        cdef Py_ssize_t i, num = size_of(n, "num_pages")
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
         cdef int32_t checked_shard = as_shard(shard, divided)
         cdef int32_t num_free, bad = NULL_PAGE
@@ -594,6 +629,9 @@ cdef class PageStore:
                 count_request(&self.pool)
                 go_on(thread)
                 ids.num = num
+                for i in range(num):
+                    assert self.pool.pages[ids.ids[i]].ref_cnt == 1 and self.pool.pages[ids.ids[i]].group == NO_GROUP
+                    assert not is_free(&self.pool, ids.ids[i])
         self.lock.release()
         if num > num_free:
             where = "" if checked_shard < 0 else f" in shard {checked_shard}"
@@ -602,7 +640,7 @@ cdef class PageStore:
         return ids
 
     cdef int refuse_size(self, str what, int64_t num_pages, int32_t shard) except -1:
-        """Raise the error for a request, or row, that is larger than a shard, or with -1 than the pool."""
+        """Raise the error for a request or row larger than its shard, or with -1 than the pool."""
         raise RequestTooLargeError(
             f"{what} needs {num_pages:,} pages at once, {'the pool' if shard < 0 else 'its shard'} has "
             f"{count_pages_in(&self.pool, shard):,}: no waiting helps, fewer tokens a step may "
@@ -610,13 +648,14 @@ cdef class PageStore:
         )
 
     cdef int check_untaken(self, int32_t bad) except -1:
-        """IntegrityError unless `bad` is the null page: a page in the free queue that was given a reference."""
+        """Raise IntegrityError for a free page with references; the null page means there is none."""
         if bad != NULL_PAGE:
             raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
         return 0
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
-        """One reference less for each page; those at 0 go to the back of the queue, in order. Null pages are passed over."""
+        """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are passed over.
+        """
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
         with self.lock:
@@ -625,15 +664,15 @@ cdef class PageStore:
             self.refuse_give_back(ids, bad)
 
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept:
-        """`give_back` of ids that lie within the pool."""
+        """Give back ids within the pool. Return -1, or the index of a page without references, with nothing changed."""
         cdef void *thread = let_others_run(n)
         cdef Py_ssize_t bad = give_back_all(&self.pool, ids, n, tail_first)
         go_on(thread)
         return bad
 
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=NULL) noexcept:
-        """Give back ids that lie within the pool. Pages from `num_staying` on are discarded with their last reference; others
-        get the terms at the same places.
+        """Give back ids within the pool. Pages from `num_staying` on lose their entry with their last reference; others get the
+        terms at the same places.
         """
         cdef void *thread = let_others_run(ids.num)
         cdef Py_ssize_t bad = give_back_and_uncache(&self.pool, ids.ids, num_staying, ids.num, terms)
@@ -651,7 +690,7 @@ cdef class PageStore:
         return checked != NULL_PAGE and self.read(&self.pool.pages[checked].prev_free) != NOT_FREE
 
     def free_ids(self) -> PageIds:
-        """The free queue, front first; with a policy part by part. O(num_pages)."""
+        """Return the free queue, front first; with a policy, part by part. O(num_pages)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t page_id = NULL_PAGE
         cdef bint has_room
@@ -659,13 +698,14 @@ cdef class PageStore:
             has_room = ids.try_reserve(self.pool.num_free)
             while has_room and ids.num < self.pool.num_free:
                 page_id = page_behind(&self.pool, page_id, -1)
+                assert page_id != NULL_PAGE and (self.pool.pages[page_id].ref_cnt == 0 or self.pool.num_held_free)
                 ids.put(&page_id, 1)
         if not has_room:
             raise MemoryError("the ids of free pages")
         return ids
 
     def neighbours(self, page_id) -> tuple:
-        """The pages before and after a page in the free queue; None at the ends and outside the queue."""
+        """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef int32_t before = NULL_PAGE, behind = NULL_PAGE
         with self.lock:
@@ -674,7 +714,7 @@ cdef class PageStore:
         return tuple([self.view(each) if each != NULL_PAGE else None for each in (before, behind)])
 
     def pop(self, n) -> PageIds:
-        """Take the first `n` pages out of the queue and leave ref counts and prefix entries as they are."""
+        """Take the first `n` pages out of the queue without changes to ref counts and prefix entries."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num = size_of(n, "n")
         cdef int32_t num_free
@@ -682,11 +722,12 @@ cdef class PageStore:
         cdef Supply supply
         with self.lock:
             num_free = self.pool.num_free
-            has_room = num > num_free or ids.try_reserve(num)  # here: a queue may grow meanwhile
+            has_room = num > num_free or ids.try_reserve(num)  # under the lock, because a queue may grow
             supply = begin_supply(&self.pool, COMMON)
             while has_room and num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1, &supply)
                 reuse(&self.pool, ids.ids[ids.num])
+                assert not is_free(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
@@ -695,29 +736,31 @@ cdef class PageStore:
         return ids
 
     def remove_page(self, page) -> None:
-        """Take a page out of the queue, wherever it stands. PageIdError for another pool's. O(1)."""
+        """Take a page out of the queue, wherever it stands. PageIdError for a page of another pool. O(1)."""
         cdef int32_t page_id = record_of(self, page)
         cdef bint was_free
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
                 reuse(&self.pool, page_id)
+                assert not is_free(&self.pool, page_id)
         if not was_free:
             raise PageIdError(f"page {page.page_id} is not in the free queue")
 
     def append(self, page_ids) -> None:
-        """Put pages that are not in the queue and not held at its back, in order."""
+        """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
         with self.lock:
             bad = push_all(&self.pool, ids.ids, ids.num)
+            assert bad >= 0 or ids.num == 0 or is_free(&self.pool, ids.ids[0])
         if bad >= 0:
             raise PageIdError(
                 f"page {self.page(ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
             )
 
     def adopt(self, CachePage page not None) -> None:
-        """Take over the record of a page that stands alone: `page` becomes a view of this store. Amortised O(1)."""
+        """Move the record of a page without a pool into this store: `page` becomes its view. Amortised O(1)."""
         cdef PageStore home = page.store
         cdef int32_t index = page.index
         cdef Page record
@@ -744,8 +787,8 @@ cdef class PageStore:
     # Shards.
 
     cdef int lock_divided(self, int32_t num_shards) except -1:
-        """Take the lock while the pool is divided into `num_shards` (0: as it is); other callers may divide it otherwise.
-        Leases that have ended give their pages back.
+        """Lock the pool once it is divided into `num_shards`; 0 accepts any. Other callers may divide it again before the lock
+        is taken, so this repeats. Pages of expired leases are given back.
         """
         self.lock.acquire()
         while num_shards and self.pool.num_shards != num_shards:
@@ -753,10 +796,11 @@ cdef class PageStore:
             self.set_shards(num_shards)
             self.lock.acquire()
         end_leases(&self.pool)
+        assert num_shards == 0 or self.pool.num_shards == num_shards
         return 0
 
     def set_shards(self, num_shards) -> None:
-        """Keep a free queue and the pages cached first for each of `num_shards` equal id ranges from now on.
+        """Divide the pool into `num_shards` equal ranges of ids, each with a free queue and its first pages of equal content.
         O(num_pages + pages of equal content x shards) when the number changes.
         """
         cdef Pool *pool = &self.pool
@@ -777,7 +821,7 @@ cdef class PageStore:
     # The prefix index.
 
     def find(self, key, group, start=0, stop=None):
-        """The page cached first under a 128-bit int key in a group, among ids in ``[start, stop)``; None if there is none."""
+        """Return the page cached first under a 128-bit int key and a group, among ids in ``[start, stop)``, or None."""
         cdef Digest digest = digest_of_int(key)
         cdef Range ids = self.range_of(start, stop)
         cdef int32_t page_id = NULL_PAGE
@@ -785,10 +829,12 @@ cdef class PageStore:
         if self.enable_caching:
             with self.lock:
                 page_id = find_within(&self.pool, digest, checked_group, ids)
+                assert page_id == NULL_PAGE or ids.start <= page_id < ids.stop
+                assert page_id == NULL_PAGE or self.pool.pages[page_id].group & ~FLAGS == checked_group
         return None if page_id == NULL_PAGE else page_id
 
     def find_pages(self, key, groups, start=0, stop=None):
-        """The views of the pages that `find` finds in these groups; None if it finds none in one of them."""
+        """Return the views of the pages found under a key in each group; None if a group has none."""
         pages = []
         for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
@@ -798,7 +844,7 @@ cdef class PageStore:
         return pages
 
     def twins(self, page_id) -> PageIds:
-        """All pages with the content of a cached page, in the order they were cached, from this one on."""
+        """Return the pages with the content of a cached page, in the order they were cached, starting with this page."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t first = self.checked_id(page_id)
         cdef int32_t twin = first
@@ -807,6 +853,7 @@ cdef class PageStore:
             has_twins = self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN
             has_room = ids.try_reserve(1)
             while has_room:
+                assert twin == first or self.pool.pages[twin].group & TWIN
                 ids.put(&twin, 1)
                 twin = self.pool.twins[twin].next if has_twins else first
                 if twin == first:
@@ -817,7 +864,7 @@ cdef class PageStore:
         return ids
 
     def enter(self, page_id, key, group) -> None:
-        """Give a page without a prefix entry one."""
+        """Cache a page under a key and a group. PageHashError if it is cached already."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef Digest digest = digest_of_int(key)
         cdef int32_t checked_group = group_of(group)
@@ -832,14 +879,15 @@ cdef class PageStore:
             if not is_cached:
                 entry = bare_entry(&digest, checked_group)
                 cache(&self.pool, checked, &entry, NULL, NULL, 0)
+            assert 0 < self.pool.num_keys <= self.pool.num_entries < self.pool.num_pages
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
 
     def enter_pages(self, PageIds ids not None, HashChain chain not None, start, group, context=0, first_place=0) -> None:
-        """Enter ``ids[start:]`` under their digests of the chain, except null pages. All or nothing.
+        """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are passed over.
 
-        The pages have a `context` of `EntryJournal.add_context`; ``ids[0]`` stands at `first_place` in its request.
-        PageHashError if a page is cached already. O(pages).
+        `context` is one of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request. PageHashError
+        if a page is cached already. O(pages).
         """
         cdef Py_ssize_t i, bad, last = self.checked(ids).num
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
@@ -865,7 +913,7 @@ cdef class PageStore:
             raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
 
     def drop(self, page_ids) -> int:
-        """Drop the prefix entries of pages; the pages stay where they are. Returns how many had one."""
+        """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t i
         cdef Py_ssize_t num_dropped = 0
@@ -873,12 +921,13 @@ cdef class PageStore:
             for i in range(ids.num):
                 if self.pool.pages[ids.ids[i]].group != NO_GROUP:
                     uncache_everywhere(&self.pool, ids.ids[i])
+                    assert self.pool.pages[ids.ids[i]].group == NO_GROUP
                     num_dropped += 1
         return num_dropped
 
     def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many
-        are. O(num_pages).
+        """Drop every prefix entry, in the tier too, unless pages are held, or swapped-out rows have pages in the tier. Return
+        how many are. O(num_pages).
         """
         cdef int32_t num_held, following, page_id
         with self.lock:
@@ -886,26 +935,27 @@ cdef class PageStore:
             if self.pool.tier != NULL:
                 num_held += <int32_t>self.pool.tier.num_swapped
             page_id = page_behind(&self.pool, NULL_PAGE, -1) if num_held == 0 else <int32_t>NULL_PAGE
-            while page_id != NULL_PAGE:  # in the order of the queue, which the pages keep
+            while page_id != NULL_PAGE:  # in the order of the queue, so that pages keep it
                 following = page_behind(&self.pool, page_id, -1)
                 if self.pool.pages[page_id].group != NO_GROUP:
                     uncache(&self.pool, page_id)
                 page_id = following
             if num_held == 0:
                 uncache_all(&self.pool)
+                assert self.pool.num_entries == 0 and self.pool.num_keys == 0
             if num_held == 0 and self.pool.tier != NULL:
                 uncache_tier(self.pool.tier)
         return num_held
 
     def key_of(self, page_id):
-        """``(128-bit int key, group)`` of a cached page, or None."""
+        """Return ``(128-bit int key, group)`` of a cached page, or None."""
         cdef Page page = self.record(self.checked_id(page_id))
         if page.group == NO_GROUP:
             return None
         return int_of_digest(digest_of(&page)), page.group & ~FLAGS
 
     def page_hash_of(self, page_id):
-        """The PageHashWithGroupId of a cached page, or None."""
+        """Return the PageHashWithGroupId of a cached page, or None."""
         cdef int32_t checked = self.checked_id(page_id)
         found = self.key_of(checked)
         if found is None:
@@ -916,8 +966,8 @@ cdef class PageStore:
     # Token ids of cached pages.
 
     def keep_token_ids(self, width) -> None:
-        """Keep the tokens of pages that are entered from now on, `width` at most a page. 4 bytes a token. Tokens kept
-        so far stay; a width that is no greater changes nothing.
+        """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that
+        is not greater changes nothing.
         """
         cdef Py_ssize_t i, num_values = size_of(width, "page_size", 1) + 1
         cdef int32_t *page_tokens
@@ -941,11 +991,11 @@ cdef class PageStore:
     # Views of pages.
 
     def page(self, page_id) -> CachePage:
-        """The one view of a page, made when first asked for."""
+        """Return the view of a page. It is made once."""
         return self.view(self.checked_id(page_id))
 
     cdef CachePage view(self, int32_t page_id):
-        """The view of a page within the pool."""
+        """Return the view of a page within the pool."""
         cdef CachePage view = self.views.get(page_id)
         if view is None:
             view = CachePage.__new__(CachePage)
@@ -954,13 +1004,13 @@ cdef class PageStore:
         return view
 
     def pages(self, PageIds ids not None) -> list:
-        """The views of the pages."""
+        """Return the views of pages."""
         cdef PageIds checked = self.checked(ids)
         cdef Py_ssize_t i
         return [self.view(checked.ids[i]) for i in range(checked.num)]
 
     def ids_of_pages(self, pages) -> PageIds:
-        """The ids of views of this store's pages; PageIdError for another pool's."""
+        """Return the ids of views; PageIdError for a page of another pool."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t index
         for item in as_list(pages, "pages"):
@@ -973,8 +1023,8 @@ cdef class PageStore:
 
 
 cdef class QueryCounter:
-    """Counts requests that were admitted after a look-up, their tokens and the hits among these: in the store's counters too,
-    unless they had been preempted.
+    """Counts of requests admitted after a look-up, of their tokens and of hit tokens. The store counts them too, except
+    preempted requests.
     """
 
     def __cinit__(self, PageStore store not None, bint is_preempted=False):
@@ -999,6 +1049,7 @@ cdef class QueryCounter:
         self.count(num, num_hits)
 
     cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
+        assert 0 <= num_hit_tokens <= num_tokens
         with self.store.lock:
             self.counted.num_requests += 1
             self.counted.num_queried_tokens += num_tokens
@@ -1010,11 +1061,11 @@ cdef class QueryCounter:
 
 @cython.final
 cdef class CachePage:
-    """A view of one page's record. ``pool.pages[i]`` gives it; there is one view of each page.
+    """A view of one page's record: ``pool.pages[i]``. Each page has one view.
 
-    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`. Pages of other pools, or that
-    stand alone, are equal if all that can be seen of them is: `page_id`, `ref_cnt`, `page_hash`, `is_null`, and the ids of the
-    pages before and behind in the free queue. The hash is that of `page_id`, which does not change.
+    ``CachePage(page_id)`` makes a page without a pool, for a `FreeCachePageQueue`. Pages of different pools, or without one,
+    are equal if their visible values are: `page_id`, `ref_cnt`, `page_hash`, `is_null`, and the ids of their neighbours in the
+    free queue. The hash is that of `page_id`, which never changes.
 
     >>> page = CachePage(7)
     >>> page.incr_ref()
@@ -1025,8 +1076,8 @@ cdef class CachePage:
     """
 
     def __init__(self, page_id, ref_cnt=0, _page_hash=None, prev_free_page=None, next_free_page=None, is_null=False):
-        """`ref_cnt` must not be negative; `_page_hash` is a PageHashWithGroupId that the page is cached under, or None. A null
-        page stands for no page, and no queue takes it. ArgumentError for neighbours: a queue links its pages itself.
+        """Make a page. `ref_cnt` must not be negative; `_page_hash` is the PageHashWithGroupId of a cached page, or None. A
+        null page stands for no page, and queues refuse it. ArgumentError for neighbours: a queue links its pages itself.
         """
         cdef PageStore store
         cdef bint is_made_null = require_flag("is_null", is_null)
@@ -1039,7 +1090,7 @@ cdef class CachePage:
             raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
-        if self.store is not None:  # after the arguments were read, which may run Python code
+        if self.store is not None:  # last, because reading arguments may run Python code
             raise ArgumentError("a page is made once")
         self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
         self.own_hash = page_hash
@@ -1056,7 +1107,8 @@ cdef class CachePage:
         return hash(self.page_id)
 
     cdef tuple fields(self):
-        """The values that equal pages share. Neighbours are compared by their ids: their fields lead through the queue."""
+        """Return the values that equal pages share. Neighbours are compared by id, because their fields lead through the queue.
+        """
         before, behind = self.store.neighbours(self.index)
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
@@ -1065,32 +1117,31 @@ cdef class CachePage:
 
     @property
     def ref_cnt(self) -> int:
-        """References held to the page; 0: free. Settable, never negative."""
+        """Return or set how many references the page has, 0 for a free page. Never negative."""
         with cython.critical_section(self):
             if self.store.is_pool:
                 return self.store.read(&self.store.pool.pages[self.index].ref_cnt)
-            return self.store.record(self.index).ref_cnt  # the records of a queue move when it grows
+            return self.store.record(self.index).ref_cnt  # locked, because a growing queue moves its records
 
     @ref_cnt.setter
     def ref_cnt(self, value):
         self.store.set_ref_count(self.index, value)
 
     def incr_ref(self) -> None:
-        """One reference more."""
-        if not add_reference(self.store, self.index, 1):
+        """Add a reference."""
+        if not change_ref_count(self.store, self.index, 1):
             raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
-        """One reference less; DoubleFreeError at 0. The page does not enter the free queue:
-        `PagePool.free_pages` does that.
+        """Take a reference; DoubleFreeError at 0. The page does not enter the free queue; `PagePool.free_pages` puts it there.
         """
-        if not add_reference(self.store, self.index, -1):
+        if not change_ref_count(self.store, self.index, -1):
             raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
 
     @property
     def page_hash(self):
-        """The PageHashWithGroupId that the page is cached under, or None. Setting it enters the page in the prefix index;
-        PageHashError if it has one already.
+        """Return the PageHashWithGroupId of a cached page, or None. Setting it caches the page; PageHashError if it is cached
+        already.
         """
         if self.store.is_pool:
             return self.store.page_hash_of(self.index)
@@ -1119,7 +1170,7 @@ cdef class CachePage:
 
     @property
     def is_null(self) -> bool:
-        """Whether this is a pool's null page, or one that was made as such."""
+        """Whether this is a pool's null page, or was made as one."""
         return self.is_made_null or (self.store.is_pool and self.index == NULL_PAGE)
 
     @property
@@ -1129,12 +1180,12 @@ cdef class CachePage:
 
     @property
     def prev_free_page(self):
-        """The page before this one in the free queue, or None."""
+        """Return the page before this one in the free queue, or None."""
         return self.store.neighbours(self.index)[0]
 
     @property
     def next_free_page(self):
-        """The page behind this one in the free queue, or None."""
+        """Return the page behind this one in the free queue, or None."""
         return self.store.neighbours(self.index)[1]
 
     def __repr__(self):

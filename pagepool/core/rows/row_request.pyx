@@ -26,7 +26,7 @@ from pagepool.core.rows.batch cimport (
     set_context, show_row, take_pages, tokens_of,
 )
 from pagepool.core.rows.running cimport RunningRows
-from pagepool.core.tier.tier cimport look_up
+from pagepool.core.tier.tier cimport find_and_load
 from pagepool.core.values.arguments cimport as_list, as_shard, size_of
 from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
 
@@ -241,7 +241,7 @@ cdef class RowRequest:
             rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,
             ids_in_shard(batch.pool, self.shard),
         )
-        cdef Py_ssize_t num_hashes = look_up(
+        cdef Py_ssize_t num_hashes = find_and_load(
             batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
         )
         if num_hashes < 0:

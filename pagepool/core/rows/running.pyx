@@ -921,7 +921,7 @@ cdef bint order_pages(
             if not list_last_first(batch.pool, holding, computed_by(computed, i), ids, are_worthless):
                 return False
             if page_terms is not None and not are_worthless:
-                if not running.store.list_terms(page_terms, amount(terms, i), ids.num):
+                if not running.store.pad_terms(page_terms, amount(terms, i), ids.num):
                     return False
         if not are_worthless:
             num_staying[0] = ids.num

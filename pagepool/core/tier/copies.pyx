@@ -1,9 +1,9 @@
-"""Copies of pages that are due before the next step."""
+"""Copies of pages due before the next step."""
 
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.holding.holding cimport end_copies
+from pagepool.core.pool.pool cimport give_back
 from pagepool.core.pool.records cimport Pool
 from pagepool.core.pool.store cimport PageStore
 
@@ -15,10 +15,10 @@ from pagepool.errors import ArgumentTypeError
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageCopies:
-    """Pages to be copied before the next step: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
+    """Pages to copy before the next step: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
 
-    The three are read-only int32 arrays of one length, which ``len()`` returns. All sources are read before any destination
-    is written, and no destination stands there twice, so one gather and one scatter do it.
+    The three are read-only int32 arrays of one length, which ``len()`` returns. Read all sources before writing any
+    destination; destinations are distinct, so one gather and one scatter suffice.
     """
 
     cdef readonly object src, dst, group
@@ -46,8 +46,16 @@ cdef PageCopies copies_of(object columns):
 cdef PageCopies NO_COPIES = copies_of(np.zeros((3, 0), np.int32))
 
 
+cdef void end_copies(Pool *pool) noexcept nogil:
+    """Give back the sources of the taken copies, and empty the list."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num):
+        give_back(pool, pool.copies.items[i].src)
+    pool.copies.num = 0
+
+
 def take_copies(PageStore store not None) -> PageCopies:
-    """Return the copies that are due; from now on the caller does them. O(copies); nothing is allocated without any."""
+    """Hand the due copies over to the caller, who does them. O(copies); nothing is allocated without any."""
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
     cdef Py_ssize_t i, num_due, num = -1
@@ -67,4 +75,5 @@ def take_copies(PageStore store not None) -> PageCopies:
                     taken[1, i] = pool.copies.items[i].dst
                     taken[2, i] = pool.copies.items[i].group
                 end_copies(pool)
+                assert pool.copies.num == 0
     return copies_of(columns)

@@ -1,4 +1,4 @@
-# The tier behind a pool, and transfers that failed.
+# The tier behind a pool, and failed loads.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
@@ -14,9 +14,9 @@ from pagepool.core.values.ids cimport PageIds
 @cython.final
 cdef class PageTier:
     cdef PageStore pages
-    cdef int32_t num_device_pages   # of the pool that it is for
+    cdef int32_t num_device_pages   # pages of its pool
     cdef Tier tier
-    cdef bint is_used               # by a pool
+    cdef bint is_used               # a pool has it
 
 
 @cython.final
@@ -27,7 +27,7 @@ cdef class FailedLoads:
     cdef uint8_t *is_wrong    # [num_pages]
 
 
-cdef Py_ssize_t look_up(
+cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
     bint *is_short,
 ) noexcept

@@ -1,4 +1,4 @@
-"""The tier behind a pool: host memory behind device memory. Transfers, taken and ended; a prefix loaded from it."""
+"""The host tier behind a pool: transfers taken and ended, prefixes loaded."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS
+from pagepool.core.base.limits cimport MAX_TOKENS, NEVER
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.holding.groups cimport CacheGroups
@@ -21,11 +21,11 @@ from pagepool.core.pool.index cimport find, has_key, is_first
 from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, take, uncache
 from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, take_out
 from pagepool.core.pool.records cimport (
-    FILLED, FLAGS, NO_SESSION, NULL_PAGE, SAVED, UNFILLED, UNSAVED, Fill, FreshPage, Page, Pool, Range, Tier, Transfer,
-    count_pages_in, digest_of, is_free,
+    FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, SAVED, TWIN, UNFILLED, UNSAVED, Fill, FreshPage, Page, Pool, Range,
+    Tier, Transfer, count_pages_in, digest_of, is_free, term_of,
 )
 from pagepool.core.pool.store cimport PageStore
-from pagepool.core.tier.transfers cimport find_oldest_load, queue_transfer, reserve_transfers, save_evicted, save_page
+from pagepool.core.tier.transfers cimport find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values.arguments cimport as_list, require_instance, size_of
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds, new_ids
@@ -38,9 +38,41 @@ cdef enum:
     MAX_USES = 255
 
 
+cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Queue the save of a page, unless the tier has it. Return whether the tier has it or gets it: False if it was used too
+    seldom, or the tier is full.
+    """
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        hit(tier.pool, &tier_id, 1, NO_SESSION)  # counts as just used
+        give_back(tier.pool, tier_id)
+        return True
+    if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
+        return False
+    if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+        tier.counters.num_refused_pages += 1
+        return False
+    queue_save(tier, key, group, page_id, False)
+    return True
+
+
+cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Save an evicted page, unless another page has its content, it is not expected back, or the tier has evicted it since it
+    was saved.
+    """
+    cdef const Page *page = &pool.pages[page_id]
+    cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
+    if page.group & TWIN or term_of(pool, page_id) == NEVER:
+        return
+    if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
+        save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
+
+
 cdef void drop_stale(Tier *tier) noexcept nogil:
-    """Drop fresh pages that were cached again since: one is left of each page at most."""
+    """Drop older entries of pages cached again since, so that each page is left once at most."""
     cdef Py_ssize_t i, num_left = 0, num_ready = 0
+    assert tier.num_ready <= tier.num_fresh
     for i in range(tier.num_fresh):
         if tier.fresh_numbers[tier.fresh[i].page_id] == tier.fresh[i].number:
             tier.fresh[num_left] = tier.fresh[i]
@@ -50,10 +82,11 @@ cdef void drop_stale(Tier *tier) noexcept nogil:
 
 
 cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a page was cached: to count its uses, and to save it once a step has computed it, if the tier writes through.
-    Where memory is short it is saved when it is evicted.
+    """Record that a page was cached. Count its uses, and save it once a step has computed it, if the tier writes through. If
+    memory is short, it is saved at its eviction instead.
     """
     cdef Tier *tier = pool.tier
+    assert pool.pages[page_id].group != NO_GROUP
     if tier.uses != NULL:
         tier.uses[page_id] = 1
     if tier.fresh_numbers == NULL:
@@ -61,7 +94,7 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
     if tier.loading[page_id]:
         tier.fresh_numbers[page_id] = SAVED
         return
-    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # no step ended for long
+    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages since the last step ended
         drop_stale(tier)
     tier.num_cached += 1
     if tier.num_cached <= SAVED:  # at first, and when it wraps around
@@ -75,10 +108,10 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageTier:
-    """`num_pages` pages, including a null page, behind those of `store`. `eviction` is the name of its policy.
+    """A tier of `num_pages` pages, including a null page, behind `store`. `eviction` is the name of its policy.
 
-    A page that is evicted from the store is saved, if it was used `min_uses` times. If the tier `writes_through` a page is
-    saved as soon as it is computed and was used that often, and not again when it is evicted. O(num_pages of both) to make.
+    Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
+    saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
     """
 
     def __cinit__(self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1):
@@ -129,7 +162,7 @@ cdef class PageTier:
 
 
 def add_tier(PageStore store not None, PageTier tier not None) -> None:
-    """Put a new tier behind a store that has none, and for which it was made. It is the store's from now on."""
+    """Put a new tier behind its store, which takes ownership and must have none yet."""
     cdef bint is_new
     store.check_fixed()
     if not store.enable_caching or tier.num_device_pages != store.pool.num_pages:
@@ -148,12 +181,11 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
 @cython.final
 @cython.auto_pickle(False)
 cdef class Transfers:
-    """Pages to be transferred before the next step, under a `number`; 0 for none.
+    """Pages to transfer before the next step, under a `number`, which is 0 without any.
 
-    Pages ``save_src[i]`` of the device are saved in pages ``save_dst[i]`` of the tier, in the arrays of group
-    ``save_group[i]``; pages ``load_src[i]`` of the tier are loaded into pages ``load_dst[i]`` of the device, ``load_group[i]``.
-    They are read-only int32 arrays. All saves are read before any load is written; no destination stands there twice.
-    ``len()`` counts both.
+    Save pages ``save_src[i]`` of the device to pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
+    load pages ``load_src[i]`` of the tier into pages ``load_dst[i]`` of the device, group ``load_group[i]``. All are read-only
+    int32 arrays. Read all saves before writing any load; destinations are distinct. ``len()`` counts both.
     """
 
     cdef readonly int64_t number
@@ -187,7 +219,7 @@ cdef Transfers NO_TRANSFERS = transfers_of(0, np.zeros((3, 0), np.int32), 0)
 
 
 def take_transfers(PageStore store not None) -> Transfers:
-    """Return the transfers that are due; from now on the caller does them. O(transfers); nothing is allocated without any."""
+    """Hand the due transfers over to the caller, who does them. O(transfers); nothing is allocated without any."""
     cdef Pool *pool = &store.pool
     cdef Tier *tier
     cdef int32_t[:, ::1] taken
@@ -214,11 +246,12 @@ def take_transfers(PageStore store not None) -> Transfers:
 
 
 cdef void save_fresh(Pool *pool) noexcept nogil:
-    """Have the pages saved that were cached before the last step ended, and still are."""
+    """Queue saves of the pages that were cached before the last step ended, and still are."""
     cdef Tier *tier = pool.tier
     cdef FreshPage fresh
     cdef const Page *page
     cdef Py_ssize_t i
+    assert tier.num_ready <= tier.num_fresh
     for i in range(tier.num_ready):
         fresh = tier.fresh[i]
         page = &pool.pages[fresh.page_id]
@@ -232,31 +265,34 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
 
 
 cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
-    """Give the `num` due transfers a number, and copy their columns, saves first. Returns how many saves there are."""
+    """Number the `num` due transfers, and copy their columns, saves first. Return the number of saves."""
     cdef Transfer *transfer
     cdef Py_ssize_t i, at, num_saves = 0, num_loads = 0
+    assert num == tier.num_due <= tier.num
     tier.last_number += 1
     for i in range(tier.num - tier.num_due, tier.num):
         num_saves += not tier.items[i].is_load
     for i in range(tier.num - tier.num_due, tier.num):
         transfer = &tier.items[i]
+        assert transfer.number == 0 and 0 < transfer.tier_id < tier.pool.num_pages
         transfer.number = tier.last_number
         at = num_saves + num_loads if transfer.is_load else i - (tier.num - tier.num_due) - num_loads
         num_loads += transfer.is_load
         taken[at], taken[num + at], taken[2 * num + at] = transfer.page_id, transfer.tier_id, transfer.group
     tier.num_due = 0
+    assert num_saves + num_loads == num
     return num_saves
 
 
 def end_step(PageStore store not None) -> None:
-    """Let the pages that were cached so far count as computed: a tier that writes through saves them next. O(1)."""
+    """Count the pages cached so far as computed: a tier that writes through saves them next. O(1)."""
     with store.lock:
         if store.pool.tier != NULL:
             store.pool.tier.num_ready = store.pool.tier.num_fresh
 
 
 def list_in_flight(PageStore store not None) -> list:
-    """Return the `Transfers` that were taken and did not end, in order. O(transfers x lists)."""
+    """Return the `Transfers` in flight in the order they were taken. O(transfers x lists)."""
     cdef const Tier *tier = store.pool.tier
     cdef const Transfer *transfer
     cdef int64_t[:, ::1] taken
@@ -267,6 +303,7 @@ def list_in_flight(PageStore store not None) -> list:
         taken = items
         with store.lock:
             num_taken = tier.num - tier.num_due
+            assert num_taken >= 0
             for i in range(num_taken if num == num_taken else 0):
                 transfer = &tier.items[i]
                 taken[0, i], taken[1, i] = transfer.number, transfer.is_load
@@ -282,7 +319,7 @@ def list_in_flight(PageStore store not None) -> list:
 @cython.final
 @cython.auto_pickle(False)
 cdef class FailedLoads:
-    """Pages of a pool that loads, taken under a `number`, have left with a wrong content. ``len()`` counts them."""
+    """Pages of a pool with wrong contents after failed loads of list `number`. ``len()`` counts them."""
 
     def __cinit__(self):
         self.ids = PageIds.__new__(PageIds)
@@ -308,15 +345,15 @@ cdef class FailedLoads:
 
 
 cdef int mark_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list places, str name) except -1:
-    """Mark the transfers that failed, which are given by their places among `num` from `start` on."""
+    """Mark failed transfers at these places among `num` from `start` on."""
     for place in places:
         is_failed[start + size_of(place, name, 0, num - 1)] = True
     return 0
 
 
 def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> FailedLoads:
-    """End the transfers that were taken under a number. Those that failed are given by their places among the saves, or among
-    the loads. O(transfers in flight, and num_pages).
+    """End the transfers taken under a number. Failed ones are named by their places among the saves or loads.
+    O(transfers in flight + num_pages).
     """
     cdef Pool *pool = &store.pool
     cdef Tier *tier = pool.tier
@@ -349,7 +386,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
 
 
 def rewind_request(RequestPages held, failed) -> int | None:
-    """Let a request go back to tokens that were computed without failed loads: see `CacheManager.find_wrong_token`."""
+    """Return a request to tokens that do not depend on failed loads. See `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
     cdef Pool *pool
     cdef int32_t restart = -1
@@ -368,7 +405,7 @@ def rewind_request(RequestPages held, failed) -> int | None:
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
-    """End the loads of pages that were copied by forks meanwhile. If any load failed, the copies may be wrong."""
+    """End the loads of pages that forks copied meanwhile. If any load failed, the copies may be wrong."""
     cdef int64_t *loading = pool.tier.loading
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages if failed.number <= pool.tier.last_forked else 1):
@@ -386,12 +423,13 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
 
 
 cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Cache the page of the tier that was filled, unless there is one with its content, or it is void. What failed to be saved
-    is saved when it is evicted.
+    """Cache the filled page of the tier, unless its transfer is void or its content is in the tier. A page whose save failed
+    is saved at its eviction.
     """
     cdef Entry entry
     cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
+    assert tier.fills[page_id] == FILLING and tier.pool.pages[page_id].ref_cnt > 0
     if not is_done and tier.fresh_numbers != NULL and tier.fresh_numbers[transfer.page_id] == SAVED:
         if has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
             tier.fresh_numbers[transfer.page_id] = UNSAVED
@@ -403,8 +441,9 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
 
 
 cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Let go of both pages. They lose their entries if the load failed."""
+    """Give back both pages. They lose their entries if the load failed."""
     cdef Tier *tier = pool.tier
+    assert pool.pages[transfer.page_id].ref_cnt > 0 and tier.pool.pages[transfer.tier_id].ref_cnt > 0
     tier.loading[transfer.page_id] = 0
     if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
         uncache(pool, transfer.page_id)
@@ -415,12 +454,12 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
 
 
 cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, FailedLoads failed) noexcept:
-    """End the transfers of a list, of which those that failed are marked, saves first."""
+    """End the transfers of a list. `is_failed` marks failed ones, saves first."""
     cdef Tier *tier = pool.tier
     cdef const Transfer *transfer
     cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True), num_kept = 0
     cdef bint is_done
-    for i in range(tier.num - 1, -1, -1):  # so that the last page of a prefix is evicted first
+    for i in range(tier.num - 1, -1, -1):  # last page first, so that it is evicted first
         transfer = &tier.items[i]
         if transfer.number != failed.number:
             continue
@@ -442,11 +481,12 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             tier.items[num_kept] = tier.items[i]
             num_kept += 1
     tier.num = num_kept
+    assert tier.num_due <= tier.num and count_in_flight(tier, failed.number, True) == 0
     find_oldest_load(tier)
 
 
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
-    """The number of shards of the size of a range; 0 for the whole pool."""
+    """Count the shards of the size of a range; 0 for the whole pool."""
     cdef int32_t num_pages = store.pool.num_pages
     cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the null page is not among those of its shard
     if ids.stop - ids.start == num_pages:
@@ -460,11 +500,13 @@ def load_prefix(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
     tuple ids not None=(0, None), context=0, num_reserved=0, session=0,
 ) -> tuple:
-    """Return what `find_prefix` does once loads of the pages that only the tier has are queued. Each gets a page of the pool
-    with its entry, a `context` of `EntryJournal.add_context` and a `session` of `PageSessions.hold`, among `ids`, which are
-    those of a shard then; it is held until the load ends. The third item says whether too few pages are free for them beside
-    `num_reserved`: then nothing has changed, and the prefix is what the pool has. The last one counts the tokens that all
-    groups of full attention hit, where others hit fewer, else it is 0. O(pages x groups).
+    """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has. Return ids, number of tokens,
+    whether the pool was too full for the loads, and the number of junction tokens.
+
+    Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
+    `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need beside
+    `num_reserved`, nothing changes, and the prefix is that of the pool. Junction tokens are hit by all groups of full
+    attention where others hit fewer; else 0. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
@@ -480,18 +522,20 @@ def load_prefix(
         store.lock_divided(num_shards)
         contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        num_hashes = look_up(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
+        num_hashes = find_and_load(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
     return hits, num_hashes * chain.page_size, is_short, count_junction_tokens(&query, num_hashes)
 
 
-cdef Py_ssize_t look_up(
+cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
     bint *is_short,
 ) noexcept:
-    """`load_prefix`, with the pool locked. Returns the hashes of the prefix; -1, and nothing changed, where memory is short."""
+    """Do `load_prefix` in a locked pool. Return the number of hashes of the prefix; -1, with nothing changed, if memory is
+    short.
+    """
     cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
     if pool.tier != NULL and num_hashes + query.kinds.num_hit_hashes <= query.num_digests:
         query.reaches_tier = True
@@ -499,28 +543,28 @@ cdef Py_ssize_t look_up(
         if num_all > num_hashes:
             if fetch_hits(pool, query, num_all, hits) < 0:
                 return -1
-            if load_missing(pool, query, groups, num_all, hits, contents, shard, num_reserved):
+            if load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved):
                 return num_all
             is_short[0] = count_hit_pages(query, num_all) <= count_pages_in(pool, shard)
     return fetch_hits(pool, query, num_hashes, hits)
 
 
 cdef Py_ssize_t count_hit_pages(const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Count the pages that a request takes from a hit of `num_hashes` hashes."""
+    """Count the pages in a hit of `num_hashes` hashes."""
     cdef Py_ssize_t g, count = 0
     for g in range(query.num_groups):
         count += num_hashes // query.groups[g].stride - find_first_hit_page(query, &query.groups[g], num_hashes)
     return count
 
 
-cdef bint load_missing(
+cdef bint load_absent(
     Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
     int32_t shard, Py_ssize_t num_reserved,
 ) noexcept:
-    """Have the pages of a prefix loaded that `hits` lack. False, and nothing changed, if too few pages are free."""
+    """Queue loads of the pages that `hits` lack. False, with nothing changed, if too few pages are free."""
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i, first = tier.num
-    cdef bint has_room = queue_loads(pool, query, groups, num_hashes, hits)
+    cdef bint has_room = queue_absent(pool, query, groups, num_hashes, hits)
     cdef Py_ssize_t num_loads = tier.num - first, num_pages = num_loads
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
     cdef PageIds found
@@ -534,19 +578,20 @@ cdef bint load_missing(
     hold_hits(pool, hits, True)
     for i in range(num_loads):
         hit(tier.pool, &tier.items[first + i].tier_id, 1, NO_SESSION)
-    take(pool, taken, num_loads, shard, contents.session)  # what is evicted for it is queued behind the loads
+    take(pool, taken, num_loads, shard, contents.session)  # saves of evicted pages are queued behind the loads
     for i in range(num_loads):
+        assert pool.pages[taken[i]].ref_cnt == 1 and pool.pages[taken[i]].group == NO_GROUP
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = tier.last_number + 1
     hold_hits(pool, hits, False)
-    enter_missing(pool, query, groups, num_hashes, hits, contents, taken)
+    enter_loaded(pool, query, groups, num_hashes, hits, contents, taken)
     free(taken)
     find_oldest_load(tier)
     return True
 
 
-cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
-    """Queue a load of each page that `hits` lack, still without a page of the pool. False where memory is short."""
+cdef bint queue_absent(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+    """Queue a load of each page that `hits` lack, without a page of the pool yet. False if memory is short."""
     cdef Tier *tier = pool.tier
     cdef const Group *group
     cdef Py_ssize_t g, place
@@ -567,7 +612,7 @@ cdef bint queue_loads(Pool *pool, const Query *query, CacheGroups groups, Py_ssi
 
 
 cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
-    """Take the free pages of a prefix out of the queue, so that none of them is evicted, or put them back to its end: the first
+    """Take the free pages of a prefix out of the queue to protect them from eviction, or put them back to its end, the first
     page last, so that it is evicted last.
     """
     cdef Py_ssize_t g, place
@@ -585,17 +630,18 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
                 enqueue(pool, page_id)
 
 
-cdef void enter_missing(
+cdef void enter_loaded(
     Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
     const int32_t *taken,
 ) noexcept:
-    """Enter the pages that were taken for loads, and add them to the hits."""
+    """Cache the pages taken for loads, and add them to the hits."""
     cdef Py_ssize_t g, place, num_entered = 0
     cdef PageIds found
     for g in range(groups.num):
         found = hits[g]
         for place in range(find_first_hit_page(query, &groups.groups[g], num_hashes), found.num):
             if found.ids[place] == NULL_PAGE:
+                assert pool.pages[taken[num_entered]].group == NO_GROUP
                 found.ids[place] = taken[num_entered]
                 num_entered += 1
                 enter_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
