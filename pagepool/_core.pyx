@@ -18,6 +18,7 @@ from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.tier.copies import PageCopies, take_copies
 from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.checks.holders import check_holders
+from pagepool.core.checks.layouts import locate_numbers
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import Refusal, RequestHashes, find_prefix

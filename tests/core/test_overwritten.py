@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,9 @@ from pagepool._core import (
     HashChain,
     PageIds,
     PageRules,
+    PageStore,
     TokenSpan,
+    locate_numbers,
     locate_records,
 )
 from pagepool.errors import ArgumentError, IntegrityError
@@ -46,13 +47,14 @@ FIRST_PAGES = (1, 8)
 """The pages cached first in their shards."""
 
 
-class PoolMemory:
-    """The memory of a pool: arrays by the names of `copy_records`, with fields as attributes, and numbers."""
+class Memory:
+    """The memory of a pool, or of a holder: arrays by name, with fields as attributes, and numbers."""
 
     arrays: dict[str, Any]
 
-    def __init__(self, store: Any) -> None:
-        self.__dict__["arrays"] = {name: array_at(*place) for name, place in locate_records(store).items()}
+    def __init__(self, owner: Any) -> None:
+        places = locate_records(owner) if isinstance(owner, PageStore) else locate_numbers(owner)
+        self.__dict__["arrays"] = {name: array_at(*place) for name, place in places.items()}
 
     def __getattr__(self, name: str) -> Any:
         return self.arrays[name] if self.arrays[name].ndim else self.arrays[name].item()
@@ -66,50 +68,6 @@ def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
     return np.frombuffer(memory, dtype).reshape(shape).view(np.recarray if dtype.names else np.ndarray)
-
-
-def make_struct(**fields: Any) -> Any:
-    """Return a struct of the core, or its beginning, by the names and types of its fields."""
-    return type("Memory", (ctypes.Structure,), {"_fields_": [*fields.items()]})
-
-
-def of_type(field_type: Any, names: str) -> dict[str, Any]:
-    """Return fields of one type."""
-    return dict.fromkeys(names.split(), field_type)
-
-
-GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
-HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
-RowMemory = make_struct(groups=c_void_p, held=POINTER(HeldMemory))
-BatchMemory = make_struct(
-    pool=c_void_p,
-    groups=POINTER(GroupMemory),
-    num_groups=c_ssize_t,
-    tables=c_void_p,
-    num_rows=c_ssize_t,
-    **of_type(c_int32, "max_num_tokens hash_page_size"),
-    extra_key=c_uint64 * 2,
-    records=c_void_p,
-    rows=POINTER(RowMemory),
-    stamp=c_uint32,
-)
-RequestMemory = make_struct(
-    **of_type(c_int64, "num_room num_full num_skip num_cached_tokens num_idle"),
-    **of_type(c_void_p, "store cache_groups groups"),
-    held=POINTER(HeldMemory),
-)
-TableMemory = make_struct(
-    **of_type(c_void_p, "tables lock_order"),
-    num_tables=c_ssize_t,
-    **of_type(POINTER(c_int32), "table num_pages extent"),
-    **of_type(POINTER(c_uint8), "is_dirty is_row_dirty"),
-    **of_type(c_ssize_t, "num_rows num_columns num_windows"),
-)
-
-
-def memory_of(owner: object, struct: Any) -> Any:
-    """Return the struct at the start of a compiled object, after the header and the method table."""
-    return struct.from_address(id(owner) + object.__basicsize__ + ctypes.sizeof(c_void_p))
 
 
 def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
@@ -131,7 +89,7 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
     assert TokenSpan().of_request(pool.store, CacheGroups([(PageRules(1), 1, 1)]), chain, 2).expect(3.0) == 1
-    memory = PoolMemory(pool.store)
+    memory = Memory(pool.store)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert memory.pages.ref_cnt[:NUM_PAGES].tolist() == pool.ref_counts().tolist()
     pool.check()
@@ -147,7 +105,7 @@ def numbers_in(array: Any, names: str, is_chosen: Any) -> Iterator[Number]:
     yield from ((array[name], i) for i in np.flatnonzero(is_chosen).tolist() for name in names.split())
 
 
-def numbers_that_matter(memory: PoolMemory) -> Iterator[Number]:
+def numbers_that_matter(memory: Memory) -> Iterator[Number]:
     """Yield the numbers of a pool that others contradict."""
     pages = memory.pages[:NUM_PAGES]
     is_cached, is_free = pages.group != NO_GROUP, (pages.next_free != NOT_FREE) & (np.arange(NUM_PAGES) > 0)
@@ -190,7 +148,7 @@ def share_of(values: Iterable[Any]) -> Iterator[Any]:
     return itertools.islice(values, 0, None, max(1, 100_000 // NUM_OPERATIONS))
 
 
-def can_be(memory: PoolMemory, number: Number, value: int) -> bool:
+def can_be(memory: Memory, number: Number, value: int) -> bool:
     """Whether nothing contradicts that value: the number of holders is known to them alone, and any page that is first in its
     shard may be first of all.
     """
@@ -220,7 +178,7 @@ def test_each_number_of_tenants_that_is_overwritten_is_found() -> None:
         assert manager.allocate_slots(request, SPEC.page_size) is not None
         if i != 1:
             manager.free(request)
-    pool, memory = manager.page_pool, PoolMemory(manager.page_pool.store)
+    pool, memory = manager.page_pool, Memory(manager.page_pool.store)
     charged = memory.tenants[1:].tolist()
     assert sorted(charged) == [0, 1, 1, 2, 255, 255, 255]
     for page_id, value in itertools.product(range(1, 8), (0, 1, 2, 3, 63, 64, 254, 255)):
@@ -231,7 +189,7 @@ def test_each_number_of_tenants_that_is_overwritten_is_found() -> None:
             assert_found(pool, (counts, tenant), value)
 
 
-def numbers_of_policy(memory: PoolMemory) -> Iterator[tuple[Any, Any, Any]]:
+def numbers_of_policy(memory: Memory) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the numbers of a policy that others contradict, and whether a value cannot be.
 
     Marks are parts, and times above them; those of held pages are the parts to come.
@@ -346,7 +304,7 @@ def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
 
 def test_a_page_cached_without_prefix_caching_is_found() -> None:
     pool = PagePool(8, False)
-    PoolMemory(pool.store).pages.group[3] = 0
+    Memory(pool.store).pages.group[3] = 0
     with pytest.raises(IntegrityError, match=r"^page 3 .*: look-ups of its hash find pages \[\], allowed: this one too$"):
         pool.check()
 
@@ -365,7 +323,7 @@ def make_journal() -> tuple[PagePool, Any]:
     EntryJournal(pool.store).take_changes()
     pool.store.drop([2, 5])
     pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 0, context)
-    memory = PoolMemory(pool.store)
+    memory = Memory(pool.store)
     assert (memory.num_contexts, memory.num_new, memory.num_removed, memory.is_cleared) == (2, 3, 2, 0)
     assert (memory.contexts[context].num_users, memory.notes[8].origin.place, memory.notes[0].new.next) == (6, 5, 7)
     pool.check()
@@ -400,15 +358,8 @@ def make_batch() -> tuple[RunningBatch, Any]:
     batch = RunningBatch(make_manager(WINDOW, num_pages=32), PageTable(2, 16, 64))
     batch.admit(0, list(range(20)))
     batch.step([0], [1])
-    memory = memory_of(batch, BatchMemory)
-    assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
-    return batch, memory.rows[0].held[0]
-
-
-def hidden_count(batch: RunningBatch, place: int) -> Any:
-    """Return a count of row 0 that stands behind its number of tokens."""
-    return c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 4 * place)
+    return batch, Memory(batch)
 
 
 TOKEN_COUNTS = [(65, 20), (20, 21), (20, -1), (-1, -1)]
@@ -421,9 +372,9 @@ ROW_DAMAGES = {
         for known, computed in TOKEN_COUNTS
     },
     **{f"held.{field} = {value}": "^row 0" for field, values in PAGE_COUNTS.items() for value in values},
-    "hidden_count(batch, 2).value = 25": "^row 0: the next event is at 25 tokens, allowed: 1 to 24$",
-    "hidden_count(batch, 5).value = -1": "^row 0: -1 pages are hashed, otherwise than its 21 tokens would be$",
-    "hidden_count(batch, 5).value = 6": "^row 0: 6 pages are hashed, otherwise than its 21 tokens would be$",
+    "held.records.next_event[0] = 25": "^row 0: the next event is at 25 tokens, allowed: 1 to 24$",
+    "held.records.num_hashed[0] = -1": "^row 0: -1 pages are hashed, otherwise than its 21 tokens would be$",
+    "held.records.num_hashed[0] = 6": "^row 0: 6 pages are hashed, otherwise than its 21 tokens would be$",
     "held.ids[held.num_pages - 1] = 32": r"^row 0, group 0: page 32 \(at 5\), allowed: 0 to 31$",
     "held.ids[held.num_pages - 1] = 0": r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$",
 }
@@ -432,7 +383,7 @@ ROW_DAMAGES = {
 @pytest.mark.parametrize("assignments", ROW_DAMAGES)
 def test_what_cannot_be_in_a_row_is_found(assignments: str) -> None:
     batch, held = make_batch()
-    exec(assignments, {"batch": batch, "held": held, "overwrite": overwrite, "hidden_count": hidden_count})
+    exec(assignments, {"batch": batch, "held": held, "overwrite": overwrite})
     with pytest.raises(IntegrityError, match=ROW_DAMAGES[assignments]):
         batch.check()
 
@@ -456,7 +407,7 @@ def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: st
         request.num_computed_tokens = num_computed_tokens
         manager.allocate_slots(request, 8 - num_computed_tokens // 2)
     manager.check()
-    memory = memory_of(manager._registry.held["a"], RequestMemory).held[0]
+    memory = Memory(manager._registry.held["a"])
     assert (memory.num_pages, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
     setattr(memory, field, value)
     with pytest.raises(IntegrityError) as caught:
@@ -472,9 +423,7 @@ def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: st
 def test_a_row_that_is_not_marked_is_found() -> None:
     table = PageTable(4, 200, 64)
     table.append_row([1, 2], 3)
-    memory = memory_of(table, TableMemory)
-    assert (memory.num_rows, memory.num_columns, memory.num_windows) == (4, 200, 4)
-    memory.is_row_dirty[3] = 0
+    Memory(table).is_row_dirty[3] = 0
     with pytest.raises(IntegrityError, match=r"^row 3 has 1 windows to be sent, and is not marked$"):
         table.check()
 
@@ -486,8 +435,7 @@ def test_the_stamps_of_calls_start_anew() -> None:
     """A row that a call names twice is told by the number of the call, which has 32 bits. Rows that ascend need none."""
     batch, _ = make_batch()
     batch.admit(1, [7] * 5)
-    memory = memory_of(batch, BatchMemory)
-    assert (memory.max_num_tokens, memory.hash_page_size) == (64, 4)
+    memory = Memory(batch)
     memory.stamp = (1 << 32) - 2
     for _ in range(4):
         batch.step([0, 1], [2, 3])

@@ -283,6 +283,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "hash_page_size": constant(4, 4, 2, 0),
     "hits": one_of(constant((), ()), hits_of_request, hits_of_request),
     "num_reserved": constant(0, 0, 2),
+    "holder": one_of(live(_core.RequestPages), live(_core.RunningRows), live(_core.TableRows)),
     "ids": live(_core.PageIds),
     "is_null": constant(False, False, True),
     "is_pool": constant(True, True, True, False),

@@ -1,0 +1,49 @@
+"""Places of the numbers of requests, rows and page tables, for tests that overwrite them."""
+
+from libc.stdint cimport uintptr_t
+
+from pagepool.core.holding.holding cimport Held, Holding
+from pagepool.core.holding.request_pages cimport RequestPages
+from pagepool.core.rows.batch cimport RowRecord
+from pagepool.core.rows.running cimport RunningRows
+from pagepool.core.tables.table cimport TableRows
+
+import numpy as np
+
+from pagepool.errors import ArgumentTypeError
+
+cdef RowRecord NO_ROW         # of zeros
+cdef object RECORD = np.asarray(<RowRecord[:1]>&NO_ROW).dtype
+cdef object INT32 = np.dtype(np.int32)
+
+
+cdef dict places_in(const Holding *holding):
+    """Return the places of what is held in the first group."""
+    cdef const Held *held = holding.held
+    if holding.num_groups == 0:
+        return {}
+    return {
+        "ids": (<uintptr_t>held.ids, (held.num_pages,), INT32), "num_pages": (<uintptr_t>&held.num_pages, (), INT32),
+        "num_cached": (<uintptr_t>&held.num_cached, (), INT32), "num_skipped": (<uintptr_t>&held.num_skipped, (), INT32),
+    }
+
+
+def locate_numbers(holder) -> dict:
+    """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
+    records of rows, or of the marks of a table's rows. They move when a list of pages grows.
+    """
+    cdef RunningRows rows
+    cdef TableRows table
+    if isinstance(holder, RequestPages):
+        return places_in(&(<RequestPages>holder).holding)
+    if isinstance(holder, RunningRows):
+        rows = holder
+        rows.check_made()
+        return dict(
+            places_in(&rows.batch.rows[0].holding), stamp=(<uintptr_t>&rows.batch.stamp, (), np.dtype(np.uint32)),
+            records=(<uintptr_t>rows.batch.records, (rows.batch.num_rows,), RECORD),
+        )
+    if isinstance(holder, TableRows):
+        table = holder
+        return {"is_row_dirty": (<uintptr_t>table.table.is_row_dirty, (table.table.num_rows,), np.dtype(np.uint8))}
+    raise ArgumentTypeError(f"holder: got {type(holder).__name__}, allowed: RequestPages, RunningRows or TableRows")
