@@ -488,7 +488,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
     """Count the shards of the size of a range; 0 for the whole pool."""
     cdef int32_t num_pages = store.pool.num_pages
-    cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the null page is not among those of its shard
+    cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the range of the first shard lacks the null page
     if ids.stop - ids.start == num_pages:
         return 0
     if size <= 0 or num_pages % size or ids.stop % size:
