@@ -326,8 +326,8 @@ cdef class PageStore:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
 
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept:
-        """Divide the queue of the locked pool by entries, and optionally by terms and tenants; tenants need terms. Do nothing if
-        it is divided so already, or nothing is cached. False, with nothing changed, if memory is short.
+        """Divide the queue of the locked pool by entries, and optionally by terms and tenants; tenants need terms. Do nothing
+        if it is divided so already, or nothing is cached. False, with nothing changed, if memory is short.
         """
         cdef Pool *pool = &self.pool
         cdef Pool divided = self.pool
