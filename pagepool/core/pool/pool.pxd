@@ -394,8 +394,8 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
         record_use(pool, page_id)
 
 
-# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that are
-# entered by hand, or come from a snapshot, have no ranking. Pages that are entered by hand have no session.
+# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages entered
+# by hand, or loaded from a snapshot, have no ranking. Pages entered by hand have no session.
 
 cdef enum:
     MAX_UNSEEN = 4            # sampled keys in a row
