@@ -276,7 +276,7 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
         held.num_cached = max(held.num_cached, stop)
 
 
-cdef inline int64_t _find_entered_end(const Holding *holding, int64_t num_computed) noexcept nogil:
+cdef inline int64_t _find_cached_end(const Holding *holding, int64_t num_computed) noexcept nogil:
     """Return the number of computed tokens whose full pages were entered in all groups."""
     cdef const Group *group
     cdef Py_ssize_t g
@@ -343,7 +343,7 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     """Mark the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
-    cdef int64_t num_entered = _find_entered_end(holding, num_computed)
+    cdef int64_t num_entered = _find_cached_end(holding, num_computed)
     cdef int32_t end = find_resumption(&boundaries, num_entered)
     if boundaries.has_checkpoints and num_entered % boundaries.multiple == 0:
         if are_checkpoints_due(holding, <int32_t>num_entered):
@@ -357,9 +357,9 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
 
 # Tokens get all the pages that they need, or none.
 #
-# A `Demand` describes these pages. `price` counts them, and refuses hits that are wrong by now; `fit` decides whether enough
-# pages are free. Neither changes the pool. Then the caller, which has room for the ids, calls `attach`, `take_missing` for each
-# group, and `copy_states`; none of these can fail. Always:
+# A `Demand` describes these pages. `price` counts them, and refuses hits that are wrong by now; `fit_or_adopt` decides whether
+# enough pages are free. Neither changes the pool. Then the caller, which has room for the ids, calls `attach`, `take_missing`
+# for each group, and `copy_states`; none of these can fail. Always:
 #
 # * Only a holding without pages demands hits.
 # * `num_new` counts one working page for each state, also if its checkpoint becomes that page.
@@ -383,7 +383,7 @@ cdef struct Demand:
     int64_t num_tokens        # tokens that need slots
     Py_ssize_t num_reserved   # pages to leave free
     int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # new pages behind the hits; `price` and `fit` compute this and the rest
+    int64_t num_new           # new pages behind the hits; `price` and `fit_or_adopt` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
     int64_t num_taken         # sum of the last two: pages that leave the free queue, if no checkpoint is adopted
     Py_ssize_t num_adopted    # checkpoints that become working pages, because no pages are left for copies
@@ -482,7 +482,7 @@ cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, 
     return count
 
 
-cdef inline Fit fit(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
     """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise."""
     cdef int64_t num_inside = demand.num_taken - _count_outside(pool, holding, demand)
     demand.num_adopted = 0
@@ -625,7 +625,7 @@ cdef struct PageToHash:
     Digest *digest            # the result is written here
     const uint8_t *tokens
 
-cdef struct PageToEnter:
+cdef struct PageToCache:
     Entry entry
     int32_t page_id
     Held *held
@@ -636,8 +636,8 @@ cdef struct Waiting:
     Py_ssize_t num_page_bytes  # bytes of a page's tokens
     PageToHash to_hash[NUM_WAITING]
     Py_ssize_t num_to_hash
-    PageToEnter to_enter[NUM_WAITING]
-    Py_ssize_t num_to_enter
+    PageToCache to_cache[NUM_WAITING]
+    Py_ssize_t num_waiting
 
 
 cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
@@ -658,22 +658,22 @@ cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
     waiting.num_to_hash = 0
 
 
-cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
+cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
     """Hash and enter the waiting pages, in order. A page that has an entry keeps it. All index slots are fetched before the
     first is read.
     """
     cdef Pool *pool = waiting.pool
-    cdef const PageToEnter *page
+    cdef const PageToCache *page
     cdef Py_ssize_t i
-    assert 0 <= waiting.num_to_enter <= NUM_WAITING
+    assert 0 <= waiting.num_waiting <= NUM_WAITING
     _hash_waiting(waiting)
-    for i in range(waiting.num_to_enter):
-        fetch(home_of(pool, waiting.to_enter[i].entry.key[0], waiting.to_enter[i].entry.group))
-    for i in range(waiting.num_to_enter):
-        page = &waiting.to_enter[i]
+    for i in range(waiting.num_waiting):
+        fetch(home_of(pool, waiting.to_cache[i].entry.key[0], waiting.to_cache[i].entry.group))
+    for i in range(waiting.num_waiting):
+        page = &waiting.to_cache[i]
         if pool.pages[page.page_id].group == NO_GROUP:
             cache(pool, page.page_id, &page.entry, &page.held.ranking, page.held.ids, page.entry.place)
-    waiting.num_to_enter = 0
+    waiting.num_waiting = 0
 
 
 cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
@@ -683,11 +683,11 @@ cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num
     return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
 
 
-cdef inline void enter_full_pages(
+cdef inline void cache_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
     """Add the pages of a group that `num_tokens` tokens fill to the waiting ones, and fetch their records."""
-    cdef PageToEnter *page
+    cdef PageToCache *page
     cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
@@ -698,10 +698,10 @@ cdef inline void enter_full_pages(
         held.num_cached += 1
         if held.ids[place] == NULL_PAGE:
             continue
-        if waiting.num_to_enter == NUM_WAITING:
-            enter_waiting(waiting)
-        page = &waiting.to_enter[waiting.num_to_enter]
-        waiting.num_to_enter += 1
+        if waiting.num_waiting == NUM_WAITING:
+            cache_waiting(waiting)
+        page = &waiting.to_cache[waiting.num_waiting]
+        waiting.num_waiting += 1
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
         entry.session, entry.token_ids = contents.session, contents.token_ids + <Py_ssize_t>place * size
@@ -714,7 +714,7 @@ cdef inline void enter_full_pages(
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
 
 
-cdef inline void enter_page(
+cdef inline void cache_page(
     Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
 ) noexcept nogil:
     """Enter a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
@@ -769,7 +769,7 @@ cdef inline int64_t find_passed_checkpoint(
     return first if first < num_slots else INT64_MAX
 
 
-cdef inline bint _enter_state(
+cdef inline bint _cache_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
     """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
@@ -782,7 +782,7 @@ cdef inline bint _enter_state(
     if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_shard(pool, shard)) != NULL_PAGE:
         return False
     assert is_state(&group.rules) and held.num_pages == 1
-    enter_page(pool, group, held.ids[0], place, contents)
+    cache_page(pool, group, held.ids[0], place, contents)
     return True
 
 
@@ -812,7 +812,7 @@ cdef inline bint keep_state(
     if keeps and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
         _note_checkpoint(holding, num_computed)
     keeps = keeps and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
-    keeps = keeps and _enter_state(pool, group, held, contents, num_computed)
+    keeps = keeps and _cache_state(pool, group, held, contents, num_computed)
     if keeps:
         _take_into(pool, held, 0, 1, shard, holding.session)
         _queue_copy(pool, page_id, held, 0, g)
@@ -821,14 +821,14 @@ cdef inline bint keep_state(
     return keeps
 
 
-cdef inline void enter_states(
+cdef inline void cache_states(
     Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed, int32_t term
 ) noexcept nogil:
     """Enter the states that are due when a request or row ends, right after its pages were given back with a term."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            if _enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
+            if _cache_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
                 expect_page(pool, holding.held[g].ids[0], term, now_of(pool))
 
 
@@ -1124,7 +1124,7 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_comp
     return count
 
 
-cdef inline ForkOutcome check_fork(
+cdef inline ForkOutcome prepare_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
     """Check whether a fork can be made, and make room for its copies."""

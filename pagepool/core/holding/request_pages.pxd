@@ -72,7 +72,9 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
 cdef bint list_last_first(
     const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
 ) noexcept
-cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept
+cdef bint rate_and_list(
+    Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying
+) noexcept
 cdef void begin_boundaries(
     CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
 ) noexcept

@@ -12,15 +12,15 @@ from pagepool.core.base.platform cimport GIL_DISABLED, rare
 from pagepool.core.holding.boundaries cimport Boundaries, add_boundary, find_resumption
 from pagepool.core.holding.holding cimport (
     FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
-    are_checkpoints_due, attach, awaits_copies, check_fork, copy_states, count_attached, count_free_hits, count_moves,
-    count_needed, count_places, count_state_hits, drop_copies, empty, enter_full_pages, enter_states, enter_waiting,
-    find_excess, find_lost_page, find_overdrawn, fit, forget_uncomputed, fork_group, give_back_behind, has_copies_due,
-    keep_state, lacks_page, limits_of, price, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
+    are_checkpoints_due, attach, awaits_copies, cache_full_pages, cache_states, cache_waiting, copy_states, count_attached,
+    count_free_hits, count_moves, count_needed, count_places, count_state_hits, drop_copies, empty, find_excess, find_lost_page,
+    find_overdrawn, fit_or_adopt, forget_uncomputed, fork_group, give_back_behind, has_copies_due, keep_state, lacks_page,
+    limits_of, prepare_fork, price, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
 )
 from pagepool.core.holding.rules cimport (
     full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
 )
-from pagepool.core.pool.index cimport is_entered_otherwise
+from pagepool.core.pool.index cimport is_cached_otherwise
 from pagepool.core.pool.owners cimport set_session
 from pagepool.core.pool.pool cimport give_back_all, hit
 from pagepool.core.pool.queue cimport count_free_in, find_held_free
@@ -130,7 +130,9 @@ cdef bint list_last_first(
     return True
 
 
-cdef bint list_all(Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying) noexcept:
+cdef bint rate_and_list(
+    Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying
+) noexcept:
     """Rate and list all pages of a request that ends with `num_computed` tokens, those to stay cached first. False where memory
     is short.
     """
@@ -389,7 +391,7 @@ cdef class RequestPages:
             shard = find_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
             if not is_past_pages and make_room(&target.holding, &self.holding):
-                outcome = check_fork(pool, &self.holding, <int32_t>num_computed, 1, shard)
+                outcome = prepare_fork(pool, &self.holding, <int32_t>num_computed, 1, shard)
             if outcome == FORKED:
                 target.boundaries = self.boundaries
                 set_session(pool, &target.holding.session, checked_session or self.holding.session)
@@ -417,7 +419,7 @@ cdef class RequestPages:
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        enter_computed(self, chain, num, num_computed, False, False, context)
+        cache_computed(self, chain, num, num_computed, False, False, context)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
         """Enter the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
@@ -426,7 +428,7 @@ cdef class RequestPages:
         PageHashError, and nothing changed, if a page was entered under another hash. O(pages given back and entered).
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
-        enter_computed(self, chain, num, INT64_MAX, True, is_failed, context)
+        cache_computed(self, chain, num, INT64_MAX, True, is_failed, context)
 
     def require_copies_taken(self, bint may_be_read=False) -> None:
         """Raise CopiesDueError while copies or transfers of the pages are due. Copies from the pages do not count if they
@@ -493,7 +495,7 @@ cdef class RequestPages:
         has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
         if has_room and given is not None:
             has_room = terms.try_reserve(ids.capacity) and self.store.make_terms(given)
-        has_room = has_room and list_all(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
+        has_room = has_room and rate_and_list(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
         if has_room:
             if given is not None:
                 self.store.pad_terms(terms, checked_term, num_staying)
@@ -501,7 +503,7 @@ cdef class RequestPages:
         if has_room and bad < 0:
             contents = contents_of(chain, checked_context, self.holding.session)
             if chain is not None and num_last <= chain.num * chain.page_size and not awaits_copies(pool, &self.holding):
-                enter_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
+                cache_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
@@ -564,7 +566,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if outcome == DONE and has_states:
         keep_states(pool, holding, step, &contents, contents.num_digests * chain.page_size if chain is not None else 0, new)
     if outcome == DONE and step.num_to_cache and contents.num_digests:
-        enter_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
+        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
     if rare(step.session != NO_SESSION) and outcome != DONE:
         set_session(pool, &holding.session, NO_SESSION)
     request.plan()
@@ -621,7 +623,7 @@ cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step
             continue
         stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(contents.num_digests // group.stride))
         for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
-            if is_entered_otherwise(pool, held.ids[i], contents.digests[last_hash(group, i)], group.id):
+            if is_cached_otherwise(pool, held.ids[i], contents.digests[last_hash(group, i)], group.id):
                 step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
                 return True
     return False
@@ -676,7 +678,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t n
-    cdef Fit result = fit(pool, holding, demand)
+    cdef Fit result = fit_or_adopt(pool, holding, demand)
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
@@ -709,18 +711,18 @@ cdef void keep_states(
             (<PageIds>new[g]).put(holding.held[g].ids, 1)
 
 
-cdef void enter_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept:
+cdef void cache_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept:
     """Enter the hashed pages that `num_tokens` tokens fill in the prefix index. A page that has an entry keeps it."""
     cdef Waiting waiting
     cdef const Group *group
     cdef int64_t num_hashed
     cdef Py_ssize_t g
-    waiting.pool, waiting.num_to_hash, waiting.num_to_enter = pool, 0, 0
+    waiting.pool, waiting.num_to_hash, waiting.num_waiting = pool, 0, 0
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         num_hashed = <int64_t>(contents.num_digests // group.stride) * group.rules.page_size
-        enter_full_pages(&waiting, group, &holding.held[g], contents, min(num_tokens, num_hashed))
-    enter_waiting(&waiting)
+        cache_full_pages(&waiting, group, &holding.held[g], contents, min(num_tokens, num_hashed))
+    cache_waiting(&waiting)
 
 
 cdef bint make_room(const Holding *target, const Holding *source) noexcept:
@@ -742,7 +744,7 @@ cdef int32_t find_shard(const Pool *pool, const Holding *holding) noexcept:
     return -1
 
 
-cdef int enter_computed(
+cdef int cache_computed(
     RequestPages request, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed,
     object context,
 ) except -1:
@@ -762,7 +764,7 @@ cdef int enter_computed(
         rewind(request, num_computed)
         if is_external:
             skip_unread(pool, holding, <int32_t>num_tokens)
-        enter_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
+        cache_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
         if is_failed:
             forget_uncomputed(pool, holding, <int32_t>num_tokens, &contents)
             give_back_behind(pool, holding, <int32_t>num_tokens)

@@ -256,7 +256,7 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
     return not page.group & TWIN or find(pool, digest_of(page), page.group & ~FLAGS) == page_id
 
 
-cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+cdef inline bint is_cached_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
     """Whether a page has an entry under another key; False for the null page."""
     return page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not has_key(&pool.pages[page_id], key, group)
 

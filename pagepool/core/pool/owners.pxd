@@ -127,7 +127,7 @@ cdef inline void close_page(Pool *pool, int32_t page_id) noexcept nogil:
     pool.sessions.items[number].num_closed += 1
 
 
-cdef inline void enter_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
+cdef inline void join_session(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:
     """Give a newly cached page to the session of its row or request."""
     if rare(number != NO_SESSION) and _session_of(pool, number) != NO_SESSION:
         _own_page(pool, page_id, _session_of(pool, number))

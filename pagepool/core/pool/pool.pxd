@@ -19,11 +19,11 @@ from pagepool.core.base.siphash cimport Digest
 from pagepool.core.pool.index cimport (
     add_entry, find, home_of, is_journaled, record_clear, record_drop, record_entry, remove_entry,
 )
-from pagepool.core.pool.owners cimport begin_charge, charge, enter_session, leave_session, tenant_of, use_in_session
+from pagepool.core.pool.owners cimport begin_charge, charge, join_session, leave_session, tenant_of, use_in_session
 from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, recall, record_hit, remember
 from pagepool.core.pool.queue cimport (
-    Supply, begin_supply, enqueue, is_counted, is_page, lose_term, may_have_term, now_of, pick, pull, push, push_at, push_first,
-    start_of_part, take_out, use_page,
+    Supply, begin_supply, enqueue, is_counted, is_page, lose_term, may_have_term, now_of, pick, pull, pull_unused, push,
+    push_at, push_first, start_of_part, use_page,
 )
 from pagepool.core.pool.records cimport (
     FLAGS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Ranking, Tier, digest_of,
@@ -394,8 +394,8 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
         record_use(pool, page_id)
 
 
-# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages entered
-# by hand, or loaded from a snapshot, have no ranking. Pages entered by hand have no session.
+# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that
+# were entered by hand, or loaded from a snapshot, have no ranking. Those entered by hand have no session.
 
 cdef enum:
     MAX_UNSEEN = 4            # sampled keys in a row
@@ -430,7 +430,7 @@ cdef inline bint cache(
             parent=entry.parent[0] if entry.parent != NULL else Digest(0, 0), place=entry.place, context=entry.context,
         ))
     _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
-    enter_session(pool, page_id, entry.session)
+    join_session(pool, page_id, entry.session)
     return is_new
 
 
@@ -520,7 +520,7 @@ cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.policy != NULL:
         is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
     if is_moved:
-        take_out(pool, page_id)
+        pull_unused(pool, page_id)
     lose_term(pool, page_id)
     if is_moved:
         if pool.policy != NULL:

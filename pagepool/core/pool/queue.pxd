@@ -313,7 +313,7 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         begin_charge(pool, page_id)
 
 
-cdef inline void take_out(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of the queue without counting a use: it is about to lose its entry, or to be queued again."""
     if pool.policy != NULL:
         discount(pool.policy, page_id)
@@ -744,7 +744,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
     if not may_have_term(pool, page_id, term):
         return
     if is_moved:
-        take_out(pool, page_id)
+        pull_unused(pool, page_id)
     pool.expected.terms[page_id] = <uint8_t>term
     pool.expected.stamps[page_id] = <uint32_t>now
     if is_moved:

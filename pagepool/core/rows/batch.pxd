@@ -24,8 +24,8 @@ from pagepool.core.base.platform cimport GUARDS, rare, raw_free
 from pagepool.core.base.siphash cimport Digest, hash_after
 from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.holding.holding cimport (
-    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, can_restart, count_new_pages, empty,
-    enter_full_pages, enter_states, enter_waiting, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
+    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, cache_full_pages, cache_states,
+    cache_waiting, can_restart, count_new_pages, empty, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
     find_restart, forget_uncomputed, give_back_from, has_copies_due, has_full_page, keep_state, lacks_page, limits_of,
     restart_from, skip_pages, take_missing,
 )
@@ -412,7 +412,7 @@ cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
         held = held_by(batch, row, g)
         if has_full_page(&batch.groups[g], held, num_tokens):
             contents = _contents_of(batch, row, num_tokens)
-            enter_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
+            cache_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
 
 
 # Rows grow: their pages are skipped, taken and cached, row by row up to the first row that does not fit.
@@ -494,7 +494,7 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
     cdef Holding *holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
-    enter_states(batch.pool, holding, &contents, num_computed, term)
+    cache_states(batch.pool, holding, &contents, num_computed, term)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -717,7 +717,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
         if not _grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at
             break
-    enter_waiting(&batch.waiting)
+    cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
     revert_counts(batch, growth, num_grown, growth.num_rows)
     return num_grown

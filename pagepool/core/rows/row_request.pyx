@@ -10,8 +10,8 @@ from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.holding.holding cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, copy_states, count_attached, count_state_hits, enter_waiting, find_excess,
-    fit, price, reserve_copies,
+    FITS, Contents, Demand, Hits, Holding, attach, cache_waiting, copy_states, count_attached, count_state_hits, find_excess,
+    fit_or_adopt, price, reserve_copies,
 )
 from pagepool.core.holding.lookups cimport (
     Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
@@ -204,7 +204,7 @@ cdef class RowRequest:
             if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right:
-                has_pages = not is_short and fit(batch.pool, holding, &demand) == FITS
+                has_pages = not is_short and fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
                 if not has_pages and not is_short:
                     num_excess = find_excess(batch.pool, holding, array, demand.num_new, 0, self.shard)
@@ -291,7 +291,7 @@ cdef class RowRequest:
         if batch.records[self.row].num_external:
             num_computed = num_hits
         cache_row(batch, self.row, num_computed)
-        enter_waiting(&batch.waiting)
+        cache_waiting(&batch.waiting)
         batch.records[self.row].num_hits = num_hits
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_computed = num_computed

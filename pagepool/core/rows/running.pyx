@@ -14,13 +14,13 @@ from pagepool.core.base.platform cimport CACHE_LINE, go_on, keep_sparse, let_oth
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.holding.boundaries cimport Boundaries
 from pagepool.core.holding.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, check_fork,
-    count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, enter_waiting, find_load_number,
-    find_lost_page, find_overdrawn, find_wrong, fork_group, has_copies, has_copies_due, give_back_behind, rate_pages,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, cache_waiting,
+    count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, find_load_number, find_lost_page,
+    find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_copies_due, prepare_fork, rate_pages,
     record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
 )
 from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
-from pagepool.core.holding.request_pages cimport copy_ids, list_all, list_last_first, refuse_ahead
+from pagepool.core.holding.request_pages cimport copy_ids, list_last_first, rate_and_list, refuse_ahead
 from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
 from pagepool.core.pool.index cimport find, find_within
 from pagepool.core.pool.owners cimport set_session
@@ -475,7 +475,7 @@ cdef class RunningRows:
         is_ready = batch.records[source].is_admitted and not batch.records[source].num_external and not is_due
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
-            outcome = check_fork(
+            outcome = prepare_fork(
                 batch.pool, holding, batch.records[source].num_computed, num_right, batch.rows[source].shard
             )
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
@@ -565,7 +565,7 @@ cdef class RunningRows:
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
-            list_all(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # cannot fail: the memory is reserved
+            rate_and_list(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # cannot fail: the memory is reserved
             self.store.give_back_row(ids, num_staying)
             preempt_row(batch, source)
         elif is_running:
@@ -1079,7 +1079,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
     cache_row(batch, row, batch.records[row].num_computed)
-    enter_waiting(&batch.waiting)
+    cache_waiting(&batch.waiting)
     plan_next_event(batch, row)
 
 

@@ -11,7 +11,7 @@ from pagepool.core.base.limits cimport MAX_TOKENS, NEVER
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.siphash cimport Digest
 from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport Contents, can_restart, enter_page, find_restart, find_wrong, has_copies, restart_from
+from pagepool.core.holding.holding cimport Contents, cache_page, can_restart, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.holding.lookups cimport (
     Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
@@ -19,7 +19,7 @@ from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport find, has_key, is_first
 from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, take, uncache
-from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, take_out
+from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, pull_unused
 from pagepool.core.pool.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, SAVED, TWIN, UNFILLED, UNSAVED, Fill, FreshPage, Page, Pool, Range,
     Tier, Transfer, count_pages_in, digest_of, is_free, term_of,
@@ -625,7 +625,7 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
                 continue
             if is_held:
-                take_out(pool, page_id)
+                pull_unused(pool, page_id)
             else:
                 enqueue(pool, page_id)
 
@@ -644,4 +644,4 @@ cdef void enter_loaded(
                 assert pool.pages[taken[num_entered]].group == NO_GROUP
                 found.ids[place] = taken[num_entered]
                 num_entered += 1
-                enter_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
+                cache_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
