@@ -33,7 +33,7 @@ from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
 
 
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Make a page that was just taken out of the queue its holder's own. One with an entry is evicted."""
+    """Give a page that was just taken out of the queue its first reference. Evict its entry."""
     if pool.pages[page_id].group != NO_GROUP:
         _evict(pool, page_id)
     elif rare(not page_id & pool.sample_mask):
@@ -53,7 +53,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have the slot fetched that a page with an entry will leave, and the one in which it is looked up in the tier."""
+    """Prefetch the index slots that an eviction of the page will touch, in the tier too."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
         fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
@@ -62,7 +62,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` pages behind a record of the queue of a pool without shards, all at once. Returns how many there are."""
+    """Pull up to `n` pages behind a record of the queue of a pool without shards, all at once. Return how many there are."""
     cdef Page *pages = pool.pages
     cdef int32_t following, page_id = pages[record].next_free
     cdef Py_ssize_t count = 0
@@ -76,7 +76,7 @@ cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py
     pages[record].next_free = page_id
     pages[page_id].prev_free = record
     pool.num_free -= <int32_t>count
-    fetch(&pages[pages[page_id].next_free])  # to pull the page before it writes there, and seldom waits then
+    fetch(&pages[pages[page_id].next_free])  # prefetch: the next pull writes this record
     return count
 
 
@@ -97,7 +97,7 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
 
 cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
     """Pull up to `n` pages of a pool with parts and no shards that need no choice: blank ones, and behind them cached ones,
-    unless there is a policy, or terms. Returns how many.
+    unless there is a policy, or terms. Return how many.
     """
     cdef Py_ssize_t count
     if pool.num_shards or pool.num_parts == 0:
@@ -161,7 +161,7 @@ cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcep
 
 
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    """Return the index of a page without a reference in ``ids[start:stop]``, null pages aside; -1 if there is none."""
     cdef Py_ssize_t i
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
@@ -294,7 +294,7 @@ cdef inline void _undo_give_back(
             continue
         if is_free(pool, page_id):
             pull(pool, page_id)
-        pool.pages[page_id].next_free = NOT_FREE  # what `_give_back_to_parts` put there
+        pool.pages[page_id].next_free = NOT_FREE  # `_give_back_to_parts` may have marked it
         _restore_reference(pool, page_id)
 
 
@@ -315,7 +315,7 @@ cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noe
 
 
 cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
-    """Index of a page that could not get a reference by `hit`, or -1. The call gives `num_all` in all."""
+    """Return the index of a page to which `hit` could give no reference, or -1. The call gives `num_all` in all."""
     cdef Py_ssize_t i
     for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
@@ -333,7 +333,7 @@ cdef inline void _unwatch(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference more for a page that is not in the queue. It is no use of its content."""
+    """Add a reference to a page outside the queue, without a hit."""
     if pool.pages[page_id].group >= WATCHED:
         _unwatch(pool, page_id)
     pool.pages[page_id].ref_cnt += 1

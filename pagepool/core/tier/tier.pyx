@@ -584,7 +584,7 @@ cdef bint load_absent(
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = tier.last_number + 1
     hold_hits(pool, hits, False)
-    enter_loaded(pool, query, groups, num_hashes, hits, contents, taken)
+    cache_loads(pool, query, groups, num_hashes, hits, contents, taken)
     free(taken)
     find_oldest_load(tier)
     return True
@@ -630,7 +630,7 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
                 enqueue(pool, page_id)
 
 
-cdef void enter_loaded(
+cdef void cache_loads(
     Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
     const int32_t *taken,
 ) noexcept:
