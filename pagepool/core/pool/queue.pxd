@@ -160,6 +160,11 @@ cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogi
     _place(pool, page_id)
 
 
+cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a page that is not the oldest of its part is without a term, or no older than the page before it."""
+    return term_of(pool, page_id) == UNKNOWN or not _is_older(pool, page_id, pool.pages[page_id].prev_free)
+
+
 cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
     """Link a page in at the back of its part, and of its shard's part."""
     cdef int32_t shard, part = _part_of(pool, page_id)
@@ -168,9 +173,7 @@ cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.num_shards:
         shard = shard_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
-    assert term_of(pool, page_id) == UNKNOWN or _oldest_in(pool, part, -1) == page_id or (
-        not _is_older(pool, page_id, pool.pages[page_id].prev_free)
-    )
+    assert _oldest_in(pool, part, -1) == page_id or _is_in_order(pool, page_id)
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -261,6 +264,7 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
 cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """Count a page for its term, if it has one, and for its tenant."""
     cdef int32_t term = term_of(pool, page_id)
+    cdef uint8_t tenant = pool.tenants.of_pages[page_id] if pool.tenants.of_pages != NULL else <uint8_t>NO_TENANT
     if term != UNKNOWN:
         pool.expected.num_free[term] += change
         assert 0 <= pool.expected.num_free[term] < pool.num_pages
@@ -268,11 +272,9 @@ cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) n
             pool.expected.free_terms |= <uint32_t>1 << term
         else:
             pool.expected.free_terms &= ~(<uint32_t>1 << term)
-    if pool.tenants.of_pages != NULL and pool.tenants.of_pages[page_id] != NO_TENANT:
-        pool.tenants.num_free[pool.tenants.of_pages[page_id]] += change
-        assert 0 <= pool.tenants.num_free[pool.tenants.of_pages[page_id]] <= (
-            pool.tenants.num_charged[pool.tenants.of_pages[page_id]]
-        )
+    if tenant != NO_TENANT:
+        pool.tenants.num_free[tenant] += change
+        assert 0 <= pool.tenants.num_free[tenant] <= pool.tenants.num_charged[tenant]
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
