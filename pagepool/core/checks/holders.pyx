@@ -204,13 +204,13 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
         return f"row {row} waits for {batch.records[row].num_external} of {record.num_tokens - record.num_computed} tokens"
     if batch.records[row].num_external and event != 1:
         return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
+    if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
+        return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
     if record.is_admitted:
         plan_next_event(batch, row)
     planned, record.next_event = record.next_event, event
     if not record.is_admitted <= event <= planned:  # cut tokens, and a row without room, leave an early one
         return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
-    if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
-        return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
     return None
 
 

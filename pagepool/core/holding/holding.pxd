@@ -234,7 +234,7 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     cdef Held *held = &holding.held[g]
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
-    assert held.num_skipped < stop <= held.num_pages
+    assert 0 <= held.num_skipped < stop <= held.num_pages
     if holding.boundaries != NULL:
         part = _find_known_part(pool, holding)
         if stop > held.next_needed:

@@ -89,7 +89,6 @@ cdef inline int32_t next_skip(const Group *group, int32_t num_skipped) noexcept 
     """Return the least number of computed tokens at which one more page may be skipped; MAX_TOKENS: never."""
     cdef const Rules *rules = &group.rules
     cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
-    assert num_skipped >= 0
     if rules.window and group.end_step:
         stop = num_skipped + <int64_t>1 + group.num_run_pages
         if group.num_step_pages > 1:

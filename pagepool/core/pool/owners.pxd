@@ -101,7 +101,7 @@ cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept
 
 
 cdef inline void leave_session(Pool *pool, int32_t page_id) noexcept nogil:
-    """Clear the owner of a page. A closed session loses its claim too."""
+    """Clear the owner of a page, and the claim of a closed session to it."""
     cdef int32_t number = pool.sessions.owners[page_id]
     cdef Session *session = &pool.sessions.items[number]
     pool.sessions.owners[page_id] = NO_SESSION

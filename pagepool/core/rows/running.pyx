@@ -1024,7 +1024,7 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     cdef Holding *forked = holding_of(batch, source)
     cdef Holding *new = holding_of(batch, row)
     cdef int32_t g
-    assert batch.records[source].is_admitted and batch.rows[source].swapped == NULL and not batch.records[source].num_external
+    assert batch.records[source].is_admitted and not batch.records[source].num_external
     assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
     memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
