@@ -51,7 +51,7 @@ cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const
 
 cdef inline void blank(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Put the null page into columns ``[start, stop)`` of a row."""
-    assert 0 <= start <= stop <= table.extent[row]
+    assert 0 <= start <= stop <= table.num_columns
     memset(table.page_ids + row * table.num_columns + start, 0, (stop - start) * sizeof(int32_t))
     mark(table, row, start, stop)
     table.version += 1
