@@ -30,7 +30,7 @@ OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "
 EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.")
 NATIVE_ROW = re.compile(r"^- ``([\w/]+)\.pyx``: ((?:.+\n?)+?)(?=- |\n|\Z)", re.MULTILINE)
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
-CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
+CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+|\*)|c?import +([\w.]+))", re.MULTILINE)
 
 
 def listed_files() -> Iterator[str]:
@@ -179,9 +179,27 @@ def test_importing_the_package_is_light() -> None:
     assert not OPTIONAL & set(json.loads(run_python("-c", code).stdout))
 
 
+def cimports_of(path: Path) -> dict[str, set[str]]:
+    """Return the names that a file of Cython cimports of the package, by header."""
+    lists = re.findall(r"^from +pagepool\.([\w.]+) +cimport +(?:\(([^)]*)\)|([^\n(]*))", path.read_text(), re.MULTILINE)
+    return {header: set(re.findall(r"\w+|\*", listed or rest)) for header, listed, rest in lists}
+
+
+def test_rooms_take_their_own_headers_whole_and_names_of_others() -> None:
+    """Inside a room a header is cimported with all its names, among them those that it lists of other rooms."""
+    offenders = {}
+    for path in (path for path in FILES if path.suffix != ".py" and module_of(path).startswith("core.")):
+        cimported = cimports_of(path)
+        own = {header for header in cimported if header.startswith(module_of(path).rpartition(".")[0] + ".")}
+        offenders[name_of(path)] = {header for header in cimported if (header in own) != (cimported[header] == {"*"})}
+    assert {path: headers for path, headers in offenders.items() if headers} == {}
+
+
 def test_private_functions_of_headers_stay_there() -> None:
-    cimported = re.compile(r"cimport\s+(?:\([^)]*|[^\n(]*)")
-    names = {name_of(path): " ".join(cimported.findall(path.read_text())) for path in FILES if path.suffix != ".py"}
-    assert {
-        path: re.findall(r"(?<![\w.])_\w+", text) for path, text in names.items() if re.search(r"(?<![\w.])_\w", text)
-    } == {}
+    defined = re.compile(r"^cdef inline [^\n=]*?\b(_\w+)\(", re.MULTILINE)
+    private = {path: set(defined.findall(path.read_text())) for path in HEADERS}
+    offenders = {}
+    for path in (path for path in FILES if path.suffix != ".py"):
+        used = set(re.findall(r"(?<![\w.\"`])(_[a-z]\w*)(?=\()", path.read_text())) - private.get(path, set())
+        offenders[name_of(path)] = used & set().union(*private.values())
+    assert {path: names for path, names in offenders.items() if names} == {}

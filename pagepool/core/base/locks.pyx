@@ -10,7 +10,7 @@ runs no Python code and waits only for other such locks, so it always releases i
 
 cimport cython
 
-from pagepool.core.base.platform cimport GIL_DISABLED
+from pagepool.core.base.platform cimport *
 
 import os
 
@@ -93,7 +93,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
         raise MemoryError("a lock")
     is_locked = lock_the_rings()
     last = ring.prev
-    while kind == TABLE_LOCK and last != ring and last > node:  # as in `in_lock_order`
+    while kind == TABLE_LOCK and last != ring and last > node:  # the order of `in_lock_order`
         last = last.prev
     node[0] = LockNode(prev=last, next=last.next, mutex=mutex, is_held=False)
     last.next.prev = node

@@ -1,6 +1,6 @@
 # Arrays that grow. Always: an array without memory has no capacity, and a failed change leaves the array as it is.
 
-from pagepool.core.base.platform cimport raw_realloc
+from pagepool.core.base.platform cimport *
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept nogil:

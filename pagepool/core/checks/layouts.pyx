@@ -12,7 +12,7 @@ import numpy as np
 
 from pagepool.errors import ArgumentTypeError
 
-cdef RowRecord NO_ROW         # of zeros
+cdef RowRecord NO_ROW         # all zeros
 cdef object RECORD = np.asarray(<RowRecord[:1]>&NO_ROW).dtype
 cdef object INT32 = np.dtype(np.int32)
 

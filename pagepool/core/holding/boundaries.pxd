@@ -9,7 +9,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memmove
 
-from pagepool.core.holding.rules cimport Group, first_hit_page
+from pagepool.core.holding.rules cimport *
 from pagepool.core.pool.records cimport Range
 
 cdef enum:

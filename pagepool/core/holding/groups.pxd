@@ -2,8 +2,8 @@
 
 cimport cython
 
-from pagepool.core.holding.boundaries cimport Boundaries
-from pagepool.core.holding.rules cimport Group
+from pagepool.core.holding.boundaries cimport *
+from pagepool.core.holding.rules cimport *
 
 cdef struct Kinds:            # groups of one kind have equal rules, and hit alike
     const Group **items       # [num] first group of each kind; full attention first: it bounds the others at the least cost

@@ -6,12 +6,6 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
-from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.holding.boundaries cimport Boundaries
-from pagepool.core.holding.rules cimport (
-    Group, Rules, count_run_pages, count_step_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, pages_for,
-)
-from pagepool.core.pool.records cimport NO_GROUP
 from pagepool.core.values.arguments cimport as_list, group_of, size_of
 
 from math import lcm

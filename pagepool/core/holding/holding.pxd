@@ -11,15 +11,12 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
+from pagepool.core.base.limits cimport UNKNOWN
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport GUARDS, fetch, rare
 from pagepool.core.base.siphash cimport Digest, hash_two_after
-from pagepool.core.holding.boundaries cimport Boundaries, add_boundary, find_needed, find_resumption
-from pagepool.core.holding.rules cimport (
-    Group, first_held_page, first_hit_page, first_useful_page, full_entries, full_pages, has_window, hits_leading_pages,
-    is_needed_by_hits, is_state, keeps_checkpoints, last_hash, next_skip, pages_for,
-)
+from pagepool.core.holding.boundaries cimport *
+from pagepool.core.holding.rules cimport *
 from pagepool.core.pool.index cimport find, find_within, home_of, is_journaled
 from pagepool.core.pool.owners cimport use_in_session
 from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
@@ -29,8 +26,8 @@ from pagepool.core.pool.pool cimport (
 )
 from pagepool.core.pool.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, now_of
 from pagepool.core.pool.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Range, Ranking,
-    count_pages_in, ids_in_shard, is_free, is_kept, shard_of,
+    FLAGS, KEPT, NOT_FREE, NO_SESSION, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Ranking, count_pages_in, ids_in_shard,
+    is_free, is_kept, shard_of,
 )
 
 cdef struct Held:             # pages of one group

@@ -5,9 +5,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.groups cimport CacheGroups, Kinds
-from pagepool.core.holding.rules cimport Group
-from pagepool.core.pool.records cimport Pool, Range
+from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.rules cimport *
+from pagepool.core.pool.records cimport Pool
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds

@@ -4,10 +4,7 @@ cimport cython
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcmp
 
-from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.platform cimport fetch, go_on, let_others_run
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.rules cimport count_run_pages, first_hit_page, hits_leading_pages, is_state, last_hash
 from pagepool.core.pool.index cimport find, find_within, has_key, home_of
 from pagepool.core.pool.leases cimport end_leases
 from pagepool.core.pool.queue cimport count_free, has_free_pages

@@ -6,11 +6,10 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.holding.boundaries cimport Boundaries
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport Contents, Demand, Hits, Holding, Limits
-from pagepool.core.holding.rules cimport Group
-from pagepool.core.pool.records cimport Pool
+from pagepool.core.holding.boundaries cimport *
+from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.holding cimport *
+from pagepool.core.holding.rules cimport *
 from pagepool.core.pool.store cimport PageStore
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds

@@ -6,25 +6,13 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base.limits cimport MAX_TOKENS, NEVER, UNKNOWN
+from pagepool.core.base.limits cimport NEVER
 from pagepool.core.base.memory cimport resize
-from pagepool.core.base.platform cimport GIL_DISABLED, rare
-from pagepool.core.holding.boundaries cimport Boundaries, add_boundary, find_resumption
-from pagepool.core.holding.holding cimport (
-    FITS, FORKED, SHORT_IN_SHARD, SHORT_OF_MEMORY, STALE, UNSHAREABLE, UNTOUCHABLE, Fit, ForkOutcome, Held, Waiting,
-    are_checkpoints_due, attach, awaits_copies, cache_full_pages, cache_states, cache_waiting, copy_states, count_attached,
-    count_free_hits, count_moves, count_needed, count_places, count_state_hits, drop_copies, empty, find_excess, find_lost_page,
-    find_overdrawn, fit_or_adopt, forget_uncomputed, fork_group, give_back_behind, has_copies_due, keep_state, lacks_page,
-    limits_of, prepare_fork, price, rate_pages, recompute_from, reserve_copies, skip_pages, skip_unread, take_missing,
-)
-from pagepool.core.holding.rules cimport (
-    full_entries, full_pages, has_window, hits_leading_pages, is_state, keeps_checkpoints, last_hash, pages_for,
-)
+from pagepool.core.base.platform cimport GIL_DISABLED
 from pagepool.core.pool.index cimport is_cached_otherwise
 from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport give_back_all, hit
-from pagepool.core.pool.queue cimport count_free_in, find_held_free
-from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NO_SESSION, NULL_PAGE, count_changes, is_kept, shard_of
+from pagepool.core.pool.pool cimport give_back_all
+from pagepool.core.pool.records cimport NOBODY, count_changes
 from pagepool.core.values.arguments cimport as_list, size_of
 from pagepool.core.values.ids cimport ids_in, new_ids
 

@@ -5,18 +5,15 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.platform cimport GIL_DISABLED
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport count_places, find_passed_checkpoint
-from pagepool.core.holding.lookups cimport Refusal, RequestHashes
-from pagepool.core.holding.request_pages cimport DONE, TOO_FEW, TOO_LARGE, Outcome, RequestPages, Step, refuse_ahead
-from pagepool.core.holding.rules cimport is_state, pages_for
-from pagepool.core.pool.records cimport NO_GROUP, NO_SESSION
-from pagepool.core.pool.store cimport CachePage, PageStore
+from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.holding cimport *
+from pagepool.core.holding.lookups cimport *
+from pagepool.core.holding.request_pages cimport *
+from pagepool.core.holding.rules cimport *
+from pagepool.core.pool.store cimport CachePage
 from pagepool.core.values.arguments cimport as_long_long, as_shard, size_of
-from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds, as_page_ids, is_small, lists_of, new_ids
+from pagepool.core.values.ids cimport as_page_ids, is_small, lists_of, new_ids
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown

@@ -17,11 +17,7 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from pagepool.core.base.platform cimport rare
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.records cimport (
-    FLAGS, NOT_FIRST, NOT_NEW, NO_GROUP, NULL_PAGE, TWIN, Journal, Links, Note, Origin, Page, Pool, Range, Removal, Slot,
-    digest_of, link_after, num_slots_of, shard_of, unlink,
-)
+from pagepool.core.pool.records cimport *
 
 
 # The journal records net changes, so its size is bounded: a new key that leaves again is not recorded.

@@ -10,21 +10,17 @@ from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.base.memory cimport resize
 from pagepool.core.base.platform cimport go_on, let_others_run
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport find, is_first, is_journaled
-from pagepool.core.pool.records cimport (
-    FLAGS, NOT_NEW, NO_GROUP, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
-)
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.pool.index cimport *
+from pagepool.core.pool.records cimport *
+from pagepool.core.pool.store cimport *
 from pagepool.core.values.arguments cimport int_of_digest
-from pagepool.core.values.ids cimport PageIds
 
 import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef struct Run:              # consecutive cached pages of a request
-    Origin origin             # of the first page
+    Origin origin             # the first page's
     int32_t group
     int32_t num_pages
     int32_t num_tokens        # kept for each page

@@ -2,8 +2,8 @@
 
 from libc.stdint cimport int32_t
 
-from pagepool.core.pool.records cimport Pool
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.pool.records cimport *
+from pagepool.core.pool.store cimport *
 
 cdef enum:
     MAX_ITEMS = 64

@@ -3,14 +3,9 @@
 from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy, strcmp
 
-from pagepool.core.base.limits cimport MAX_GROUP, NEVER
-from pagepool.core.pool.policy cimport BLANK, NUM_POLICY_COUNTS, PART, SET_SIZE, GhostEntry, Learned, Policy
-from pagepool.core.pool.queue cimport now_of
-from pagepool.core.pool.records cimport (
-    COMMON, FLAGS, KEPT, MAX_TENANTS, NOT_FIRST, NOT_FREE, NOT_NEW, NO_GROUP, NO_TENANT, SECOND, SHARED, TWIN, Context, Links,
-    Note, Page, Pool, Removal, Session, Slot, count_plain_parts, count_queue_links, num_slots_of,
-)
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.base.limits cimport MAX_GROUP
+from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.queue cimport *
 
 from types import SimpleNamespace
 
@@ -41,10 +36,10 @@ cdef enum:                    # indices in `TYPES`
     SESSION
     NUM_TYPES
 
-cdef Policy NO_POLICY         # of zeros
+cdef Policy NO_POLICY         # all zeros
 cdef Pool NO_POOL
 cdef Items ALL_ITEMS
-cdef void *PLACE = &NO_POLICY  # of structs that only show their types
+cdef void *PLACE = &NO_POLICY  # any memory: only the types of structs there are read
 
 cdef list TYPES = [
     *map(np.dtype, (np.uint8, np.int32, np.uint32, np.int64, np.uint64)),

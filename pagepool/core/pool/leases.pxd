@@ -8,10 +8,9 @@
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base.platform cimport rare
-from pagepool.core.pool.pool cimport give_back_all
-from pagepool.core.pool.queue cimport now_of
-from pagepool.core.pool.records cimport LeasedSpan, Pool
+from pagepool.core.pool.pool cimport *
+from pagepool.core.pool.queue cimport *
+from pagepool.core.pool.records cimport *
 
 
 cdef inline void begin_lease(

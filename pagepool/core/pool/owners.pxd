@@ -17,9 +17,7 @@
 from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base.platform cimport rare
-from pagepool.core.pool.records cimport (
-    COMMON, NO_GROUP, NO_SESSION, NO_TENANT, NULL_PAGE, SHARED, Links, Pool, Session, is_free, link_after, unlink,
-)
+from pagepool.core.pool.records cimport *
 
 
 cdef inline bint is_shared(const Pool *pool, int32_t page_id) noexcept nogil:

@@ -13,23 +13,13 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport UNKNOWN
-from pagepool.core.base.platform cimport GUARDS, fetch, rare
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport (
-    add_entry, find, home_of, is_journaled, record_clear, record_drop, record_entry, remove_entry,
-)
-from pagepool.core.pool.owners cimport begin_charge, charge, join_session, leave_session, tenant_of, use_in_session
-from pagepool.core.pool.policy cimport BLANK, NEW, count_release, hash_key, is_sampled, recall, record_hit, remember
-from pagepool.core.pool.queue cimport (
-    Supply, begin_supply, enqueue, is_counted, is_page, lose_term, may_have_term, now_of, pick, pull, pull_unused, push,
-    push_at, push_first, start_of_part, use_page,
-)
-from pagepool.core.pool.records cimport (
-    FLAGS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Ranking, Tier, digest_of,
-    is_free, term_of,
-)
-from pagepool.core.pool.residency cimport begin_stay, record_use, renew_stay
+from pagepool.core.base.platform cimport GUARDS, fetch
+from pagepool.core.pool.index cimport *
+from pagepool.core.pool.owners cimport *
+from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.queue cimport *
+from pagepool.core.pool.records cimport *
+from pagepool.core.pool.residency cimport *
 
 
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:

@@ -21,16 +21,11 @@
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base.limits cimport LAST_TERM, NEVER, UNKNOWN
-from pagepool.core.base.platform cimport coarse_time, highest_bit, rare
-from pagepool.core.pool.owners cimport begin_charge, charge, end_charge, is_shared
-from pagepool.core.pool.policy cimport (
-    BLANK, MARGIN, NEW, NUM_PARTS, PART, Decision, Policy, age_of, count_release, discount, stamp_page, value_of,
-)
-from pagepool.core.pool.records cimport (
-    COMMON, MAX_TENANTS, NOT_FREE, NO_GROUP, NO_PART, NO_TENANT, NULL_PAGE, SECOND, Links, Page, Pool, count_plain_parts,
-    is_free, link_after, shard_of, term_of, unlink,
-)
+from pagepool.core.base.limits cimport LAST_TERM
+from pagepool.core.base.platform cimport coarse_time, highest_bit
+from pagepool.core.pool.owners cimport *
+from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.records cimport *
 
 
 cdef enum:

@@ -14,8 +14,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 from pagepool.core.base.limits cimport NEVER, UNKNOWN
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.policy cimport NEW, NUM_PARTS, Policy
+from pagepool.core.pool.policy cimport *
 
 cdef enum:
     NULL_PAGE = 0

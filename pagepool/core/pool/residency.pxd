@@ -5,7 +5,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.platform cimport monotonic_ns
-from pagepool.core.pool.records cimport NUM_BUCKETS, Histogram, Pool, Stay
+from pagepool.core.pool.records cimport *
 
 
 cdef inline Stay *_stay_of(Pool *pool, int32_t page_id) noexcept nogil:

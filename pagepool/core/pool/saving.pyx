@@ -4,17 +4,14 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.base.limits cimport MAX_GROUP
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.layouts cimport Item, Items, find_item, list_items, pool_of
-from pagepool.core.pool.policy cimport (
-    BLANK, NUM_PARTS, NUM_POLICY_COUNTS, PART, SET_SIZE, Ghost, GhostEntry, Policy, is_right, set_of,
-)
-from pagepool.core.pool.pool cimport Entry, bare_entry, cache, give_back
-from pagepool.core.pool.queue cimport pull, push, push_marked
-from pagepool.core.pool.records cimport KEPT, NO_GROUP, NULL_PAGE, Pool, is_free
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.pool.layouts cimport *
+from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.pool cimport *
+from pagepool.core.pool.queue cimport *
+from pagepool.core.pool.records cimport *
+from pagepool.core.pool.store cimport *
 from pagepool.core.values.arguments cimport as_list, require_matrix, size_of
-from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids
+from pagepool.core.values.ids cimport as_own_ids, as_page_ids
 
 import numpy as np
 

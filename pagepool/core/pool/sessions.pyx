@@ -3,13 +3,11 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base.limits cimport NEVER
-from pagepool.core.pool.owners cimport close_page, hold_session, is_live
-from pagepool.core.pool.queue cimport expect_page, join_common, link_shards, now_of
-from pagepool.core.pool.records cimport COMMON, MAX_TENANTS, NO_GROUP, NO_SESSION, Pool, Session
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.pool.owners cimport *
+from pagepool.core.pool.queue cimport *
+from pagepool.core.pool.records cimport *
+from pagepool.core.pool.store cimport *
 from pagepool.core.values.arguments cimport float_of, term_of_seconds
-from pagepool.core.values.ids cimport PageIds
 
 from collections.abc import Mapping
 

@@ -5,7 +5,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base.locks cimport LockNode
-from pagepool.core.pool.records cimport Links, Page, Pool, Range
+from pagepool.core.pool.records cimport *
 from pagepool.core.values.chain cimport HashChain
 from pagepool.core.values.ids cimport PageIds
 

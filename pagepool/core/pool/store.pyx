@@ -7,27 +7,15 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
+from pagepool.core.base.limits cimport MAX_GROUP, MAX_PAGES
 from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items, resize
-from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS, go_on, let_others_run, monotonic_ns
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport find_within, link_shard_twins
-from pagepool.core.pool.leases cimport end_leases
-from pagepool.core.pool.policy cimport NUM_PARTS, free_policy, make_policy
-from pagepool.core.pool.pool cimport (
-    Entry, bare_entry, cache, count_request, find_untouchable, give_back_all, give_back_and_uncache, hit, reuse, take, uncache,
-    uncache_all, uncache_everywhere, uncache_tier,
-)
-from pagepool.core.pool.queue cimport (
-    Supply, begin_parts, begin_plain_parts, begin_supply, begin_tenants, begin_terms, count_free_in, find_held_free,
-    link_shards, now_of, page_before, page_behind, pick, push, push_all,
-)
-from pagepool.core.pool.records cimport (
-    COMMON, FLAGS, MAX_TENANTS, NOBODY, NOT_FREE, NO_GROUP, NO_SESSION, NULL_PAGE, NUM_BUCKETS, SECOND, TWIN, Counters,
-    Expectations, Histogram, Links, Origin, Pool, Ranking, Residency, Session, Sessions, Slot, Stay, count_pages_in,
-    count_plain_parts, count_queue_links, digest_of, is_free, is_leased,
-)
+from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run
+from pagepool.core.pool.index cimport *
+from pagepool.core.pool.leases cimport *
+from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.pool cimport *
+from pagepool.core.pool.queue cimport *
 from pagepool.core.values.arguments cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
 )
@@ -44,7 +32,7 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_h
 cdef enum:
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
 
-cdef Counters NO_COUNTS       # of zeros
+cdef Counters NO_COUNTS       # all zeros
 COUNTERS = tuple(<dict>NO_COUNTS)
 
 cdef double MAX_SECONDS = 2.0 ** 27  # 4 years

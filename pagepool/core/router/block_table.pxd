@@ -10,14 +10,9 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport rare, raw_calloc, raw_free
-from pagepool.core.router.duplicates cimport Duplicate, DuplicateTable, find_duplicate, put_duplicate, trim_duplicates
-from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, Text
-from pagepool.core.router.space cimport (
-    WORD, BlockSlot, Space, drop_entry, ensure_entry, entry_at, fetch_slot, find_entry, find_space_fault, free_space,
-    is_free_entry,
-)
+from pagepool.core.router.duplicates cimport *
+from pagepool.core.router.event_batch cimport *
+from pagepool.core.router.space cimport *
 
 cdef enum:
     MAX_MEDIA = 8
@@ -45,7 +40,7 @@ cdef struct Worker:
     bint is_lossy             # batches were lost, so duplicates are not counted
     GainedBlock *gained       # [num_gained] blocks gained since it last had none
     Py_ssize_t num_gained
-    Py_ssize_t capacity       # of `gained`
+    Py_ssize_t capacity       # room in `gained`
     bint is_incomplete        # `gained` was too short for all of them
 
 cdef struct BlockTable:

@@ -9,14 +9,10 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
-from pagepool.core.base.platform cimport raw_calloc, raw_free
-from pagepool.core.router.block_table cimport (
-    BlockTable, Media, add_medium, count_copies, find_medium, remove_blocks, remove_worker_blocks, reshape, set_copies,
-    store_blocks, trim_table,
-)
-from pagepool.core.router.duplicates cimport reserve_duplicates
-from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS, NO_MEMORY, STORED, Event, EventBatch, Spec
-from pagepool.core.router.space cimport WORD, Space, find_entry, reserve_blocks
+from pagepool.core.router.block_table cimport *
+from pagepool.core.router.duplicates cimport *
+from pagepool.core.router.event_batch cimport *
+from pagepool.core.router.space cimport *
 
 cdef enum:
     MAX_BLOCKS = 1 << 30      # blocks of a group

@@ -6,16 +6,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from pagepool.core.base.limits cimport MAX_TOKENS
 from pagepool.core.base.locks cimport INDEX_LOCK, LockNode, delist_lock, enlist_lock
-from pagepool.core.base.platform cimport go_on, let_others_run, raw_free
-from pagepool.core.router.block_table cimport (
-    BlockTable, Media, copy_hashes, find_fault, find_medium, free_table, remove_worker_blocks, start_table, table_bytes,
-    take_blocks_out,
-)
-from pagepool.core.router.changes cimport MAX_BLOCKS, apply_events, settle_groups
-from pagepool.core.router.event_batch cimport (
-    MAX_EVENT_GROUPS, NO_MEMORY, EventBatch, Reader, Text, free_batch, read_batch, read_seconds,
-)
-from pagepool.core.router.search cimport Search, search_prefix
+from pagepool.core.base.platform cimport go_on, let_others_run
+from pagepool.core.router.block_table cimport *
+from pagepool.core.router.changes cimport *
+from pagepool.core.router.event_batch cimport *
+from pagepool.core.router.search cimport *
 from pagepool.core.values.arguments cimport array_of, as_list, index_of, size_of
 from pagepool.core.values.chain cimport HashChain
 

@@ -9,11 +9,10 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pagepool.core.base.platform cimport rare, raw_calloc, raw_free
 from pagepool.core.holding.rules cimport Rules, count_run_pages
-from pagepool.core.router.block_table cimport BlockTable
-from pagepool.core.router.event_batch cimport MAX_EVENT_GROUPS
-from pagepool.core.router.space cimport WORD, Space, ctz, find_entry, is_free_entry
+from pagepool.core.router.block_table cimport *
+from pagepool.core.router.event_batch cimport *
+from pagepool.core.router.space cimport *
 
 cdef struct SearchedGroup:    # a cache group of a search
     Rules rules

@@ -1,7 +1,7 @@
 # The blocks of a cache group, by their hashes.
 #
 # A block has an entry of `stride` 64-bit words: its hash, and words of bits. A hash table with linear probing finds the entry.
-# A block that follows another in a prompt takes the next entry if that is free. So a look-up mostly finds the next block in the
+# A block that follows another in a prompt takes the next entry if it is free. So a look-up mostly finds the next block in the
 # next entry, without a probe. The hash in the entry confirms or refutes this guess, so answers do not depend on it. Always:
 #
 # * An entry is free exactly when all of its bits are 0. Free entries form a ring through their first words, closed by entry 0,
@@ -13,8 +13,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from pagepool.core.base.memory cimport resize
-from pagepool.core.base.platform cimport fetch, raw_calloc, raw_free
-from pagepool.core.router.event_batch cimport Spec
+from pagepool.core.base.platform cimport fetch, raw_calloc
+from pagepool.core.router.event_batch cimport *
 
 cdef enum:
     WORD = 64                 # workers per word
@@ -40,7 +40,7 @@ cdef struct Space:
     Spec spec
     bint is_known             # whether a stored event has set `spec`
     int32_t stride            # words of an entry
-    uint64_t multiplier       # odd, and secret so that nobody can choose hashes that collide
+    uint64_t multiplier       # odd, and secret: nobody can choose colliding hashes
 
 
 cdef inline uint64_t *entry_at(const Space *space, uint32_t entry) noexcept nogil:

@@ -6,29 +6,17 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.base.platform cimport go_on, let_others_run
-from pagepool.core.base.vectors cimport signs_of
 from pagepool.core.holding.holding cimport (
-    FITS, Contents, Demand, Hits, Holding, attach, cache_waiting, copy_states, count_attached, count_state_hits, find_excess,
-    fit_or_adopt, price, reserve_copies,
+    FITS, Demand, Hits, attach, copy_states, count_attached, count_state_hits, fit_or_adopt, price,
 )
-from pagepool.core.holding.lookups cimport (
-    Query, Refusal, Tokens, count_external_tokens, count_junction_tokens, count_room_tokens, count_tokens, query_of,
-)
+from pagepool.core.holding.lookups cimport Query, count_external_tokens, count_junction_tokens, query_of
 from pagepool.core.holding.request_pages cimport begin_boundaries, list_hits
-from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.queue cimport find_held_free
-from pagepool.core.pool.records cimport NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.pool.records cimport count_changes
 from pagepool.core.pool.store cimport QueryCounter
-from pagepool.core.rows.batch cimport (
-    Batch, ExtraKey, begin_admission, cache_row, count_hashed_before, digests_of, hash_row, holding_of, plan_next_event,
-    set_context, show_row, take_pages, tokens_of,
-)
-from pagepool.core.rows.running cimport RunningRows
+from pagepool.core.rows.batch cimport *
+from pagepool.core.rows.running cimport *
 from pagepool.core.tier.tier cimport find_and_load
-from pagepool.core.values.arguments cimport as_list, as_shard, size_of
-from pagepool.core.values.ids cimport PageIds, as_page_ids, new_ids, refuse_negative
+from pagepool.core.values.arguments cimport as_shard
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 

@@ -8,41 +8,25 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_TOKENS, UNKNOWN
+from pagepool.core.base.limits cimport UNKNOWN
 from pagepool.core.base.locks cimport BATCH_LOCK, delist_lock, enlist_lock
-from pagepool.core.base.platform cimport CACHE_LINE, go_on, keep_sparse, let_others_run
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.boundaries cimport Boundaries
+from pagepool.core.base.platform cimport CACHE_LINE, keep_sparse
 from pagepool.core.holding.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, Held, Holding, awaits_copies, cache_waiting,
-    count_new_pages, count_open_pages, count_places, draw_references, drop_copies, empty, find_load_number, find_lost_page,
-    find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_copies_due, prepare_fork, rate_pages,
-    record_loads, record_taken, reserve_copies, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, count_open_pages, count_places,
+    draw_references, drop_copies, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, prepare_fork,
+    rate_pages, record_loads, record_taken, skip_unread, waits_for_loads,
 )
-from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.holding.request_pages cimport copy_ids, list_last_first, rate_and_list, refuse_ahead
-from pagepool.core.holding.rules cimport Group, has_window, is_state, keeps_checkpoints, last_hash, pages_for
-from pagepool.core.pool.index cimport find, find_within
-from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport find_untouchable, hit, share, take
-from pagepool.core.pool.queue cimport count_free, count_free_in, find_held_free, has_free_pages
-from pagepool.core.pool.records cimport (
-    FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
-)
-from pagepool.core.rows.batch cimport (
-    Amounts, Batch, DueRow, ExtraKey, Grown, Growth, Row, RowRecord, Swapped, SwappedGroup, advance_counts, amount,
-    append_tokens, begin_admission, cache_row, can_restart_row, digests_of, drop_swapped, empty_row, exchange_rows, find_passed,
-    grow_rows, has_state_behind, held_by, holding_of, is_as_grown, is_row, keep_last_states, plan_next_event, restart_row,
-    revert_counts, room_for, set_context, show_end, show_row, stamp_row, start_call, tokens_of, trim_rows, uncache_row,
-    undo_rows, unify_pages,
-)
-from pagepool.core.tables.page_table cimport Table, blank
+from pagepool.core.holding.rules cimport has_window, keeps_checkpoints, pages_for
+from pagepool.core.pool.pool cimport take
+from pagepool.core.pool.queue cimport count_free, has_free_pages
+from pagepool.core.pool.records cimport FILLED, FILLING, Ranking, Tier, Transfer
 from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier.tier cimport FailedLoads
 from pagepool.core.tier.transfers cimport find_oldest_load, queue_save, queue_transfer, reserve_transfers
-from pagepool.core.values.arguments cimport array_of, as_list, digest_of_bytes, require_instance, size_of, term_of_seconds
+from pagepool.core.values.arguments cimport array_of, digest_of_bytes, require_instance
 from pagepool.core.values.chain cimport extra_key_of
-from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids, ids_in, lists_of, new_ids, refuse_negative
+from pagepool.core.values.ids cimport ids_in, lists_of
 
 from numbers import Real
 

@@ -4,24 +4,17 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.boundaries cimport Boundaries, find_resumption
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport Held
+from pagepool.core.holding.boundaries cimport find_resumption
 from pagepool.core.holding.request_pages cimport RequestPages
-from pagepool.core.holding.rules cimport Group, first_hit_page, hits_leading_pages, is_state, last_hash
-from pagepool.core.pool.index cimport find, has_key
+from pagepool.core.holding.rules cimport first_hit_page, hits_leading_pages
+from pagepool.core.pool.index cimport has_key
 from pagepool.core.pool.leases cimport begin_lease, end_lease, end_leases, set_end
-from pagepool.core.pool.pool cimport find_untouchable, hit, share
 from pagepool.core.pool.queue cimport expect_page, now_of
-from pagepool.core.pool.records cimport NOBODY, NO_GROUP, NULL_PAGE, SECOND, LeasedSpan, Page, Pool, is_free
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.rows.batch cimport RowRecord, digests_of, hash_row, held_by
-from pagepool.core.rows.running cimport RunningRows
-from pagepool.core.values.arguments cimport float_of, size_of, term_of_seconds
+from pagepool.core.pool.records cimport NOBODY, SECOND, LeasedSpan, is_free
+from pagepool.core.rows.batch cimport *
+from pagepool.core.rows.running cimport *
+from pagepool.core.values.arguments cimport float_of
 from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds, as_own_ids
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError, PageIdError, shown
 

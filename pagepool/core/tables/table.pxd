@@ -5,7 +5,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base.locks cimport LockNode
-from pagepool.core.tables.page_table cimport Table
+from pagepool.core.tables.page_table cimport *
 from pagepool.core.values.ids cimport PageIds
 
 

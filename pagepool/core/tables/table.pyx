@@ -9,7 +9,6 @@ from pagepool.core.base.limits cimport MAX_PAGES
 from pagepool.core.base.locks cimport TABLE_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.platform cimport CACHE_LINE, GUARDS
 from pagepool.core.base.vectors cimport find_negative
-from pagepool.core.tables.page_table cimport WINDOW, Table, clear_from, mark, write_ids
 from pagepool.core.values.arguments cimport as_list, explained, int32_of, require_matrix, size_of
 from pagepool.core.values.ids cimport as_page_ids
 

@@ -8,27 +8,23 @@ from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.base.limits cimport MAX_TOKENS, NEVER
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport Contents, cache_page, can_restart, find_restart, find_wrong, has_copies, restart_from
+from pagepool.core.holding.holding cimport cache_page, can_restart, find_restart, find_wrong, has_copies, restart_from
 from pagepool.core.holding.lookups cimport (
-    Query, count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
+    count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
 )
 from pagepool.core.holding.request_pages cimport RequestPages, contents_of
 from pagepool.core.holding.rules cimport Group, last_hash
 from pagepool.core.pool.index cimport find, has_key, is_first
-from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, take, uncache
+from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, uncache
 from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, pull_unused
 from pagepool.core.pool.records cimport (
-    FILLED, FILLING, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, SAVED, TWIN, UNFILLED, UNSAVED, Fill, FreshPage, Page, Pool, Range,
-    Tier, Transfer, count_pages_in, digest_of, is_free, term_of,
+    FILLED, FLAGS, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Fill, FreshPage, Page, Range, count_pages_in, digest_of, is_free,
+    term_of,
 )
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.tier.transfers cimport find_oldest_load, queue_save, queue_transfer, reserve_transfers
+from pagepool.core.tier.transfers cimport *
 from pagepool.core.values.arguments cimport as_list, require_instance, size_of
 from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds, new_ids
+from pagepool.core.values.ids cimport new_ids
 
 import numpy as np
 

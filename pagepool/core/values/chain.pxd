@@ -6,7 +6,7 @@ cimport cython
 
 from pagepool.core.base.locks cimport LockNode
 from pagepool.core.base.siphash cimport Digest
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.values.ids cimport *
 
 
 cdef Digest extra_key_of(bytes key) except *

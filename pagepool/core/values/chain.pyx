@@ -8,8 +8,7 @@ from pagepool.core.base.locks cimport CHAIN_LOCK, delist_lock, enlist_lock
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport go_on, let_others_run
 from pagepool.core.base.siphash cimport SipState, hash_after, hash_pages, sip_bytes, sip_finish, sip_start
-from pagepool.core.values.arguments cimport digest_of_bytes, digest_of_int, int_of_digest, size_of
-from pagepool.core.values.ids cimport as_own_ids, as_page_ids, refuse_negative
+from pagepool.core.values.arguments cimport *
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 

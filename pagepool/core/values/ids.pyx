@@ -11,7 +11,7 @@ from pagepool.core.base.limits cimport MAX_PAGES
 from pagepool.core.base.memory cimport reserve_items
 from pagepool.core.base.platform cimport GIL_DISABLED
 from pagepool.core.base.vectors cimport find_negative
-from pagepool.core.values.arguments cimport array_of, as_int32_array, as_list, explained, int32_of, page_id_of, size_of
+from pagepool.core.values.arguments cimport *
 
 import numpy as np
 
