@@ -207,7 +207,7 @@ cdef inline Py_ssize_t give_back_all(
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
             continue
-        if GUARDS and pool.pages[ids[at]].ref_cnt <= 0:
+        if GUARDS and rare(pool.pages[ids[at]].ref_cnt <= 0):
             _undo_give_back(pool, ids, n, i, tail_first)
             return at
         if _end_reference(pool, ids[at]):
