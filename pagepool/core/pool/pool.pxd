@@ -415,11 +415,12 @@ cdef inline bint cache(
         _make_new(pool, page_id)
     if is_new and rare(pool.policy != NULL) and ranking != NULL:
         _rank(pool, ranking, ids, place, entry.key[0], entry.group)
-    if is_journaled(pool):
+    if rare(is_journaled(pool)):
         record_entry(pool, page_id, Origin(
             parent=entry.parent[0] if entry.parent != NULL else Digest(0, 0), place=entry.place, context=entry.context,
         ))
-    _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
+    if rare(pool.page_tokens != NULL):
+        _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
     join_session(pool, page_id, entry.session)
     return is_new
 
@@ -474,10 +475,8 @@ cdef inline void _rank(
 
 
 cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page if the pool keeps tokens; keep none if there is no room for `n`."""
+    """Keep the tokens of a page in a pool that keeps tokens; keep none if there is no room for `n`."""
     cdef int32_t *kept
-    if pool.page_tokens == NULL:
-        return
     if n >= pool.tokens_width:
         n = 0
     kept = pool.page_tokens + page_id * pool.tokens_width
