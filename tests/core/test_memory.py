@@ -149,6 +149,17 @@ def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
     assert usual_growth(sizes, NUM_PARTS) < 160 * NUM_USES
 
 
+def test_a_batch_in_a_cycle_is_freed_with_what_its_rows_have() -> None:
+    """The collector clears the lists of a cycle before the batch reads its rows: the sanitizers see if these are gone."""
+    for _ in range(10):
+        batch = RunningBatch(make_manager(), make_table())
+        batch.admit(0, list(range(40)))
+        cycle: list[object] = [batch]
+        batch.cycle = cycle  # type: ignore[attr-defined]
+        del batch, cycle
+        gc.collect()
+
+
 def test_a_large_pool_needs_no_garbage_collection() -> None:
     """Its memory is free once it is dropped, unless there are objects of its pages."""
     with traced():

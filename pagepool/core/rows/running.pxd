@@ -28,7 +28,7 @@ cdef class RunningRows:
     cdef CacheGroups groups
     cdef tuple tables               # a TableRows for each group
     cdef tuple lock_order           # the tables in locking order
-    cdef list buffers               # arrays that `batch` points into
+    cdef tuple buffers              # arrays that `batch` points into
     cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
     cdef list refusals              # for each row, the Refusal of its last request, or None
     cdef bytes key

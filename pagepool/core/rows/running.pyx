@@ -153,7 +153,7 @@ cdef Amounts amounts_in(PageIds amounts) noexcept:
 
 
 @cython.auto_pickle(False)
-@cython.no_gc_clear  # its buffers are read when it is deallocated
+@cython.no_gc_clear  # __dealloc__ reads its buffers, which are in a tuple: the garbage collector would empty a list
 cdef class RunningRows:
     """The rows of a running batch: their tokens and pages. `pagepool.RunningBatch` adds the manager.
 
@@ -183,7 +183,7 @@ cdef class RunningRows:
             raise ArgumentError(f"groups: got {checked.num} for {len(by_group)} tables, allowed: one each, at least 1")
         if num_hash_tokens and not store.enable_caching:
             raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
-        self.store, self.key, self.buffers, self.groups = store, key, [], checked
+        self.store, self.key, self.buffers, self.groups = store, key, (), checked
         self.tables, self.lock_order = by_group, in_lock_order(by_group)
         self.num_shards = <int32_t>num_pool_shards
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
@@ -692,7 +692,7 @@ cdef class RunningRows:
 cdef int32_t *new_buffer(RunningRows running, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL:
     """Allocate zeros, aligned to a cache line, for the life of the batch. Memory that is never touched stays unused."""
     cdef Buffer buffer = Buffer(num_rows, num_values)
-    running.buffers.append(buffer)
+    running.buffers += (buffer,)
     return buffer.values
 
 
