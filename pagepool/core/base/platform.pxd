@@ -99,7 +99,11 @@ cdef enum:
 
 cdef extern from *:
     """
-    /* Mark a rare condition: the compiler moves the branch out of the hot cache lines. */
+    /* Mark a rare condition: the compiler moves the branch out of the hot cache lines, and does not inline what it calls. */
+    #if defined(__GNUC__) && __GNUC__ >= 9
+    #define pagepool_rare(condition) __builtin_expect_with_probability(!!(condition), 0, 0.999)
+    #else
     #define pagepool_rare(condition) __builtin_expect(!!(condition), 0)
+    #endif
     """
     bint rare "pagepool_rare" (bint condition) noexcept nogil

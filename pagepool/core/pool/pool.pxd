@@ -409,20 +409,33 @@ cdef inline bint cache(
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1
-    if rare(pool.tier != NULL):
+    if rare(_has_listeners(pool) or entry.session != NO_SESSION):
+        _on_cache(pool, page_id, entry, ranking if is_new else NULL, ids, place)
+    return is_new
+
+
+cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
+    """Whether a tier, the queue's parts, the journal or kept tokens have to hear of each cached page."""
+    return pool.tier != NULL or pool.num_parts or is_journaled(pool) or pool.page_tokens != NULL
+
+
+cdef inline void _on_cache(
+    Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
+) noexcept nogil:
+    """Tell the features of the pool that a page was just cached."""
+    if pool.tier != NULL:
         pool.tier.record_cached(pool, page_id)
-    if rare(pool.num_parts != 0):
+    if pool.num_parts:
         _make_new(pool, page_id)
-    if is_new and rare(pool.policy != NULL) and ranking != NULL:
+    if ranking != NULL and pool.policy != NULL:
         _rank(pool, ranking, ids, place, entry.key[0], entry.group)
-    if rare(is_journaled(pool)):
+    if is_journaled(pool):
         record_entry(pool, page_id, Origin(
             parent=entry.parent[0] if entry.parent != NULL else Digest(0, 0), place=entry.place, context=entry.context,
         ))
-    if rare(pool.page_tokens != NULL):
+    if pool.page_tokens != NULL:
         _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
     join_session(pool, page_id, entry.session)
-    return is_new
 
 
 cdef inline Entry bare_entry(const Digest *key, int32_t group) noexcept nogil:
