@@ -99,11 +99,14 @@ cdef enum:
 
 cdef extern from *:
     """
-    /* Mark a rare condition: the compiler moves the branch out of the hot cache lines, and does not inline what it calls. */
-    #if defined(__GNUC__) && __GNUC__ >= 9
-    #define pagepool_rare(condition) __builtin_expect_with_probability(!!(condition), 0, 0.999)
-    #else
+    /* Mark a rare condition: the compiler moves the branch out of the hot cache lines. */
     #define pagepool_rare(condition) __builtin_expect(!!(condition), 0)
+    /* Mark a condition that only some pools ever meet: the compiler does not inline what the branch calls either. */
+    #if defined(__GNUC__) && __GNUC__ >= 9
+    #define pagepool_exceptional(condition) __builtin_expect_with_probability(!!(condition), 0, 0.999)
+    #else
+    #define pagepool_exceptional(condition) __builtin_expect(!!(condition), 0)
     #endif
     """
     bint rare "pagepool_rare" (bint condition) noexcept nogil
+    bint exceptional "pagepool_exceptional" (bint condition) noexcept nogil

@@ -13,7 +13,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.platform cimport GUARDS, fetch
+from pagepool.core.base.platform cimport GUARDS, exceptional, fetch
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.policy cimport *
@@ -409,14 +409,14 @@ cdef inline bint cache(
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1
-    if rare(_has_listeners(pool) or entry.session != NO_SESSION):
+    if exceptional(_has_listeners(pool) | (entry.session != NO_SESSION)):
         _on_cache(pool, page_id, entry, ranking if is_new else NULL, ids, place)
     return is_new
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
     """Whether a tier, the queue's parts, the journal or kept tokens have to hear of each cached page."""
-    return pool.tier != NULL or pool.num_parts or is_journaled(pool) or pool.page_tokens != NULL
+    return (pool.tier != NULL) | (pool.num_parts != 0) | (pool.journal.notes != NULL) | (pool.page_tokens != NULL)
 
 
 cdef inline void _on_cache(
