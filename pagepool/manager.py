@@ -785,11 +785,15 @@ class CacheManager(KeyHolder, SlotAllocator):
         with self._registry.lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = self._registry.hashes.get(request.request_id)
-            if num_last_tokens:
-                hashes = self._registry.extend_hashes(request, num_last_tokens)
+            held = self._registry.held.get(request.request_id)
+            num_hashed_tokens = num_last_tokens
+            if num_computed_tokens is not None and held is not None and hashes is not None:
+                # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
+                num_hashed_tokens = max(num_last_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
+            if num_hashed_tokens:
+                hashes = self._registry.extend_hashes(request, num_hashed_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            held = self._registry.held.get(request.request_id)
             with self._registry.naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)

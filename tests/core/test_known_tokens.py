@@ -12,7 +12,7 @@ from hybrids import make_batch, make_manager, manager_state
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from pagepool.errors import PageHashError
+from pagepool.errors import ArgumentError, PageHashError
 
 
 class OwnRequest:
@@ -270,3 +270,17 @@ def test_rows_forget_what_they_are_cut_to(seed: int) -> None:
         for _ in range(20):
             probed = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
             assert tuple(probed[: hits_of(manager, probed)]) in computed | {()}
+
+
+def test_skipped_pages_are_forgotten_after_a_fork_of_a_request_that_was_set_back() -> None:
+    manager = make_manager(SlidingWindowSpec(4, 1, 8, "float16", False, 5), num_pages=8)
+    request = EngineRequest("a", list(range(24)))
+    for num_tokens in (16, 1):  # the second call skips the pages of the first 12 tokens
+        assert manager.allocate_slots(request, num_tokens) is not None
+        request.num_computed_tokens += num_tokens
+    assert manager.allocate_slots(request, 7, num_reserved_pages=7) is None
+    request.num_computed_tokens = 6
+    with refused(lambda: manager_state(manager), ArgumentError, "are not those"):
+        manager.fork(request, EngineRequest("b", [1] * 20, num_computed_tokens=6))
+    manager.free(request, num_computed_tokens=0)
+    assert manager.stats().num_cached_pages == 0
