@@ -55,9 +55,11 @@ def test_any_value(name: str) -> None:
 @pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash], ids=str)
 def test_the_table_of_errors(hash_algo: Any) -> None:
     """A manager's are the same however it hashes."""
-    table = dict.fromkeys([*CASES, *WRONG], "")
-    for block in re.split(r"\n(?=\S)", TABLE.read_text("utf-8").rstrip("\n")):
-        table[block.partition("\n")[0]] = f"{block}\n"
+    table = {
+        call: errors
+        for calls, errors in re.findall(r"((?:\S.*\n)+)((?: .*\n)+)", TABLE.read_text("utf-8"))
+        for call in calls.splitlines()
+    }
     for name in [*CASES, *WRONG]:
         if hash_algo == "siphash128" or name.startswith("use.manager."):
             found = describe_errors(name, hash_algo=hash_algo)

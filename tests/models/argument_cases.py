@@ -268,7 +268,9 @@ def find_errors(name: str) -> Iterator[str]:
 
 
 TABLE = Path(__file__).with_name("argument_errors.txt")
-"""The errors of each call for values that fit the type: ``python tests/models/argument_cases.py`` writes it."""
+"""The errors of calls for values that fit the type, below all calls that have them: ``python tests/models/argument_cases.py``
+writes it.
+"""
 IN_TABLE = (-1, 0, 1, 4, 99, 2**31, [], [0, 0], [0, 99], [[1]])
 
 
@@ -277,7 +279,7 @@ def describe_errors(name: str, **options: Any) -> str:
     shows only later.
     """
     after = in_use_for(name, **options).go_on()
-    lines = [CODES.get(name, name)]
+    lines = [""]
     for value in map(deepcopy, [None] if name in WRONG else IN_TABLE):
         use = in_use_for(name, **options)
         before = use.state(), use.save()
@@ -290,8 +292,16 @@ def describe_errors(name: str, **options: Any) -> str:
             elif not isinstance(error, TypeError) and text != lines[-1].partition(": ")[2]:
                 lines.append(f"    {value!r}: {text}")
             if before != (use.state(), use.save()) or after != use.go_on():
-                raise AssertionError(f"{lines[0]} of {value!r} changed something") from error
-    return "\n".join(lines) + "\n" if len(lines) > 1 else ""
+                raise AssertionError(f"{name} of {value!r} changed something") from error
+    return "\n".join([*lines[1:], ""])
+
+
+def write_table() -> None:
+    calls: dict[str, dict[str, None]] = {}
+    for name in [*CASES, *WRONG]:
+        calls.setdefault(describe_errors(name), {})[CODES.get(name, name)] = None
+    calls.pop("")  # of calls that raise nothing
+    TABLE.write_text("".join("\n".join([*names, errors]) for errors, names in calls.items()), "utf-8")
 
 
 def in_use_for(name: str, **options: Any) -> InUse:
@@ -833,4 +843,4 @@ if find_spec("msgspec") and find_spec("zmq"):
 NAMES.update(vars(easydel) | vars(specs) | vars(pagepool) | globals())
 
 if __name__ == "__main__":
-    TABLE.write_text("".join(map(describe_errors, [*CASES, *WRONG])), "utf-8")
+    write_table()
