@@ -30,7 +30,7 @@ cdef dict places_in(const Holding *holding):
 
 def locate_numbers(holder) -> dict:
     """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
-    records of rows, or of the marks of a table's rows. They move when a list of pages grows.
+    records of rows, or of the dirty flags of a table's rows. They move when a list of pages grows.
     """
     cdef RunningRows rows
     cdef TableRows table

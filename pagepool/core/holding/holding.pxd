@@ -116,7 +116,7 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
 
 # Pages that no further token attends to are skipped: they are given back, and the null page takes their place. If windows stay
 # cached at boundaries, a holder delays this for pages with which another request could resume if this one ended now. A skipped
-# page with which a request can resume at a boundary is marked `KEPT`. Any other one is worthless, and discarded unless it has
+# page with which a request can resume at a boundary is flagged `KEPT`. Any other one is worthless, and discarded unless it has
 # other holders; each of these decides again when it skips the page.
 
 
@@ -212,7 +212,7 @@ cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) 
 cdef inline int32_t _keep_needed(
     Pool *pool, const Boundaries *boundaries, const Group *group, const Held *held, int32_t stop
 ) noexcept nogil:
-    """Mark the pages before place `stop` that a boundary needs. Return a place before which no boundary needs another page."""
+    """Keep the pages before place `stop` that a boundary needs. Return a place before which no boundary needs another page."""
     cdef Range needed = find_needed(boundaries, group, held.num_skipped)
     cdef int32_t place
     while needed.start < stop:
@@ -337,7 +337,7 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
 
 
 cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Mark the pages with which a request can resume."""
+    """Keep the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
     cdef int64_t num_entered = _find_cached_end(holding, num_computed)

@@ -478,7 +478,7 @@ cdef class RequestPages:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         lock_chain(chain)
         self.store.lock.acquire()
-        if self.holding.boundaries != NULL or given is not None:  # check before pages are marked, or the queue is divided
+        if self.holding.boundaries != NULL or given is not None:  # check before pages are kept, or the queue is divided
             overdrawn = find_overdrawn(pool, &self.holding)
         has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
         if has_room and given is not None:

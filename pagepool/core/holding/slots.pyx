@@ -144,7 +144,7 @@ cdef class SlotAllocator:
         slots may be taken back or replaced: docs/engines.md says what else may change.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
-        shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
+        shard has too few, the hits count as recently used and None is returned. `num_reserved_pages` free pages are left
         for others (a watermark for admission).
 
         RequestTooLargeError, and no change, for a request that would hold more pages than the pool, or its shard, has at all:

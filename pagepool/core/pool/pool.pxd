@@ -284,7 +284,7 @@ cdef inline void _undo_give_back(
             continue
         if is_free(pool, page_id):
             pull(pool, page_id)
-        pool.pages[page_id].next_free = NOT_FREE  # `_give_back_to_parts` may have marked it
+        pool.pages[page_id].next_free = NOT_FREE  # `_give_back_to_parts` may have put an index there
         _restore_reference(pool, page_id)
 
 

@@ -1,5 +1,5 @@
 # The free queue of the pool, and that of each shard: a ring of records, which the null page, or the shard's end, closes. With
-# parts there is one more record before each part, its mark:
+# parts there is one more record before each part, its divider:
 #
 # * With a policy the plain parts, those for pages without a term, are the policy's. Without one they are a blank part and one
 #   of cached pages; pools of models that keep states have these two from the start.
@@ -86,7 +86,7 @@ cdef inline int32_t _part_of(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
-    """Return the record behind `page_id` in a shard's queue: a page, a part's mark, or the end of the queue."""
+    """Return the record behind `page_id` in a shard's queue: a page, a part's divider, or the end of the queue."""
     return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
 
 
@@ -95,7 +95,7 @@ cdef inline int32_t _record_before(const Pool *pool, int32_t page_id, int32_t sh
 
 
 cdef inline bint is_page(const Pool *pool, int32_t record) noexcept nogil:
-    """Whether a record of a queue is a page, not a mark or an end."""
+    """Whether a record of a queue is a page, not a divider or an end."""
     return NULL_PAGE < record < pool.num_pages
 
 
@@ -151,7 +151,7 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Do `_push_to_divisions` at a given time, which matters only with terms."""
-    _mark_queued(pool, page_id, now)
+    _stamp_queued(pool, page_id, now)
     _place(pool, page_id)
 
 
@@ -183,7 +183,7 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the blank part, if there are parts, and of its shard's."""
     cdef int32_t shard
-    _mark_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+    _stamp_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
     link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, -1), -1))
     if pool.num_shards:
@@ -196,9 +196,9 @@ cdef inline int32_t _front_of_blank(const Pool *pool, int32_t shard) noexcept no
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
-cdef inline void _mark_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """Mark a page that is put into the queue with its part of the policy, which is the blank one if it has no entry, and stamp
-    it. End the charge of a blank page.
+cdef inline void _stamp_queued(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
+    """Set the mark and the stamp of a page that is put into the queue. A page without an entry gets the mark of the blank part,
+    and its charge ends.
     """
     cdef uint32_t part
     assert pool.pages[page_id].group != NO_GROUP or term_of(pool, page_id) == UNKNOWN
@@ -318,19 +318,19 @@ cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
-    """Link the marks of all parts into an empty queue."""
+    """Link the dividers of all parts into an empty queue."""
     cdef int32_t part
     assert pool.num_free == 0
     for part in range(pool.num_parts):
-        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
-cdef inline void _link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
-    """Insert a part's mark into the pool's queue, before the record `end`."""
+cdef inline void _link_divider(Page *pages, int32_t divider, int32_t end) noexcept nogil:
+    """Insert a part's divider into the pool's queue, before the record `end`."""
     cdef int32_t last = pages[end].prev_free
-    pages[mark] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=last, next_free=end, group=NO_GROUP)
-    pages[last].next_free = mark
-    pages[end].prev_free = mark
+    pages[divider] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=last, next_free=end, group=NO_GROUP)
+    pages[last].next_free = divider
+    pages[end].prev_free = divider
 
 
 cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
@@ -339,7 +339,7 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
     cdef int32_t part, page_id, following
     pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
     for part in range(NEW, BLANK - 1, -1):
-        _link_mark(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
+        _link_divider(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
     page_id = pages[start_of_part(pool, NEW, -1)].next_free
     while is_page(pool, page_id):
         following = pages[page_id].next_free
@@ -360,14 +360,14 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
     for page_id in range(pool.num_pages):
         stamps[page_id] = now
     for part in range(num_plain_parts, pool.num_parts):
-        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
     """Divide the pool's queue, which has terms, by tenants too. All pages become common. O(num_pages)."""
     cdef int32_t part, page_id
     for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
-        _link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
     pool.num_parts = MAX_TENANTS * pool.num_parts_each
     pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1

@@ -34,7 +34,7 @@ from pagepool.core.pool.index cimport find_within, is_journaled
 from pagepool.core.pool.pool cimport find_unheld, find_untouchable, give_back, hit, uncache
 from pagepool.core.pool.queue cimport count_free_in
 from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
-from pagepool.core.tables.page_table cimport Table, blank, clear_from, mark, write_ids
+from pagepool.core.tables.page_table cimport Table, blank, clear_from, set_dirty, write_ids
 
 
 cdef struct ExtraKey:         # bytes hashed with a page's tokens
@@ -450,7 +450,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             give_back(batch.pool, page_id)
             held.ids[place] = first
             batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
-            mark(batch.tables[g], row, place, place + 1)
+            set_dirty(batch.tables[g], row, place, place + 1)
             batch.tables[g].version += 1
         if not is_state(&group.rules):
             held.num_unique = max(held.num_unique, full_pages(&group.rules, num_computed))

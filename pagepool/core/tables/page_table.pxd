@@ -5,7 +5,7 @@
 #
 # Always, unless the user wrote the arrays without `mark_dirty`:
 # - ``0 <= num_pages <= extent <= num_columns``, and a row holds zeros from `extent` on.
-# - A row with a dirty window is marked in `is_row_dirty`; a window begins at a multiple of 64, or ends with the row.
+# - A row with a dirty window is dirty in `is_row_dirty`; a window begins at a multiple of 64, or ends with the row.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -26,8 +26,8 @@ cdef struct Table:
     int64_t version           # grows with each change
 
 
-cdef inline void mark(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Mark the windows of columns ``[start, stop)`` of a row as dirty."""
+cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Set the dirty flags of columns ``[start, stop)`` of a row."""
     cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
     assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_windows
     if start < stop:
@@ -46,14 +46,14 @@ cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const
     elif n:  # without ids the pointer is NULL, which memcpy must not get
         memcpy(table.page_ids + row * table.num_columns + start, ids, n * sizeof(int32_t))
     table.num_pages[row] = <int32_t>(start + n)
-    mark(table, row, start, start + n)
+    set_dirty(table, row, start, start + n)
 
 
 cdef inline void blank(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Put the null page into columns ``[start, stop)`` of a row."""
     assert 0 <= start <= stop <= table.num_columns
     memset(table.page_ids + row * table.num_columns + start, 0, (stop - start) * sizeof(int32_t))
-    mark(table, row, start, stop)
+    set_dirty(table, row, start, stop)
     table.version += 1
 
 
@@ -63,5 +63,5 @@ cdef inline void clear_from(Table *table, Py_ssize_t row, Py_ssize_t start) noex
     assert 0 <= start <= table.num_columns and 0 <= stop <= table.num_columns
     if start < stop:
         memset(table.page_ids + row * table.num_columns + start, 0, (stop - start) * sizeof(int32_t))
-        mark(table, row, start, stop)
+        set_dirty(table, row, start, stop)
     table.extent[row] = <int32_t>start

@@ -81,7 +81,7 @@ cdef inline void copy_row(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcept
     if src != tgt:
         memcpy(table.page_ids + tgt * table.num_columns, table.page_ids + src * table.num_columns, n * sizeof(int32_t))
         table.num_pages[tgt] = <int32_t>n
-        mark(table, tgt, 0, n)
+        set_dirty(table, tgt, 0, n)
         clear_from(table, tgt, n)
 
 
@@ -93,15 +93,15 @@ cdef inline void swap_rows(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcep
     for i in range(n):
         first[i], second[i] = second[i], first[i]
     table.num_pages[src], table.num_pages[tgt] = table.num_pages[tgt], table.num_pages[src]
-    mark(table, src, 0, n)
-    mark(table, tgt, 0, n)
+    set_dirty(table, src, 0, n)
+    set_dirty(table, tgt, 0, n)
     table.version += 1
 
 
-cdef inline void mark_rows(Table *table, const int32_t *row_ids, Py_ssize_t n) noexcept nogil:
+cdef inline void set_rows_dirty(Table *table, const int32_t *row_ids, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
-        mark(table, row_ids[i], 0, table.num_columns)
+        set_dirty(table, row_ids[i], 0, table.num_columns)
     table.version += 1
 
 
@@ -151,7 +151,7 @@ cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) 
 
 
 cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
-    """Mark the windows of rows before `stop` as sent."""
+    """Clear the dirty flags of rows before `stop`."""
     assert 0 <= stop <= table.num_rows
     memset(table.is_dirty, 0, stop * table.num_windows)
     memset(table.is_row_dirty, 0, stop)
@@ -161,7 +161,7 @@ cdef inline Py_ssize_t pack_windows(
     Table *table, Py_ssize_t stop, int32_t *windows, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
     """Copy up to `room` dirty windows of rows before `stop` into lines of `stride` values, their rows and columns into
-    `starts`, and mark them as sent. Return their number. The last window of a row ends with the row, and may overlap the one
+    `starts`, and clear their flags. Return their number. The last window of a row ends with the row, and may overlap the one
     before.
     """
     cdef Py_ssize_t row, window, column, count = 0
@@ -344,7 +344,7 @@ cdef class TableGroup:
             row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
             lock_tables(self)
             for i in range(self.num_tables):
-                mark_rows(table_at(self, i), row_ids.ids, row_ids.num)
+                set_rows_dirty(table_at(self, i), row_ids.ids, row_ids.num)
             unlock_tables(self)
 
 
@@ -434,7 +434,7 @@ cdef class TableRows(TableGroup):
 
     def check(self) -> None:
         """Raise IntegrityError for the first wrong row: its count exceeds the table or its extent, a page id is negative, an id
-        behind its extent is not zero, or it has dirty windows and is not marked. O(table).
+        behind its extent is not zero, or it has dirty windows and is not dirty itself. O(table).
         """
         cdef Py_ssize_t row
         cdef str flaw = None
@@ -468,7 +468,7 @@ cdef class TableRows(TableGroup):
         return count
 
     def copy_aligned(self) -> np.ndarray:
-        """Return a copy of the whole table, and mark all windows as sent."""
+        """Return a copy of the whole table, and clear all dirty flags."""
         require_made(&self.table)
         copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
@@ -479,7 +479,7 @@ cdef class TableRows(TableGroup):
         return copied
 
     def clear_rows(self) -> None:
-        """Empty all rows and mark them as sent, before the device copy is made anew. O(pages in the table)."""
+        """Empty all rows and clear their dirty flags, before the device copy is made anew. O(pages in the table)."""
         cdef Py_ssize_t row
         require_made(&self.table)
         with self.lock:

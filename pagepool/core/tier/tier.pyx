@@ -340,15 +340,15 @@ cdef class FailedLoads:
         return self.ids.to_list()[::-1]
 
 
-cdef int mark_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list places, str name) except -1:
-    """Mark failed transfers at these places among `num` from `start` on."""
-    for place in places:
-        is_failed[start + size_of(place, name, 0, num - 1)] = True
+cdef int set_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list indices, str name) except -1:
+    """Set the flags of failed transfers, given their indices among `num`. The first transfer's flag is at `start`."""
+    for index in indices:
+        is_failed[start + size_of(index, name, 0, num - 1)] = True
     return 0
 
 
 def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> FailedLoads:
-    """End the transfers taken under a number. Failed ones are named by their places among the saves or loads.
+    """End the transfers taken under a number. Failed ones are named by their indices among the saves or loads.
     O(transfers in flight + num_pages).
     """
     cdef Pool *pool = &store.pool
@@ -368,8 +368,8 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
         raise MemoryError("transfers")
     failed.ids.reserve(num_loads)
     is_failed = bytearray(num_saves + num_loads)
-    mark_failed(is_failed, 0, num_saves, wrong_saves, "saves")
-    mark_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
+    set_failed(is_failed, 0, num_saves, wrong_saves, "saves")
+    set_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
     with store.lock:
         if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
             end_all(pool, is_failed, num_saves, failed)
@@ -450,7 +450,7 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
 
 
 cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, FailedLoads failed) noexcept:
-    """End the transfers of a list. `is_failed` marks failed ones, saves first."""
+    """End the transfers of a list. `is_failed` has a flag for each, saves first."""
     cdef Tier *tier = pool.tier
     cdef const Transfer *transfer
     cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True), num_kept = 0
