@@ -86,23 +86,7 @@ class InUse:
         return [*states, self.state()]
 
 
-def assert_refused(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
-    """Assert that the call raises and changes nothing, not even what shows only later."""
-    in_use = InUse()
-    with refused(in_use.state, error, message):
-        call(in_use)
-    in_use.batch.check()
-    assert in_use.go_on() == InUse().go_on()
-
-
 # --- rows ---------------------------------------------------------------------------------------------------
-
-
-class Unready:
-    """An index that cannot be read."""
-
-    def __index__(self) -> int:
-        raise ZeroDivisionError("no number yet")
 
 
 def tokens_for(rows: Any) -> list[int]:

@@ -62,19 +62,12 @@ class InUse:
         self.manager.allocate_slots(gone, 4)
         self.manager.free(gone)
         self.pages, self.queue = self.pool.pages, self.pool.free_page_queue
-        self.other_pages = PagePool(16, True).pages
-        self.cache_full_pages, self.cache_full_page_ids = self.pool.cache_full_pages, self.pool.cache_full_page_ids
 
     def allocate(self, *args: Any, **options: Any) -> Any:
         return self.manager.allocate_slots(self.held, *args, **options)
 
     def start(self, *args: Any, **options: Any) -> Any:
         return self.manager.allocate_slots(self.new, *args, **options)
-
-    def start_with(self, *pages: Any, prompt: int = 7, num_computed_tokens: int = 4) -> Any:
-        """Start a request of five equal tokens with these pages for hits."""
-        request = EngineRequest("new", [prompt] * 5)
-        return self.manager.allocate_slots(request, 1, num_computed_tokens, CachePages((list(pages),)))
 
     def enter(self, page: CachePage) -> None:
         """Enter a page by hand."""

@@ -316,10 +316,6 @@ def test_the_next_turn_hits_as_if_all_stayed(part: int, work: type[Any], has_sta
 # --- exact values ---------------------------------------------------------------------------------------------------
 
 
-def make_layout(*groups: Group, **options: Any) -> Layout:
-    return Layout(list(groups), **options)
-
-
 def list_hits(layout: Layout, num_prompt: int, num_answer: int = 0) -> list[int]:
     """Run one prompt and its answer; return where requests hit that share any number of tokens with it."""
     pair, hits = Pair(layout, Rows), set()

@@ -124,13 +124,6 @@ def counter_of_row(world: World) -> Any:
     return None if store is None else _core.QueryCounter(store)
 
 
-def loose_page(world: World) -> Any:
-    """Return a page of the called store that is neither free nor held, if there is one."""
-    free = world.focus.free_ids()
-    loose = [i for i, count in enumerate(world.focus.ref_counts()) if i and count == 0 and i not in free]
-    return world.focus.page(world.source.pick(loose)) if loose else world.one(_core.CachePage)
-
-
 def some_requests(world: World) -> list[Any]:
     return world.live[_core.RequestPages][: world.source.below(4)]
 
