@@ -12,7 +12,7 @@ This module re-exports the names of `pagepool.core` for Python, and reports how 
 that runs without Python; modules (``.pyx``) contain the classes. `core/README.md` has a map of them.
 """
 
-from pagepool.core.base.platform cimport GIL_DISABLED, GUARDS
+from pagepool.core.base cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.tier.copies import PageCopies, take_copies

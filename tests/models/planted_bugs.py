@@ -264,7 +264,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
 == a page of the tier is handed out while it is filled
-from pagepool.core.pool.pool cimport fetch_entry, {+give_back, +}take
+Tier, Transfer, end_of_queue, fetch_entry, {+give_back, +}record_behind, take
 ...
 is_load=False, is_void=is_void,
     ))

@@ -21,6 +21,7 @@ PYTHON_FILES = sorted((ROOT / "pagepool").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DOORS = sorted((ROOT / "pagepool").rglob("*.pyx"))  # modules that Python imports
 HEADERS = sorted((ROOT / "pagepool").rglob("[!_]*.pxd"))  # inline functions in C, and the declarations of doors
+FACES = sorted(path for path in (ROOT / "pagepool").rglob("__init__.pxd") if path.stat().st_size)  # of rooms, for other rooms
 
 CYTHON_HEADER = re.compile(r"( *)(?:cdef|cpdef|def)\b(?! (?:class|struct|enum|extern)\b)[^=(]*?(\w+)\(")
 HEADER_END = re.compile(r":\s*(#.*)?$")

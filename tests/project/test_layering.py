@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
+from sources import DOORS, FACES, HEADERS, PYTHON_FILES, ROOT, name_of, run_python
 
 import pagepool
 from pagepool.router import PrefixIndex
@@ -29,7 +29,7 @@ OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "
 # These are imported on first use themselves.
 EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.")
 NATIVE_ROW = re.compile(r"^- ``([\w/]+)\.pyx``: ((?:.+\n?)+?)(?=- |\n|\Z)", re.MULTILINE)
-FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
+FILES = [*PYTHON_FILES, *DOORS, *FACES, *HEADERS]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+|\*)|c?import +([\w.]+))", re.MULTILINE)
 
 
@@ -185,13 +185,17 @@ def cimports_of(path: Path) -> dict[str, set[str]]:
     return {header: set(re.findall(r"\w+|\*", listed or rest)) for header, listed, rest in lists}
 
 
-def test_rooms_take_their_own_headers_whole_and_names_of_others() -> None:
-    """Inside a room a header is cimported with all its names, among them those that it lists of other rooms."""
+def test_rooms_take_their_own_headers_whole_and_names_of_others_from_their_faces() -> None:
+    """The face of a room is its `__init__.pxd`, which has all names of the headers that it takes."""
     offenders = {}
-    for path in (path for path in FILES if path.suffix != ".py" and module_of(path).startswith("core.")):
-        cimported = cimports_of(path)
-        own = {header for header in cimported if header.startswith(module_of(path).rpartition(".")[0] + ".")}
-        offenders[name_of(path)] = {header for header in cimported if (header in own) != (cimported[header] == {"*"})}
+    for path in (path for path in FILES if path.suffix != ".py"):
+        cimported, module = cimports_of(path), module_of(path)
+        room = module if path.stem == "__init__" else module.rpartition(".")[0]
+        own = {header for header in cimported if header.startswith(f"{room}.")}
+        whole = {header for header, names in cimported.items() if names == {"*"}}
+        faces = {header for header in cimported if header.startswith("core.") and header.count(".") == 1}
+        core = {header for header in cimported if header.startswith("core.")}
+        offenders[name_of(path)] = (own ^ whole if module.startswith("core.") else core & whole) | (core - own - faces)
     assert {path: headers for path, headers in offenders.items() if headers} == {}
 
 

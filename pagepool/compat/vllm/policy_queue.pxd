@@ -1,9 +1,8 @@
 from libc.stdint cimport int32_t
 
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue
-from pagepool.core.pool.records cimport Ranking
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.pool cimport PageStore, Ranking
+from pagepool.core.values cimport PageIds
 
 
 cdef class PolicyQueue(FreeQueue):

@@ -11,15 +11,13 @@ from libc.stdint cimport int32_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
-from pagepool.core.base.limits cimport MAX_GROUP
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.index cimport find, has_key
-from pagepool.core.pool.policy cimport BLANK, count_demand, count_release, record_hit
-from pagepool.core.pool.pool cimport Entry, bare_entry, cache, count_request, hit, take, uncache
-from pagepool.core.pool.queue cimport count_in_part, link_page, page_behind, push, start_of_part
-from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Ranking, digest_of, is_free
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.base cimport MAX_GROUP, Digest
+from pagepool.core.pool cimport (
+    BLANK, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Entry, PageStore, Pool, Ranking, bare_entry, cache, count_demand,
+    count_in_part, count_release, count_request, digest_of, find, has_key, hit, is_free, link_page, page_behind, push,
+    record_hit, start_of_part, take, uncache,
+)
+from pagepool.core.values cimport PageIds
 
 from pagepool.compat.patching import Unpatched
 from pagepool.compat.vllm.blocks import Queue

@@ -3,19 +3,14 @@
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.holding.boundaries cimport find_needed
-from pagepool.core.holding.holding cimport Held, Holding
-from pagepool.core.holding.request_pages cimport RequestPages
-from pagepool.core.holding.rules cimport Group, full_pages, is_state, pages_for
-from pagepool.core.pool.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_leased
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.rows.batch cimport (
-    Batch, ExtraKey, RowRecord, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
+from pagepool.core.base cimport Digest
+from pagepool.core.holding cimport Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for
+from pagepool.core.pool cimport NO_GROUP, NULL_PAGE, PageStore, Pool, Tier, is_leased
+from pagepool.core.rows cimport (
+    Batch, ExtraKey, RowRecord, RunningRows, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
 )
-from pagepool.core.rows.running cimport RunningRows
-from pagepool.core.tables.page_table cimport Table
-from pagepool.core.values.arguments cimport as_list
+from pagepool.core.tables cimport Table
+from pagepool.core.values cimport as_list
 
 import numpy as np
 

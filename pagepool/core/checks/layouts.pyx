@@ -2,11 +2,9 @@
 
 from libc.stdint cimport uintptr_t
 
-from pagepool.core.holding.holding cimport Held, Holding
-from pagepool.core.holding.request_pages cimport RequestPages
-from pagepool.core.rows.batch cimport RowRecord
-from pagepool.core.rows.running cimport RunningRows
-from pagepool.core.tables.table cimport TableRows
+from pagepool.core.holding cimport Held, Holding, RequestPages
+from pagepool.core.rows cimport RowRecord, RunningRows
+from pagepool.core.tables cimport TableRows
 
 import numpy as np
 

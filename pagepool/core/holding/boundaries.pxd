@@ -10,7 +10,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memmove
 
 from pagepool.core.holding.rules cimport *
-from pagepool.core.pool.records cimport Range
+from pagepool.core.pool cimport Range
 
 cdef enum:
     NUM_BOUNDARIES = 7        # end of the prompt, junction, four that the engine names, and the end at release

@@ -6,7 +6,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
-from pagepool.core.values.arguments cimport as_list, group_of, size_of
+from pagepool.core.values cimport as_list, group_of, size_of
 
 from math import lcm
 

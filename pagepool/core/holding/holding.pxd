@@ -11,23 +11,15 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base.limits cimport UNKNOWN
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport GUARDS, fetch, rare
-from pagepool.core.base.siphash cimport Digest, hash_two_after
+from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, fetch, hash_two_after, rare, reserve_items
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.holding.rules cimport *
-from pagepool.core.pool.index cimport find, find_within, home_of, is_journaled
-from pagepool.core.pool.owners cimport use_in_session
-from pagepool.core.pool.policy cimport BLANK, KNOWN_SHARE, PART, count_release, pass_part
-from pagepool.core.pool.pool cimport (
-    Entry, cache, cache_alone, count_request, find_unheld, find_untouchable, give_back, hit, share, skip, take, take_this,
-    uncache, uncache_everywhere, uncache_in_tier,
-)
-from pagepool.core.pool.queue cimport count_free_in, expect_page, find_held_free, has_free_pages, now_of
-from pagepool.core.pool.records cimport (
-    FLAGS, KEPT, NOT_FREE, NO_SESSION, NULL_PAGE, Copies, Origin, Page, PageCopy, Pool, Ranking, count_pages_in, ids_in_shard,
-    is_free, is_kept, shard_of,
+from pagepool.core.pool cimport (
+    BLANK, FLAGS, KEPT, KNOWN_SHARE, NOT_FREE, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page, PageCopy, Pool,
+    Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find, find_held_free,
+    find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of, ids_in_shard, is_free, is_journaled,
+    is_kept, now_of, pass_part, shard_of, share, skip, take, take_this, uncache, uncache_everywhere, uncache_in_tier,
+    use_in_session,
 )
 
 cdef struct Held:             # pages of one group

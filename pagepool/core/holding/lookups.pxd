@@ -4,13 +4,11 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base.siphash cimport Digest
+from pagepool.core.base cimport Digest
 from pagepool.core.holding.groups cimport *
 from pagepool.core.holding.rules cimport *
-from pagepool.core.pool.records cimport Pool
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.pool cimport PageStore, Pool
+from pagepool.core.values cimport HashChain, PageIds
 
 cdef struct Query:
     const Group *groups       # [num_groups] all of them must hit

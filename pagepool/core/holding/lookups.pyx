@@ -4,13 +4,11 @@ cimport cython
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcmp
 
-from pagepool.core.base.platform cimport fetch, go_on, let_others_run
-from pagepool.core.pool.index cimport find, find_within, has_key, home_of
-from pagepool.core.pool.leases cimport end_leases
-from pagepool.core.pool.queue cimport count_free, has_free_pages
-from pagepool.core.pool.records cimport NULL_PAGE, WATCHED, count_changes
-from pagepool.core.values.arguments cimport as_long_long, require_instance, size_of
-from pagepool.core.values.ids cimport as_page_ids, new_ids
+from pagepool.core.base cimport fetch, go_on, let_others_run
+from pagepool.core.pool cimport (
+    NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages, has_key, home_of,
+)
+from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
 import numpy as np
 

@@ -10,9 +10,8 @@ from pagepool.core.holding.boundaries cimport *
 from pagepool.core.holding.groups cimport *
 from pagepool.core.holding.holding cimport *
 from pagepool.core.holding.rules cimport *
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.pool cimport PageStore
+from pagepool.core.values cimport HashChain, PageIds
 
 
 cdef enum Outcome:

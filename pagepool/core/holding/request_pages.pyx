@@ -6,15 +6,9 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base.limits cimport NEVER
-from pagepool.core.base.memory cimport resize
-from pagepool.core.base.platform cimport GIL_DISABLED
-from pagepool.core.pool.index cimport is_cached_otherwise
-from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport give_back_all
-from pagepool.core.pool.records cimport NOBODY, count_changes
-from pagepool.core.values.arguments cimport as_list, size_of
-from pagepool.core.values.ids cimport ids_in, new_ids
+from pagepool.core.base cimport GIL_DISABLED, NEVER, resize
+from pagepool.core.pool cimport NOBODY, count_changes, give_back_all, is_cached_otherwise, set_session
+from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError, StateAheadError,

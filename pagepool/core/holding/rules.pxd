@@ -2,8 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.pool.records cimport NO_GROUP
+from pagepool.core.base cimport MAX_TOKENS
+from pagepool.core.pool cimport NO_GROUP
 
 cdef struct Rules:            # numbers of tokens
     int32_t page_size         # MAX_TOKENS: a state, which has one page

@@ -5,15 +5,14 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base.platform cimport GIL_DISABLED
+from pagepool.core.base cimport GIL_DISABLED
 from pagepool.core.holding.groups cimport *
 from pagepool.core.holding.holding cimport *
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_pages cimport *
 from pagepool.core.holding.rules cimport *
-from pagepool.core.pool.store cimport CachePage
-from pagepool.core.values.arguments cimport as_long_long, as_shard, size_of
-from pagepool.core.values.ids cimport as_page_ids, is_small, lists_of, new_ids
+from pagepool.core.pool cimport CachePage
+from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, lists_of, new_ids, size_of
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown

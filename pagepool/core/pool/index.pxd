@@ -16,7 +16,7 @@
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from pagepool.core.base.platform cimport rare
+from pagepool.core.base cimport rare
 from pagepool.core.pool.records cimport *
 
 

@@ -8,12 +8,11 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base.memory cimport resize
-from pagepool.core.base.platform cimport go_on, let_others_run
+from pagepool.core.base cimport go_on, let_others_run, resize
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.records cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values.arguments cimport int_of_digest
+from pagepool.core.values cimport int_of_digest
 
 import numpy as np
 

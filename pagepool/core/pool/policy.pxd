@@ -17,8 +17,7 @@ from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memmove
 
-from pagepool.core.base.platform cimport CACHE_LINE, raw_calloc, raw_free
-from pagepool.core.base.siphash cimport Digest
+from pagepool.core.base cimport CACHE_LINE, Digest, raw_calloc, raw_free
 
 cdef enum:
     BLANK = 0                 # part of pages without an entry: they are evicted first

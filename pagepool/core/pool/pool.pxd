@@ -13,7 +13,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.platform cimport GUARDS, exceptional, fetch
+from pagepool.core.base cimport GUARDS, exceptional, fetch
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.policy cimport *

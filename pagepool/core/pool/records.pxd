@@ -13,7 +13,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.base.limits cimport NEVER, UNKNOWN
+from pagepool.core.base cimport NEVER, UNKNOWN
 from pagepool.core.pool.policy cimport *
 
 cdef enum:

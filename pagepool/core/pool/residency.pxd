@@ -4,7 +4,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base.platform cimport monotonic_ns
+from pagepool.core.base cimport monotonic_ns
 from pagepool.core.pool.records cimport *
 
 

@@ -7,7 +7,7 @@ from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.records cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values.arguments cimport float_of, term_of_seconds
+from pagepool.core.values cimport float_of, term_of_seconds
 
 from collections.abc import Mapping
 

@@ -4,10 +4,9 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base.locks cimport LockNode
+from pagepool.core.base cimport LockNode
 from pagepool.core.pool.records cimport *
-from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.values cimport HashChain, PageIds
 
 
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept

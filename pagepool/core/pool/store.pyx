@@ -7,16 +7,15 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_GROUP, MAX_PAGES
-from pagepool.core.base.locks cimport STORE_LOCK, delist_lock, enlist_lock
-from pagepool.core.base.memory cimport reserve_items, resize
-from pagepool.core.base.platform cimport GIL_DISABLED, go_on, let_others_run
+from pagepool.core.base cimport (
+    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, delist_lock, enlist_lock, go_on, let_others_run, reserve_items, resize,
+)
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.leases cimport *
 from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.queue cimport *
-from pagepool.core.values.arguments cimport (
+from pagepool.core.values cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
 )
 

@@ -9,7 +9,7 @@
 
 from libc.stdint cimport uint64_t
 
-from pagepool.core.base.platform cimport raw_calloc, raw_free
+from pagepool.core.base cimport raw_calloc, raw_free
 
 cdef enum:
     MIN_DUPLICATE_SLOTS = 256  # slots, at least

@@ -10,8 +10,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport rare, raw_free
+from pagepool.core.base cimport rare, raw_free, reserve_items
 
 cdef enum:
     MAX_EVENT_GROUPS = 64

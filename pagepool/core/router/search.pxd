@@ -9,7 +9,7 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pagepool.core.holding.rules cimport Rules, count_run_pages
+from pagepool.core.holding cimport Rules, count_run_pages
 from pagepool.core.router.block_table cimport *
 from pagepool.core.router.event_batch cimport *
 from pagepool.core.router.space cimport *

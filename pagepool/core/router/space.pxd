@@ -12,8 +12,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pagepool.core.base.memory cimport resize
-from pagepool.core.base.platform cimport fetch, raw_calloc
+from pagepool.core.base cimport fetch, raw_calloc, resize
 from pagepool.core.router.event_batch cimport *
 
 cdef enum:

@@ -1,0 +1,2 @@
+from pagepool.core.rows.batch cimport *
+from pagepool.core.rows.running cimport *

@@ -20,21 +20,18 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
-from pagepool.core.base.platform cimport GUARDS, rare, raw_free
-from pagepool.core.base.siphash cimport Digest, hash_after
-from pagepool.core.base.vectors cimport signs_of
-from pagepool.core.holding.holding cimport (
-    NUM_WAITING, Contents, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, cache_full_pages, cache_states,
-    cache_waiting, can_restart, count_new_pages, empty, find_excess, find_load_number, find_lost_page, find_passed_checkpoint,
-    find_restart, forget_uncomputed, give_back_from, has_copies_due, has_full_page, keep_state, lacks_page, limits_of,
-    restart_from, skip_pages, take_missing,
+from pagepool.core.base cimport GUARDS, Digest, hash_after, rare, raw_free, signs_of
+from pagepool.core.holding cimport (
+    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, cache_full_pages,
+    cache_states, cache_waiting, can_restart, count_new_pages, empty, find_excess, find_load_number, find_lost_page,
+    find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from, has_copies_due, has_full_page,
+    is_state, keep_state, lacks_page, limits_of, restart_from, skip_pages, take_missing,
 )
-from pagepool.core.holding.rules cimport Group, full_pages, is_state
-from pagepool.core.pool.index cimport find_within, is_journaled
-from pagepool.core.pool.pool cimport find_unheld, find_untouchable, give_back, hit, uncache
-from pagepool.core.pool.queue cimport count_free_in
-from pagepool.core.pool.records cimport FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, digest_of, ids_in_shard
-from pagepool.core.tables.page_table cimport Table, blank, clear_from, set_dirty, write_ids
+from pagepool.core.pool cimport (
+    FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, digest_of, find_unheld, find_untouchable, find_within,
+    give_back, hit, ids_in_shard, is_journaled, uncache,
+)
+from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
 
 cdef struct ExtraKey:         # bytes hashed with a page's tokens

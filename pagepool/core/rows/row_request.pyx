@@ -6,17 +6,15 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.holding.holding cimport (
-    FITS, Demand, Hits, attach, copy_states, count_attached, count_state_hits, fit_or_adopt, price,
+from pagepool.core.holding cimport (
+    FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
+    count_junction_tokens, count_state_hits, fit_or_adopt, list_hits, price, query_of,
 )
-from pagepool.core.holding.lookups cimport Query, count_external_tokens, count_junction_tokens, query_of
-from pagepool.core.holding.request_pages cimport begin_boundaries, list_hits
-from pagepool.core.pool.records cimport count_changes
-from pagepool.core.pool.store cimport QueryCounter
+from pagepool.core.pool cimport QueryCounter, count_changes
 from pagepool.core.rows.batch cimport *
 from pagepool.core.rows.running cimport *
-from pagepool.core.tier.tier cimport find_and_load
-from pagepool.core.values.arguments cimport as_shard
+from pagepool.core.tier cimport find_and_load
+from pagepool.core.values cimport as_shard
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 

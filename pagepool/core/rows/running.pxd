@@ -3,22 +3,13 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS
-from pagepool.core.base.locks cimport LockNode
-from pagepool.core.base.platform cimport go_on, let_others_run
-from pagepool.core.holding.boundaries cimport Boundaries
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport reserve_copies
-from pagepool.core.holding.lookups cimport Refusal, Tokens, count_room_tokens, count_tokens
-from pagepool.core.holding.rules cimport last_hash
-from pagepool.core.pool.index cimport find
-from pagepool.core.pool.owners cimport set_session
-from pagepool.core.pool.pool cimport share
-from pagepool.core.pool.queue cimport find_held_free
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.base cimport MAX_TOKENS, LockNode, go_on, let_others_run
+from pagepool.core.holding cimport (
+    Boundaries, CacheGroups, Refusal, Tokens, count_room_tokens, count_tokens, last_hash, reserve_copies,
+)
+from pagepool.core.pool cimport PageStore, find, find_held_free, set_session, share
 from pagepool.core.rows.batch cimport *
-from pagepool.core.values.arguments cimport as_list, size_of, term_of_seconds
-from pagepool.core.values.ids cimport PageIds, as_own_ids, as_page_ids, new_ids, refuse_negative
+from pagepool.core.values cimport PageIds, as_list, as_own_ids, as_page_ids, new_ids, refuse_negative, size_of, term_of_seconds
 
 
 @cython.auto_pickle(False)

@@ -8,25 +8,17 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport UNKNOWN
-from pagepool.core.base.locks cimport BATCH_LOCK, delist_lock, enlist_lock
-from pagepool.core.base.platform cimport CACHE_LINE, keep_sparse
-from pagepool.core.holding.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, count_open_pages, count_places,
-    draw_references, drop_copies, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, prepare_fork,
-    rate_pages, record_loads, record_taken, skip_unread, waits_for_loads,
+from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, keep_sparse
+from pagepool.core.holding cimport (
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_open_pages, count_places,
+    draw_references, drop_copies, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
+    keeps_checkpoints, list_last_first, pages_for, prepare_fork, rate_and_list, rate_pages, record_loads, record_taken,
+    refuse_ahead, skip_unread, waits_for_loads,
 )
-from pagepool.core.holding.request_pages cimport copy_ids, list_last_first, rate_and_list, refuse_ahead
-from pagepool.core.holding.rules cimport has_window, keeps_checkpoints, pages_for
-from pagepool.core.pool.pool cimport take
-from pagepool.core.pool.queue cimport count_free, has_free_pages
-from pagepool.core.pool.records cimport FILLED, FILLING, Ranking, Tier, Transfer
-from pagepool.core.tables.table cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.tier.tier cimport FailedLoads
-from pagepool.core.tier.transfers cimport find_oldest_load, queue_save, queue_transfer, reserve_transfers
-from pagepool.core.values.arguments cimport array_of, digest_of_bytes, require_instance
-from pagepool.core.values.chain cimport extra_key_of
-from pagepool.core.values.ids cimport ids_in, lists_of
+from pagepool.core.pool cimport FILLED, FILLING, Ranking, Tier, Transfer, count_free, has_free_pages, take
+from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
+from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
+from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, lists_of, require_instance
 
 from numbers import Real
 

@@ -4,17 +4,13 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.holding.boundaries cimport find_resumption
-from pagepool.core.holding.request_pages cimport RequestPages
-from pagepool.core.holding.rules cimport first_hit_page, hits_leading_pages
-from pagepool.core.pool.index cimport has_key
-from pagepool.core.pool.leases cimport begin_lease, end_lease, end_leases, set_end
-from pagepool.core.pool.queue cimport expect_page, now_of
-from pagepool.core.pool.records cimport NOBODY, SECOND, LeasedSpan, is_free
+from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
+from pagepool.core.pool cimport (
+    NOBODY, SECOND, LeasedSpan, begin_lease, end_lease, end_leases, expect_page, has_key, is_free, now_of, set_end,
+)
 from pagepool.core.rows.batch cimport *
 from pagepool.core.rows.running cimport *
-from pagepool.core.values.arguments cimport float_of
-from pagepool.core.values.chain cimport HashChain
+from pagepool.core.values cimport HashChain, float_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError, PageIdError, shown
 

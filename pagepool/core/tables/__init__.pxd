@@ -1,0 +1,2 @@
+from pagepool.core.tables.page_table cimport *
+from pagepool.core.tables.table cimport *

@@ -4,9 +4,9 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t
 
-from pagepool.core.base.locks cimport LockNode
+from pagepool.core.base cimport LockNode
 from pagepool.core.tables.page_table cimport *
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.values cimport PageIds
 
 
 cdef class TableGroup:

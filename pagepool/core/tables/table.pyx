@@ -5,12 +5,8 @@ from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int64_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base.limits cimport MAX_PAGES
-from pagepool.core.base.locks cimport TABLE_LOCK, delist_lock, enlist_lock
-from pagepool.core.base.platform cimport CACHE_LINE, GUARDS
-from pagepool.core.base.vectors cimport find_negative
-from pagepool.core.values.arguments cimport as_list, explained, int32_of, require_matrix, size_of
-from pagepool.core.values.ids cimport as_page_ids
+from pagepool.core.base cimport CACHE_LINE, GUARDS, MAX_PAGES, TABLE_LOCK, delist_lock, enlist_lock, find_negative
+from pagepool.core.values cimport as_list, as_page_ids, explained, int32_of, require_matrix, size_of
 
 import numpy as np
 

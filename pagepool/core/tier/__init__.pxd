@@ -1,0 +1,2 @@
+from pagepool.core.tier.transfers cimport *
+from pagepool.core.tier.tier cimport *

@@ -3,9 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.pool.pool cimport give_back
-from pagepool.core.pool.records cimport Pool
-from pagepool.core.pool.store cimport PageStore
+from pagepool.core.pool cimport PageStore, Pool, give_back
 
 import numpy as np
 

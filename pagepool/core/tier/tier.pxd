@@ -3,12 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.holding.groups cimport CacheGroups
-from pagepool.core.holding.holding cimport Contents
-from pagepool.core.holding.lookups cimport Query
-from pagepool.core.pool.records cimport Pool, Tier
-from pagepool.core.pool.store cimport PageStore
-from pagepool.core.values.ids cimport PageIds
+from pagepool.core.holding cimport CacheGroups, Contents, Query
+from pagepool.core.pool cimport PageStore, Pool, Tier
+from pagepool.core.values cimport PageIds
 
 
 @cython.final

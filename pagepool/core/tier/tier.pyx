@@ -7,24 +7,18 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base.limits cimport MAX_TOKENS, NEVER
-from pagepool.core.holding.holding cimport cache_page, can_restart, find_restart, find_wrong, has_copies, restart_from
-from pagepool.core.holding.lookups cimport (
-    count_junction_tokens, fetch_hits, find_first_hit_page, find_longest, query_of, range_in,
+from pagepool.core.base cimport MAX_TOKENS, NEVER
+from pagepool.core.holding cimport (
+    Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
+    find_longest, find_restart, find_wrong, has_copies, last_hash, query_of, range_in, restart_from,
 )
-from pagepool.core.holding.request_pages cimport RequestPages, contents_of
-from pagepool.core.holding.rules cimport Group, last_hash
-from pagepool.core.pool.index cimport find, has_key, is_first
-from pagepool.core.pool.pool cimport Entry, bare_entry, cache_alone, give_back, hit, uncache
-from pagepool.core.pool.queue cimport count_free, enqueue, has_free_pages, pull_unused
-from pagepool.core.pool.records cimport (
-    FILLED, FLAGS, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Fill, FreshPage, Page, Range, count_pages_in, digest_of, is_free,
-    term_of,
+from pagepool.core.pool cimport (
+    FILLED, FLAGS, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Entry, Fill, FreshPage, Page, Range, bare_entry, cache_alone,
+    count_free, count_pages_in, digest_of, enqueue, find, give_back, has_free_pages, has_key, hit, is_first, is_free,
+    pull_unused, term_of, uncache,
 )
 from pagepool.core.tier.transfers cimport *
-from pagepool.core.values.arguments cimport as_list, require_instance, size_of
-from pagepool.core.values.chain cimport HashChain
-from pagepool.core.values.ids cimport new_ids
+from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
 
 import numpy as np
 

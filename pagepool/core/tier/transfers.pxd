@@ -3,11 +3,8 @@
 
 from libc.stdint cimport INT64_MAX, int32_t
 
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.siphash cimport Digest
-from pagepool.core.pool.pool cimport fetch_entry, take
-from pagepool.core.pool.queue cimport end_of_queue, record_behind
-from pagepool.core.pool.records cimport FILLING, NO_SESSION, NULL_PAGE, Tier, Transfer
+from pagepool.core.base cimport Digest, reserve_items
+from pagepool.core.pool cimport FILLING, NO_SESSION, NULL_PAGE, Tier, Transfer, end_of_queue, fetch_entry, record_behind, take
 
 
 cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:

@@ -1,0 +1,3 @@
+from pagepool.core.values.arguments cimport *
+from pagepool.core.values.ids cimport *
+from pagepool.core.values.chain cimport *

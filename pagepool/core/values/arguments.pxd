@@ -3,7 +3,7 @@
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
 
-from pagepool.core.base.siphash cimport Digest
+from pagepool.core.base cimport Digest
 
 
 cdef extern from "Python.h":

@@ -5,7 +5,7 @@ from libc.math cimport isinf
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport LAST_TERM, MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
+from pagepool.core.base cimport LAST_TERM, MAX_GROUP, MAX_PAGES, NEVER, UNKNOWN
 
 from numbers import Real
 from operator import index as as_index

@@ -4,8 +4,7 @@
 
 cimport cython
 
-from pagepool.core.base.locks cimport LockNode
-from pagepool.core.base.siphash cimport Digest
+from pagepool.core.base cimport Digest, LockNode
 from pagepool.core.values.ids cimport *
 
 

@@ -4,10 +4,10 @@ cimport cython
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport uint8_t
 
-from pagepool.core.base.locks cimport CHAIN_LOCK, delist_lock, enlist_lock
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport go_on, let_others_run
-from pagepool.core.base.siphash cimport SipState, hash_after, hash_pages, sip_bytes, sip_finish, sip_start
+from pagepool.core.base cimport (
+    CHAIN_LOCK, SipState, delist_lock, enlist_lock, go_on, hash_after, hash_pages, let_others_run, reserve_items, sip_bytes,
+    sip_finish, sip_start,
+)
 from pagepool.core.values.arguments cimport *
 
 from pagepool.errors import ArgumentError, ArgumentTypeError

@@ -7,10 +7,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
-from pagepool.core.base.limits cimport MAX_PAGES
-from pagepool.core.base.memory cimport reserve_items
-from pagepool.core.base.platform cimport GIL_DISABLED
-from pagepool.core.base.vectors cimport find_negative
+from pagepool.core.base cimport GIL_DISABLED, MAX_PAGES, find_negative, reserve_items
 from pagepool.core.values.arguments cimport *
 
 import numpy as np
