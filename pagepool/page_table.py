@@ -1,6 +1,6 @@
 """Page tables: which pages hold each running request's tokens, on the host and on the device.
 
-A commit copies the dirty 64-column windows of all groups into a new payload, which is never written again, and passes it to one
+A commit copies the dirty segments, 64 columns each, into a new payload, which is never written again, and passes it to one
 compiled program, a donated scatter. Later writes to the host table therefore cannot reach the device, although jax on CPU
 aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares this with other measured approaches.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import GroupedRows, TableRows, pack_dirty_windows
+from pagepool._core import GroupedRows, TableRows, pack_dirty_segments
 from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
@@ -33,11 +33,11 @@ PAGE_TABLE_PADDING_VAL = 0
 SLOT_MAPPING_PADDING_VAL = 0
 """Slot of padding tokens: the first slot of the null page."""
 
-WINDOW = 64
-"""Columns per window, the unit of transfer."""
+SEGMENT = 64
+"""Columns per segment, the unit of transfer."""
 
 SMALLEST_PAYLOAD = 16
-"""Smallest payload in windows. Each payload size is four times the previous one."""
+"""Smallest payload in segments. Each payload size is four times the previous one."""
 
 FULL_UPLOAD_SHARE = 16
 """If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
@@ -132,7 +132,7 @@ class PageTable(TableRows):
                 raise
 
     def check(self) -> None:
-        """Check the host table, and compare the device array with it outside dirty windows.
+        """Check the host table, and compare the device array with it outside dirty segments.
 
         Raise IntegrityError naming the first wrong row. O(table), and a copy of the device array if there is one.
         """
@@ -142,7 +142,7 @@ class PageTable(TableRows):
                 unsent = self.find_unsent(np.asarray(self._array))
                 if unsent is not None:
                     row, column = unsent
-                    raise IntegrityError(f"row {row}, column {column}: the device has another page in a clean window")
+                    raise IntegrityError(f"row {row}, column {column}: the device has another page in a clean segment")
 
     def get_device_tensor(self) -> jax.Array:
         """Return the device array as of the last commit."""
@@ -238,9 +238,11 @@ def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: i
 
 
 def commit_tables(tables: tuple[PageTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
-    """Send the changes in the first `num_reqs` rows and return the arrays. If that fails they stay dirty. O(windows + rows)."""
+    """Send the changes in the first `num_reqs` rows and return the arrays. If that fails, they stay dirty.
+    O(segments + rows).
+    """
     with COMMIT_LOCK:
-        num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
+        num_dirty = sum([table.count_dirty_segments(0, num_reqs) for table in tables])
         if num_dirty:
             try:
                 send(tables, num_reqs, num_dirty)
@@ -252,16 +254,16 @@ def commit_tables(tables: tuple[PageTable, ...], num_reqs: int) -> tuple[jax.Arr
 
 
 def send(tables: tuple[PageTable, ...], num_reqs: int, num_dirty: int) -> None:
-    """Send the dirty windows, or the whole tables if that is cheaper and no later row is dirty."""
+    """Send the dirty segments, or the whole tables if that is cheaper and no later row is dirty."""
     num_rows, num_values = tables[0].max_num_reqs, count_values(tables)
-    if num_dirty > get_max_num_windows(num_values) and not any(t.count_dirty_windows(num_reqs, num_rows) for t in tables):
+    if num_dirty > get_max_num_segments(num_values) and not any(t.count_dirty_segments(num_reqs, num_rows) for t in tables):
         for table in tables:
             table._array = upload(table.copy_aligned(), table.sharding)
         return
     sizes = get_payload_sizes(num_values)
     while num_dirty > 0:
         size = next((size for size in sizes if size >= num_dirty), sizes[-1])
-        scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
+        scatter_payload(tables, pack_dirty_segments(tables, num_reqs, size))
         num_dirty -= size
 
 
@@ -269,7 +271,7 @@ def warmup_tables(tables: tuple[PageTable, ...]) -> None:
     """Compile the program for each payload size, with payloads that change nothing."""
     with COMMIT_LOCK:
         for size in get_payload_sizes(count_values(tables)):
-            scatter_payload(tables, pack_dirty_windows(tables, 0, size))
+            scatter_payload(tables, pack_dirty_segments(tables, 0, size))
 
 
 def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[Int32Array, Int32Array]) -> None:
@@ -303,19 +305,19 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 @lru_cache(maxsize=64)
 def get_payload_sizes(num_values: int) -> tuple[int, ...]:
-    """Return the payload sizes in windows. The last holds the most windows worth sending instead of all `num_values` ids."""
+    """Return the payload sizes in segments. The last holds the most segments worth sending instead of all `num_values` ids."""
     sizes = [SMALLEST_PAYLOAD]
-    last = get_max_num_windows(num_values)
+    last = get_max_num_segments(num_values)
     while sizes[-1] < last:
         sizes.append(4 * sizes[-1])
     return tuple(sizes)
 
 
-def get_max_num_windows(num_values: int) -> int:
-    """Return the largest number of dirty windows worth sending instead of all ids. The smallest payload is cheaper than any
+def get_max_num_segments(num_values: int) -> int:
+    """Return the largest number of dirty segments worth sending instead of all ids. The smallest payload is cheaper than any
     table.
     """
-    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
+    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * SEGMENT))
 
 
 @lru_cache(maxsize=64)
@@ -324,11 +326,11 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> C
     jax = import_jax()
     donated = (0,) if donate else ()
     if all(sharding.is_fully_addressable for sharding in shardings):
-        return jax.jit(write_windows, donate_argnums=donated, out_shardings=shardings)  # type: ignore[no-any-return]
+        return jax.jit(write_segments, donate_argnums=donated, out_shardings=shardings)  # type: ignore[no-any-return]
     return LocalScatter(shardings, donated)
 
 
-def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
+def write_segments(tables: tuple[Any, ...], segments: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
     """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
 
     Nothing is computed without them, since jax on CPU runs trivial programs immediately, and others later, on a thread.
@@ -336,7 +338,7 @@ def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows
     written = []
     for table, at in zip(tables, starts, strict=True):
         local = at if first_rows is None else find_local_starts(at, first_rows[0], table.shape[0])
-        written.append(scatter_windows(table, local, windows[:, : table.shape[1]]))
+        written.append(scatter_segments(table, local, segments[:, : table.shape[1]]))
     return tuple(written)
 
 
@@ -348,13 +350,13 @@ def find_local_starts(starts: Any, first_row: Any, num_rows: int) -> Any:
     return jax.numpy.stack([jax.numpy.where((rows >= 0) & (rows < num_rows), rows, outside), columns], axis=1)
 
 
-def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
-    """Set ``table[row, column:column + width] = windows[i]`` for each ``starts[i]`` (traced); starts outside are dropped."""
+def scatter_segments(table: Any, starts: Any, segments: Any) -> Any:
+    """Set ``table[row, column:column + width] = segments[i]`` for each ``starts[i]`` (traced); starts outside are dropped."""
     lax = import_jax().lax
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
-    return lax.scatter(table, starts, windows, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+    return lax.scatter(table, starts, segments, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 class LocalScatter:
@@ -376,25 +378,25 @@ class LocalScatter:
         by_device, everywhere = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
         self._local_sharding = jax.sharding.NamedSharding(mesh, by_device)
         program = get_shard_map()(
-            write_windows, mesh=mesh, in_specs=(by_device, everywhere, everywhere, by_device), out_specs=by_device
+            write_segments, mesh=mesh, in_specs=(by_device, everywhere, everywhere, by_device), out_specs=by_device
         )
         self._program = jax.jit(program, donate_argnums=donated)
 
-    def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
+    def __call__(self, tables: tuple[Any, ...], segments: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """Write the payload, and return the new tables."""
-        local = self._program(*self.localize(tables, windows, starts))
+        local = self._program(*self.localize(tables, segments, starts))
         make, sharding = import_jax().make_array_from_single_device_arrays, self._sharding
         parts = [[shard.data for shard in array.addressable_shards] for array in local]
         return tuple(make(table.shape, sharding, own) for table, own in zip(tables, parts, strict=True))
 
-    def localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
+    def localize(self, tables: tuple[Any, ...], segments: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """Return the program's arguments; the last one is the first table row of each local device's part."""
         num_rows, num_columns = tables[0].shape
         slices = self._sharding.addressable_devices_indices_map(tables[0].shape)
         if any(columns.indices(num_columns) != (0, num_columns, 1) for _, columns in slices.values()):
             raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
         first_rows = [slices[device][0].indices(num_rows)[0] for device in self._devices]
-        return tuple([self._as_local(table) for table in tables]), windows, starts, np.array(first_rows, dtype=np.int32)
+        return tuple([self._as_local(table) for table in tables]), segments, starts, np.array(first_rows, dtype=np.int32)
 
     def _as_local(self, table: Any) -> Any:
         parts = {shard.device: shard.data for shard in table.addressable_shards}

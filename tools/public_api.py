@@ -48,7 +48,7 @@ SECTIONS = (
 """All public names, in the order of the site's page."""
 
 INTERNAL = {
-    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent",
+    "PageTable": "copy_aligned count_dirty_segments cpu_version distrust find_unsent",
     "PagePool": "store",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",

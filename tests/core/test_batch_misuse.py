@@ -62,7 +62,7 @@ class InUse:
             table.page_table_cpu.tolist(),
             table.num_pages_per_row.tolist(),
             table.cpu_version,
-            [table.count_dirty_windows(row, row + 1) for row in range(4)],
+            [table.count_dirty_segments(row, row + 1) for row in range(4)],
             pool.ref_counts().tolist(),
             pool.free_page_ids_in_order().tolist(),
             {key: list(pages) for key, pages in pool.cached_page_hash_to_page.items()},

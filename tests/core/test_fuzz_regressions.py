@@ -26,7 +26,7 @@ from pagepool._core import (
     TableRows,
     check_holders,
     find_prefix,
-    pack_dirty_windows,
+    pack_dirty_segments,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
 
@@ -133,7 +133,7 @@ def test_a_table_whose_constructor_failed_is_refused() -> None:
     for call in (
         table.copy_aligned,
         table.clear_rows,
-        lambda: pack_dirty_windows((table,), 0, 1),
+        lambda: pack_dirty_segments((table,), 0, 1),
         lambda: GroupedRows([table]),
     ):
         with pytest.raises(ArgumentError):

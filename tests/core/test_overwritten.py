@@ -424,7 +424,7 @@ def test_a_row_that_is_not_marked_is_found() -> None:
     table = PageTable(4, 200, 64)
     table.append_row([1, 2], 3)
     Memory(table).is_row_dirty[3] = 0
-    with pytest.raises(IntegrityError, match=r"^row 3 has 1 windows to be sent, and is not marked$"):
+    with pytest.raises(IntegrityError, match=r"^row 3 has 1 segments to be sent, and is not dirty$"):
         table.check()
 
 

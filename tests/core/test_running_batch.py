@@ -1,4 +1,4 @@
-"""A running batch against the oracle with many rows, and the windows that a call marks dirty."""
+"""A running batch against the oracle with many rows, and the segments of tables that a call changes."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ CALLS: list[tuple[str, Callable[[pagepool.RunningBatch], Any], Places]] = [
     ("nothing", lambda batch: (batch.step([], []), batch.release([])), []),
     ("a release", lambda batch: batch.release([1]), [(1, 0), (1, 64)]),
     ("the last release", lambda batch: batch.release([2]), [(2, 0)]),
-    ("the last window of all", lambda batch: batch.admit(2, [7] * 400), [(2, 0), (2, 64), (2, 128), (2, 136)]),
+    ("the last segment of all", lambda batch: batch.admit(2, [7] * 400), [(2, 0), (2, 64), (2, 128), (2, 136)]),
 ]
 
 
 def make_wide(group: Group) -> tuple[pagepool.RunningBatch, pagepool.PageTable]:
-    """Return a batch over three rows of 200 pages, which are four windows each."""
+    """Return a batch over three rows of 200 pages, which are four segments each."""
     specs = [pagepool.CacheGroupSpec(kv_cache_spec=group.spec(pagepool, "float16"))]
     table = pagepool.PageTable(3, 200, 64)
     return pagepool.RunningBatch(pagepool.CacheManager(400, specs, 200 * group.page_size), table), table

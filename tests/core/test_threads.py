@@ -414,7 +414,7 @@ def test_rows_of_a_table(num_threads: int, seed: int) -> None:
             src, tgt = rng.randrange(3), rng.randrange(3)
             change_row(table, model, 3 * number, src, tgt, rng, i)
             if i % 50 == number:
-                table.count_dirty_windows(0, 3 * num_threads)
+                table.count_dirty_segments(0, 3 * num_threads)
                 assert table.copy_aligned()[3 * number + src, : len(model[src])].tolist() == model[src]
 
     run_threads(num_threads, seed, work)

@@ -116,7 +116,7 @@ MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
     "overflow a row": lambda rows: rows.tables[0].append_row([1] * (rows.tables[0].max_num_pages_per_req + 1), 0),
     "give a row a negative page": lambda rows: rows.tables[0].add_row([-1], 0),
     "clear a row outside": lambda rows: rows.tables[0].clear_row(NUM_ROWS),
-    "commit too many rows": lambda rows: rows.tables[0].count_dirty_windows(0, NUM_ROWS + 1),
+    "commit too many rows": lambda rows: rows.tables[0].count_dirty_segments(0, NUM_ROWS + 1),
 }
 
 

@@ -35,7 +35,7 @@ from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # 
 
 import pagepool  # noqa: E402
 from pagepool import MultiGroupPageTable, PageTable, device, page_table  # noqa: E402
-from pagepool._core import pack_dirty_windows  # noqa: E402
+from pagepool._core import pack_dirty_segments  # noqa: E402
 from pagepool.errors import ArgumentError, IntegrityError  # noqa: E402
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -84,12 +84,12 @@ def test_host_writes_never_reach_a_large_commit(shape: tuple[int, int], is_full:
     for value in range(1, 5):
         for row in range(0, shape[0], 1 if is_full else 64):
             table.append_row([value] * 64, row)
-        num_windows = shape[0] if is_full else shape[0] // 64
+        num_segments = shape[0] if is_full else shape[0] // 64
         if is_full:
             table.mark_dirty()
         else:
             make_pending(table)
-            assert table.count_dirty_windows(0, shape[0]) == num_windows
+            assert table.count_dirty_segments(0, shape[0]) == num_segments
         before = table.page_table
         expected = table.page_table_cpu.copy()
         array = table.commit(shape[0])
@@ -105,12 +105,12 @@ def test_what_was_sent_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> N
     uploads: list[Any] = []
 
     def keep(*args: Any) -> Any:
-        payload = pack_dirty_windows(*args)
+        payload = pack_dirty_segments(*args)
         payloads.extend(payload)
         return payload
 
     upload = page_table.upload
-    monkeypatch.setattr(page_table, "pack_dirty_windows", keep)
+    monkeypatch.setattr(page_table, "pack_dirty_segments", keep)
     monkeypatch.setattr(page_table, "upload", lambda array, sharding: uploads.append(array) or upload(array, sharding))
     table = PageTable(64, 640, 64)
     for row in range(4):
@@ -124,7 +124,7 @@ def test_what_was_sent_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert_separate([*payloads, *uploads, table.page_table_cpu])
 
 
-# The choice between windows and full uploads.
+# The choice between segments and full uploads.
 
 
 def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("scatter_payload", "upload"):
         function = getattr(page_table, name)
         monkeypatch.setattr(page_table, name, lambda *args, name=name, function=function: calls.append(name) or function(*args))
-    table = PageTable(64, 640, 64)  # 640 windows in all, so 40 at most
+    table = PageTable(64, 640, 64)  # 640 segments in all, so 40 at most
     table.warmup()
     for num_rows, num_committed, expected in (
         (4, 64, ["scatter_payload"]),
@@ -246,7 +246,7 @@ def test_after_a_failure_all_is_sent_again(takes_the_arrays: bool, monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             work.tables.commit(6)
     for table, model in work.pairs:
-        assert table.count_dirty_windows(0, 6) == 6 * -(-model.table.shape[1] // 64)
+        assert table.count_dirty_segments(0, 6) == 6 * -(-model.table.shape[1] // 64)
         if takes_the_arrays:
             model.on_device[:] = 0  # lost; rows that are committed next are whole again
     commit_at_random(work)
@@ -275,7 +275,7 @@ def test_after_a_failed_clear_all_is_sent_again(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(PageTable, "clear_rows", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.clear()
-    assert table.count_dirty_windows(0, 64) == 64 * 10
+    assert table.count_dirty_segments(0, 64) == 64 * 10
     assert read(table.commit(64)).sum() == 1
     table.clear()
     assert read(table.commit(64)).sum() == 0
@@ -290,7 +290,7 @@ def test_check_finds_what_the_device_does_not_have() -> None:
     table.check()  # not yet sent
     table.commit(8)
     table.page_table_cpu[3, 1] = 9
-    with pytest.raises(IntegrityError, match=r"^row 3, column 1: the device has another page in a clean window$"):
+    with pytest.raises(IntegrityError, match=r"^row 3, column 1: the device has another page in a clean segment$"):
         table.check()
     table.mark_dirty([3])
     table.check()
@@ -354,7 +354,7 @@ def test_warmup_changes_nothing() -> None:
     table.append_row([1], 0)
     version = table.cpu_version
     table.warmup()
-    assert (table.cpu_version, table.count_dirty_windows(0, 8), read(table.page_table).sum()) == (version, 1, 0)
+    assert (table.cpu_version, table.count_dirty_segments(0, 8), read(table.page_table).sum()) == (version, 1, 0)
     assert read(table.commit(8)).sum() == 1
 
 

@@ -17,7 +17,7 @@ from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots
 
 import pagepool
 from pagepool import MultiGroupPageTable, PageTable
-from pagepool._core import GroupedRows, PageIds, pack_dirty_windows
+from pagepool._core import GroupedRows, PageIds, pack_dirty_segments
 from pagepool.compat.easydel import cdiv
 from pagepool.errors import (
     ArgumentError,
@@ -42,7 +42,7 @@ def state_of(tables: Any) -> list[Any]:
             table.page_table_cpu.tolist(),
             table.num_pages_per_row.tolist(),
             table.cpu_version,
-            table.count_dirty_windows(0, table.max_num_reqs),
+            table.count_dirty_segments(0, table.max_num_reqs),
         )
         for table in getattr(tables, "page_tables", (tables,))
     ]
@@ -86,8 +86,8 @@ def test_rows_are_those_of_the_model(sizes: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
-    """Windows written over the last known table, with commits of random rows in between, give the table."""
+def test_dirty_segments_are_enough(shape: tuple[int, int], seed: int) -> None:
+    """Segments written over the last known table, with commits of random rows in between, give the table."""
     work = make_work(shape, seed)
     (table, model), *_ = work.pairs
     for _ in range(200):
@@ -97,21 +97,21 @@ def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
                 model.on_device[:] = 0
                 table.mark_dirty()
         num_rows = int(work.rng.integers(0, shape[0] + 1))
-        apply(*pack_dirty_windows((table,), num_rows, int(work.rng.integers(1, 500))), model.on_device)
-        if not table.count_dirty_windows(0, num_rows):
+        apply(*pack_dirty_segments((table,), num_rows, int(work.rng.integers(1, 500))), model.on_device)
+        if not table.count_dirty_segments(0, num_rows):
             np.testing.assert_array_equal(model.on_device[:num_rows], model.table[:num_rows])
 
 
-def apply(windows: Any, starts: Any, on_device: Any) -> None:
+def apply(segments: Any, starts: Any, on_device: Any) -> None:
     """Write a payload as the device does, and check its padding."""
     (rows, columns) = starts[0].T
     is_here = rows < on_device.shape[0]
     width = min(64, on_device.shape[1])
-    assert windows.shape == (rows.size, width)
+    assert segments.shape == (rows.size, width)
     assert np.unique(rows[~is_here]).size == np.count_nonzero(~is_here)
-    for window, row, column in zip(windows[is_here], rows[is_here], columns[is_here], strict=True):
+    for segment, row, column in zip(segments[is_here], rows[is_here], columns[is_here], strict=True):
         assert 0 <= column <= on_device.shape[1] - width
-        on_device[row, column : column + width] = window
+        on_device[row, column : column + width] = segment
 
 
 def test_the_buffers_are_the_arrays_themselves() -> None:
@@ -182,17 +182,17 @@ def test_only_touched_windows_are_dirty() -> None:
     table = make_table(4, 640)
     table.append_row([1], 0)
     table.append_row([1] * 65, 1)
-    assert table.count_dirty_windows(0, 4) == 3
-    assert table.count_dirty_windows(0, 1) == 1
-    pack_dirty_windows((table,), 4, 16)
+    assert table.count_dirty_segments(0, 4) == 3
+    assert table.count_dirty_segments(0, 1) == 1
+    pack_dirty_segments((table,), 4, 16)
     table.append_row([1] * 63, 0)
     table.append_row([1] * 64, 0)
-    assert table.count_dirty_windows(0, 4) == 2
-    pack_dirty_windows((table,), 4, 16)
+    assert table.count_dirty_segments(0, 4) == 2
+    pack_dirty_segments((table,), 4, 16)
     table.swap_row(0, 1)
-    assert table.count_dirty_windows(0, 4) == 4
+    assert table.count_dirty_segments(0, 4) == 4
     table.mark_dirty([3])
-    assert table.count_dirty_windows(3, 4) == 10
+    assert table.count_dirty_segments(3, 4) == 10
 
 
 def test_a_row_may_come_twice_in_a_batch() -> None:
@@ -240,14 +240,14 @@ def filled_table() -> PageTable:
     table = make_table()
     table.append_row([1, 2, 3], 0)
     table.append_row([4], 1)
-    pack_dirty_windows((table,), 1, 16)
+    pack_dirty_segments((table,), 1, 16)
     return table
 
 
 def filled_tables() -> MultiGroupPageTable:
     tables = MultiGroupPageTable(4, 128, 64, [16, 16])
     tables.append_row([[1, 2, 3], [4]], 0)
-    pack_dirty_windows(tables.page_tables, 1, 16)
+    pack_dirty_segments(tables.page_tables, 1, 16)
     return tables
 
 
@@ -322,7 +322,7 @@ def test_a_table_whose_init_never_ran_has_no_rows() -> None:
     table = PageTable.__new__(PageTable)
     with pytest.raises(RowIndexError):
         table.append_row([1], 0)
-    assert table.count_dirty_windows(0, 0) == 0
+    assert table.count_dirty_segments(0, 0) == 0
     with pytest.raises(RowIndexError):
         table.slot_mapping([0], [0], 16)
 
@@ -440,7 +440,7 @@ for ask in (lambda: table.commit(4), lambda: tables.commit(4), lambda: table.pag
     else:
         raise SystemExit("no error")
 assert table.page_table_cpu[0, 0] == 1
-assert table.count_dirty_windows(0, 4) > 0
+assert table.count_dirty_segments(0, 4) > 0
 """
 
 

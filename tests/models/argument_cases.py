@@ -166,7 +166,7 @@ class InUse:
             {key: list(pages) for key, pages in self.pool.cached_page_hash_to_page.items()},
             {request_id: self.manager.get_page_ids(request_id) for request_id in self.manager._registry.held},
             [
-                (table.page_table_cpu.tolist(), table.cpu_version, table.count_dirty_windows(0, 4))
+                (table.page_table_cpu.tolist(), table.cpu_version, table.count_dirty_segments(0, 4))
                 for table in (self.table, *self.tables, self.batch_table)
             ],
             self.table.num_pages_per_row.tolist(),

@@ -33,7 +33,7 @@ from twins import (
 )
 
 import pagepool
-from pagepool._core import pack_dirty_windows
+from pagepool._core import pack_dirty_segments
 
 Amounts = int | Sequence[int]
 
@@ -642,7 +642,7 @@ class BatchRows(Rows):
         )
 
     def _commit(self) -> None:
-        """Send dirty windows to the NumPy tables that stand for the device; these must then equal the host's."""
+        """Send dirty segments to the NumPy tables that stand for the device; these must then equal the host's."""
         for table, on_device in zip(self.tables, self.on_device, strict=True):
             dirty_rows = {row for row, _ in send(table, on_device)}
             assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
@@ -665,12 +665,12 @@ def grown_of(result: pagepool.StepResult) -> Grown:
 
 
 def send(table: pagepool.PageTable, on_device: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Write a table's dirty windows over the device copy; return row and first column of each."""
+    """Write a table's dirty segments over the device copy; return row and first column of each."""
     num_rows = on_device.shape[0]
-    num_windows = table.count_dirty_windows(0, num_rows)
-    if not num_windows:
+    num_segments = table.count_dirty_segments(0, num_rows)
+    if not num_segments:
         return []
-    windows, (places,) = pack_dirty_windows((table,), num_rows, num_windows)
-    for window, (row, column) in zip(windows, places, strict=True):
-        on_device[row, column : column + 64] = window
+    segments, (places,) = pack_dirty_segments((table,), num_rows, num_segments)
+    for segment, (row, column) in zip(segments, places, strict=True):
+        on_device[row, column : column + 64] = segment
     return [(int(row), int(column)) for row, column in places]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table_model import make_grouped_work, make_work
 
 import pagepool
-from pagepool._core import pack_dirty_windows
+from pagepool._core import pack_dirty_segments
 from pagepool.page_table import get_payload_sizes, get_scatter
 
 SPECS = [PartitionSpec(), PartitionSpec("rows"), PartitionSpec("rows", None), PartitionSpec(("rows", "copies"))]
@@ -34,7 +34,7 @@ def make_shardings() -> list[NamedSharding]:
 
 def check_program(table: pagepool.PageTable) -> None:
     """No device communicates with another, and the table is updated in place."""
-    payload = pack_dirty_windows((table,), 0, 16)
+    payload = pack_dirty_segments((table,), 0, 16)
     program = get_scatter((table.sharding,), True).lower((table.page_table,), *payload).compile()  # type: ignore[attr-defined]
     text = program.as_text()
     assert not [name for name in COLLECTIVES if name in text]

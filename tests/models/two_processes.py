@@ -20,7 +20,7 @@ from settings import NUM_OPERATIONS
 from table_model import Work, make_grouped_work, make_work
 
 import pagepool
-from pagepool._core import pack_dirty_windows
+from pagepool._core import pack_dirty_segments
 from pagepool.errors import ArgumentError
 from pagepool.page_table import LocalScatter, get_payload_sizes, get_scatter, is_lost
 
@@ -80,7 +80,7 @@ def check_program(sharding: NamedSharding) -> None:
     table = pagepool.PageTable(NUM_ROWS, NUM_COLUMNS, 64, sharding)
     scatter = get_scatter((sharding,), True)
     assert isinstance(scatter, LocalScatter)
-    arguments = scatter.localize((table.page_table,), *pack_dirty_windows((table,), 0, 16))
+    arguments = scatter.localize((table.page_table,), *pack_dirty_segments((table,), 0, 16))
     text = scatter._program.lower(*arguments).compile().as_text()
     assert not [name for name in COLLECTIVES if name in text]
     assert "input_output_alias" in text

@@ -1,39 +1,39 @@
 # Rows of a page table. The caller holds the table's lock, and checks row numbers.
 #
-# A `Table` is an int32 array of page ids, with a flag for each window of 64 columns that changed since it was last sent to the
+# A `Table` is an int32 array of page ids, with a flag for each segment of 64 columns that changed since it was last sent to the
 # device.
 #
 # Always, unless the user wrote the arrays without `mark_dirty`:
 # - ``0 <= num_pages <= extent <= num_columns``, and a row holds zeros from `extent` on.
-# - A row with a dirty window is dirty in `is_row_dirty`; a window begins at a multiple of 64, or ends with the row.
+# - A row with a dirty segment is dirty in `is_row_dirty`; a segment begins at a multiple of 64, or ends with the row.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcpy, memset
 
 cdef enum:
-    WINDOW = 64               # columns sent to the device together
+    SEGMENT = 64              # columns sent to the device together
 
 cdef struct Table:
     int32_t *page_ids         # [num_rows, num_columns] page ids
     int32_t *num_pages        # [num_rows]
     int32_t *extent           # [num_rows] leading columns that may be other than 0, here or on the device
-    uint8_t *is_dirty         # [num_rows, num_windows] windows not sent yet
-    uint8_t *is_row_dirty     # [num_rows] whether any window of the row is dirty
+    uint8_t *is_dirty         # [num_rows, num_segments] segments not sent yet
+    uint8_t *is_row_dirty     # [num_rows] whether any segment of the row is dirty
     Py_ssize_t num_rows
     Py_ssize_t num_columns
-    Py_ssize_t num_windows    # windows in a row
-    Py_ssize_t width          # columns of a window: WINDOW, or fewer in a narrower table
+    Py_ssize_t num_segments   # segments in a row
+    Py_ssize_t width          # columns of a segment: SEGMENT, or fewer in a narrower table
     int64_t version           # grows with each change
 
 
 cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Set the dirty flags of columns ``[start, stop)`` of a row."""
-    cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
-    assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_windows
+    cdef Py_ssize_t first = start // SEGMENT, last = (stop - 1) // SEGMENT
+    assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_segments
     if start < stop:
-        table.is_dirty[row * table.num_windows + first] = 1
+        table.is_dirty[row * table.num_segments + first] = 1
         if last > first:
-            memset(table.is_dirty + row * table.num_windows + first + 1, 1, last - first)
+            memset(table.is_dirty + row * table.num_segments + first + 1, 1, last - first)
         table.is_row_dirty[row] = 1
         table.extent[row] = max(table.extent[row], <int32_t>stop)
 

@@ -120,18 +120,18 @@ cdef inline Py_ssize_t map_slots(
 
 
 cdef inline Py_ssize_t count_dirty(const Table *table, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Count the dirty windows in rows ``[start, stop)``."""
+    """Count the dirty segments in rows ``[start, stop)``."""
     cdef Py_ssize_t row, i, count = 0
     assert 0 <= start and stop <= table.num_rows
     for row in range(start, stop):
         if table.is_row_dirty[row]:
-            for i in range(row * table.num_windows, (row + 1) * table.num_windows):
+            for i in range(row * table.num_segments, (row + 1) * table.num_segments):
                 count += table.is_dirty[i]
     return count
 
 
 cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) noexcept nogil:
-    """Return the index of the first id outside dirty windows that differs from `sent`, or -1. A row's last two windows may
+    """Return the index of the first id outside dirty segments that differs from `sent`, or -1. A row's last two segments may
     overlap.
     """
     cdef Py_ssize_t i, column
@@ -140,8 +140,8 @@ cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) 
         if table.page_ids[i] == sent[i]:
             continue
         column = i % table.num_columns
-        flags = table.is_dirty + i // table.num_columns * table.num_windows
-        if not flags[column // WINDOW] and (column < table.num_columns - table.width or not flags[table.num_windows - 1]):
+        flags = table.is_dirty + i // table.num_columns * table.num_segments
+        if not flags[column // SEGMENT] and (column < table.num_columns - table.width or not flags[table.num_segments - 1]):
             return i
     return -1
 
@@ -149,32 +149,32 @@ cdef inline Py_ssize_t find_difference(const Table *table, const int32_t *sent) 
 cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
     """Clear the dirty flags of rows before `stop`."""
     assert 0 <= stop <= table.num_rows
-    memset(table.is_dirty, 0, stop * table.num_windows)
+    memset(table.is_dirty, 0, stop * table.num_segments)
     memset(table.is_row_dirty, 0, stop)
 
 
-cdef inline Py_ssize_t pack_windows(
-    Table *table, Py_ssize_t stop, int32_t *windows, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
+cdef inline Py_ssize_t pack_segments(
+    Table *table, Py_ssize_t stop, int32_t *segments, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
-    """Copy up to `room` dirty windows of rows before `stop` into lines of `stride` values, their rows and columns into
-    `starts`, and clear their flags. Return their number. The last window of a row ends with the row, and may overlap the one
+    """Copy up to `room` dirty segments of rows before `stop` into lines of `stride` values, their rows and columns into
+    `starts`, and clear their flags. Return their number. The last segment of a row ends with the row, and may overlap the one
     before.
     """
-    cdef Py_ssize_t row, window, column, count = 0
+    cdef Py_ssize_t row, segment, column, count = 0
     assert 0 <= stop <= table.num_rows and room >= 0
     for row in range(stop):
         if not table.is_row_dirty[row]:
             continue
-        for window in range(table.num_windows):
-            if not table.is_dirty[row * table.num_windows + window]:
+        for segment in range(table.num_segments):
+            if not table.is_dirty[row * table.num_segments + segment]:
                 continue
             if count == room:
                 return count
-            assert table.width == min(WINDOW, table.num_columns) <= stride
-            column = min(window * WINDOW, table.num_columns - table.width)
-            memcpy(windows + count * stride, table.page_ids + row * table.num_columns + column, table.width * sizeof(int32_t))
+            assert table.width == min(SEGMENT, table.num_columns) <= stride
+            column = min(segment * SEGMENT, table.num_columns - table.width)
+            memcpy(segments + count * stride, table.page_ids + row * table.num_columns + column, table.width * sizeof(int32_t))
             starts[2 * count], starts[2 * count + 1] = <int32_t>row, <int32_t>column
-            table.is_dirty[row * table.num_windows + window] = 0
+            table.is_dirty[row * table.num_segments + segment] = 0
             count += 1
         table.is_row_dirty[row] = 0
     return count
@@ -347,7 +347,7 @@ cdef class TableGroup:
 cdef class TableRows(TableGroup):
     """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, with zeros behind each row's last page.
 
-    `pagepool.PageTable` adds the device side. Each change is one native call, marks the windows of 64 columns that it touched,
+    `pagepool.PageTable` adds the device side. Each change is one native call, flags the segments of 64 columns that it touched,
     and increases ``cpu_version``. A wrong call changes nothing.
     """
 
@@ -364,11 +364,11 @@ cdef class TableRows(TableGroup):
         """Make a table of zeros; both sizes are at least 1."""
         cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
         cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1)
-        cdef Py_ssize_t num_windows = (columns + WINDOW - 1) // WINDOW
+        cdef Py_ssize_t num_segments = (columns + SEGMENT - 1) // SEGMENT
         if n * columns > MAX_PAGES:
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
-        extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_segments + 1), dtype=np.uint8)
         if self.table.num_rows:  # checked after everything that may run Python code
             raise ArgumentError("the rows of a table are made once")
         self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
@@ -376,7 +376,7 @@ cdef class TableRows(TableGroup):
         self.table = Table(
             page_ids=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
             is_row_dirty=&self.flags_view[0], is_dirty=&self.flags_view[n],
-            num_rows=n, num_columns=columns, num_windows=num_windows, width=min(columns, WINDOW), version=0,
+            num_rows=n, num_columns=columns, num_segments=num_segments, width=min(columns, SEGMENT), version=0,
         )
 
     @property
@@ -430,7 +430,7 @@ cdef class TableRows(TableGroup):
 
     def check(self) -> None:
         """Raise IntegrityError for the first wrong row: its count exceeds the table or its extent, a page id is negative, an id
-        behind its extent is not zero, or it has dirty windows and is not dirty itself. O(table).
+        behind its extent is not zero, or it has dirty segments and is not dirty itself. O(table).
         """
         cdef Py_ssize_t row
         cdef str flaw = None
@@ -443,7 +443,7 @@ cdef class TableRows(TableGroup):
     # The device side calls these.
 
     def find_unsent(self, device_table) -> tuple | None:
-        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a window
+        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a segment
         that counts as sent; None if there is none. O(table).
         """
         cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
@@ -455,8 +455,8 @@ cdef class TableRows(TableGroup):
             place = find_difference(&self.table, &view[0, 0])
         return None if place < 0 else (place // num_columns, place % num_columns)
 
-    def count_dirty_windows(self, start, stop) -> int:
-        """Count the windows in rows ``[start, stop)`` that were not sent yet."""
+    def count_dirty_segments(self, start, stop) -> int:
+        """Count the segments in rows ``[start, stop)`` that were not sent yet."""
         cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.table.num_rows)
         cdef Py_ssize_t count, first = size_of(start, "start", 0, self.table.num_rows)
         with self.lock:
@@ -496,10 +496,10 @@ cdef str find_row_flaw(const Table *table, Py_ssize_t row):
             return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
         if ids[i] != 0 and i >= extent:
             return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {extent}; no mark_dirty?"
-    for i in range(row * table.num_windows, (row + 1) * table.num_windows):
+    for i in range(row * table.num_segments, (row + 1) * table.num_segments):
         num_dirty += table.is_dirty[i]
     if num_dirty and not table.is_row_dirty[row]:
-        return f"row {row} has {num_dirty} windows to be sent, and is not marked"
+        return f"row {row} has {num_dirty} segments to be sent, and is not dirty"
     return None
 
 
@@ -545,16 +545,16 @@ cdef class GroupedRows(TableGroup):
         return self.page_tables[i]
 
 
-def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
-    """Return a payload for the device, with a line for each dirty window in rows before `num_reqs`: the values, int32
+def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
+    """Return a payload for the device, with a line for each dirty segment in rows before `num_reqs`: the values, int32
     ``[num_lines, width]``, and the row and column where each line begins in each table, int32 ``[num_tables, num_lines, 2]``.
-    Packed windows count as sent; windows without room do not. In other tables a line has a row outside the table, and no row
+    Packed segments count as sent; segments without room do not. In other tables a line has a row outside the table, and no row
     repeats.
     """
     cdef TableRows table
     cdef Py_ssize_t n, lines = size_of(num_lines, "num_lines", 1), width = 0, count = 0
     cdef int32_t group
-    cdef int32_t[:, ::1] windows
+    cdef int32_t[:, ::1] segments
     cdef int32_t[:, :, ::1] starts
     for item in tables:
         if not isinstance(item, TableRows):
@@ -562,7 +562,7 @@ def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
         require_made(&(<TableRows>item).table)
         width = max(width, (<TableRows>item).table.width)
     payload = np.zeros((lines, width), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
-    windows, starts = payload
+    segments, starts = payload
     for group, item in enumerate(tables):
         table = item
         stop = size_of(num_reqs, "num_reqs", 0, table.table.num_rows)
@@ -570,7 +570,7 @@ def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
             starts[group, n, 0] = <int32_t>(table.table.num_rows + n)
         if count < lines:
             with table.lock:
-                count += pack_windows(
-                    &table.table, stop, &windows[count, 0], windows.shape[1], &starts[group, count, 0], lines - count
+                count += pack_segments(
+                    &table.table, stop, &segments[count, 0], segments.shape[1], &starts[group, count, 0], lines - count
                 )
     return payload
