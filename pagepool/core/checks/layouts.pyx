@@ -15,8 +15,8 @@ cdef object RECORD = np.asarray(<RowRecord[:1]>&NO_ROW).dtype
 cdef object INT32 = np.dtype(np.int32)
 
 
-cdef dict places_in(const Holding *holding):
-    """Return the places of what is held in the first group."""
+cdef dict addresses_in(const Holding *holding):
+    """Return the addresses of what is held in the first group."""
     cdef const Held *held = holding.held
     if holding.num_groups == 0:
         return {}
@@ -33,12 +33,12 @@ def locate_numbers(holder) -> dict:
     cdef RunningRows rows
     cdef TableRows table
     if isinstance(holder, RequestPages):
-        return places_in(&(<RequestPages>holder).holding)
+        return addresses_in(&(<RequestPages>holder).holding)
     if isinstance(holder, RunningRows):
         rows = holder
         rows.check_made()
         return dict(
-            places_in(&rows.batch.rows[0].holding), stamp=(<uintptr_t>&rows.batch.stamp, (), np.dtype(np.uint32)),
+            addresses_in(&rows.batch.rows[0].holding), stamp=(<uintptr_t>&rows.batch.stamp, (), np.dtype(np.uint32)),
             records=(<uintptr_t>rows.batch.records, (rows.batch.num_rows,), RECORD),
         )
     if isinstance(holder, TableRows):

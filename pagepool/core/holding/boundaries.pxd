@@ -26,7 +26,7 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t num_uncertain     # further ones, if a request has hardly any tokens of its own, with eagle
     bint use_eagle
     bint has_checkpoints      # the last checkpoints of states are boundaries
-    bint has_ends             # ends of prompts and answers, and places in prompts, are boundaries
+    bint has_ends             # ends of prompts and answers, and token counts in prompts, are boundaries
 
 
 cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_tokens) noexcept nogil:

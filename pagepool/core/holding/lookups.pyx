@@ -215,7 +215,7 @@ cdef bint are_same(tuple mine, tuple others) except -1:
     return True
 
 
-cdef const void *place_of(object source) noexcept:
+cdef const void *address_of(object source) noexcept:
     """Return an address that is the same for the same list or `PageIds` of tokens."""
     return <const void *>source if type(source) is list else (<PageIds>source).ids
 
@@ -357,7 +357,7 @@ cdef class Refusal:
             source = as_page_ids(token_ids, "token_ids")
         if not has_sample(source, tokens, self.num_tokens):
             return False
-        if place_of(source) != place_of(self.source):
+        if address_of(source) != address_of(self.source):
             ids = as_page_ids(source, "token_ids")
             if ids.num != self.num_tokens or memcmp(ids.ids, tokens, ids.num * sizeof(int32_t)) != 0:
                 return False

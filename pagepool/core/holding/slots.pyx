@@ -245,12 +245,12 @@ cdef class SlotAllocator:
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Fix the numbers of tokens at which other requests can resume where this one was."""
         cdef int64_t junction = 0
-        places = self.registry.rules.require_resume_at(
+        counts = self.registry.rules.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
             junction = hashes.query[3]
-        held.fix_boundaries(count_of(read_num_tokens(request)), junction, as_page_ids(places, "resume_at"))
+        held.fix_boundaries(count_of(read_num_tokens(request)), junction, as_page_ids(counts, "resume_at"))
         return 0
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:

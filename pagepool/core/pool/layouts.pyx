@@ -1,4 +1,4 @@
-"""Arrays and numbers of a pool by name, with their types and places: for checks, snapshots and tests."""
+"""Arrays and numbers of a pool by name, with their types and addresses: for checks, snapshots and tests."""
 
 from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy, strcmp
@@ -39,15 +39,15 @@ cdef enum:                    # indices in `TYPES`
 cdef Policy NO_POLICY         # all zeros
 cdef Pool NO_POOL
 cdef Items ALL_ITEMS
-cdef void *PLACE = &NO_POLICY  # any memory: only the types of structs there are read
+cdef void *STRUCT = &NO_POLICY  # any memory: only the types of structs there are read
 
 cdef list TYPES = [
     *map(np.dtype, (np.uint8, np.int32, np.uint32, np.int64, np.uint64)),
     *[
         np.asarray(struct).dtype for struct in (
-            <Page[:1]><Page *>PLACE, <Slot[:1]><Slot *>PLACE, <Links[:1]><Links *>PLACE, <Note[:1]><Note *>PLACE,
-            <Removal[:1]><Removal *>PLACE, <Context[:1]><Context *>PLACE, <GhostEntry[:1]><GhostEntry *>PLACE,
-            <Learned[:1]><Learned *>PLACE, <Session[:1]><Session *>PLACE,
+            <Page[:1]><Page *>STRUCT, <Slot[:1]><Slot *>STRUCT, <Links[:1]><Links *>STRUCT, <Note[:1]><Note *>STRUCT,
+            <Removal[:1]><Removal *>STRUCT, <Context[:1]><Context *>STRUCT, <GhostEntry[:1]><GhostEntry *>STRUCT,
+            <Learned[:1]><Learned *>STRUCT, <Session[:1]><Session *>STRUCT,
         )
     ],
 ]

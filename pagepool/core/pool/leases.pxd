@@ -59,7 +59,7 @@ cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
     """Give back the pages of a held lease, the last page first. Return -1 or, with nothing changed, the index of a page that
     another caller gave back. O(pages), and for a lease of a span O(leases of spans).
     """
-    cdef LeasedSpan **place = &pool.leases.first
+    cdef LeasedSpan **link = &pool.leases.first
     cdef Py_ssize_t i, bad = give_back_all(pool, lease.ids, lease.num, True)
     if bad >= 0:
         return bad
@@ -68,9 +68,9 @@ cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
         pool.leases.counts[lease.ids[i]] -= 1
         assert pool.leases.counts[lease.ids[i]] >= 0
     if lease.end:
-        while place[0] != lease:
-            place = &place[0].next
-        place[0] = lease.next
+        while link[0] != lease:
+            link = &link[0].next
+        link[0] = lease.next
         pool.leases.num_pages -= lease.num
         assert pool.leases.num_pages >= 0
     lease.end = lease.is_held = 0

@@ -76,12 +76,12 @@ cdef inline void hold_session(Pool *pool, int32_t number, int32_t change) noexce
         assert session.num_holders >= pool.sessions.items[number].num_holders >= 0 and session.main == main
 
 
-cdef inline void set_session(Pool *pool, int32_t *place, int32_t number) noexcept nogil:
-    """Move a row or request to another session."""
-    if rare(place[0] != number):
+cdef inline void set_session(Pool *pool, int32_t *session, int32_t number) noexcept nogil:
+    """Move a row or request, whose session is `session`, to another one."""
+    if rare(session[0] != number):
         hold_session(pool, number, 1)
-        hold_session(pool, place[0], -1)
-        place[0] = number
+        hold_session(pool, session[0], -1)
+        session[0] = number
 
 
 cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept nogil:

@@ -193,7 +193,7 @@ cdef inline Py_ssize_t give_back_all(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms=NULL
 ) noexcept nogil:
     """Take a reference from each page, null pages passed over. Pages without any left go to the back of the queue, with the
-    `terms` at the same places, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
+    `terms` at the same indices, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
     reference to give.
     """
     cdef Py_ssize_t i, at

@@ -151,7 +151,7 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Do `_push_to_divisions` at a given time, which matters only with terms."""
     _stamp_queued(pool, page_id, now)
-    _place(pool, page_id)
+    _append(pool, page_id)
 
 
 cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -159,7 +159,7 @@ cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
     return term_of(pool, page_id) == UNKNOWN or not _is_older(pool, page_id, pool.pages[page_id].prev_free)
 
 
-cdef inline void _place(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
     """Link a page in at the back of its part, and of its shard's part."""
     cdef int32_t shard, part = _part_of(pool, page_id)
     count_in_part(pool, page_id, 1)

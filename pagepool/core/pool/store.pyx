@@ -658,7 +658,7 @@ cdef class PageStore:
 
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=NULL) noexcept:
         """Give back ids within the pool. Pages from `num_staying` on lose their entry with their last reference; others get the
-        terms at the same places.
+        terms at the same indices.
         """
         cdef void *thread = let_others_run(ids.num)
         cdef Py_ssize_t bad = give_back_and_uncache(&self.pool, ids.ids, num_staying, ids.num, terms)

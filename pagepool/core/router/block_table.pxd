@@ -19,8 +19,8 @@ cdef enum:
     MAX_MEDIUM_SIZE = 32      # bytes of a name
     FETCH_AHEAD = 8           # hashes between a prefetch and its use
     BLOCKS_PER_DUPLICATE = 32  # blocks per spare slot for duplicates
-    MIN_GAINED = 64           # places in a list of gained blocks, at least
-    ENTRIES_PER_GAINED = 2048  # entries of a space per further place
+    MIN_GAINED = 64           # least capacity of a list of gained blocks
+    ENTRIES_PER_GAINED = 2048  # entries of a space per further gained block
 
 cdef struct Medium:
     char[MAX_MEDIUM_SIZE] name
@@ -314,7 +314,7 @@ cdef inline void _copy_entries(
 
 
 cdef inline int32_t find_medium(const Media *media, Text name) noexcept nogil:
-    """Return the place of a medium; `media.num` if it is new. None means the first one, the GPU."""
+    """Return the number of a medium; `media.num` if it is new. None means the first one, the GPU."""
     cdef int32_t i
     if name.at == NULL:
         return 0

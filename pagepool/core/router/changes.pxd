@@ -27,7 +27,7 @@ cdef struct Change:           # net change of a block
 cdef struct NetChanges:       # net changes of a batch; NULL: not computed
     Change *items             # [num] in the order of the batch
     Py_ssize_t num
-    uint32_t *slots           # [num_slots] place in `items` plus 1; 0: empty
+    uint32_t *slots           # [num_slots] index in `items` plus 1; 0: empty
     Py_ssize_t num_slots
     uint64_t multiplier
 

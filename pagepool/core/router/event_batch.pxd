@@ -56,8 +56,8 @@ cdef struct Event:
     int32_t num_groups        # groups of the worker; 0: unknown
     Spec spec
     Text medium
-    int32_t plane             # place of the medium in the index, set when the batch is applied; -1: none
-    Py_ssize_t first          # place of the first hash in the batch
+    int32_t plane             # number of the medium in the index, set when the batch is applied; -1: none
+    Py_ssize_t first          # index of the first hash in the batch
     Py_ssize_t num            # hashes
     uint64_t parent
     bint has_parent
@@ -250,7 +250,7 @@ cdef inline Text _read_text(Reader *reader) noexcept nogil:
     text = Text(at=reader.at, size=<Py_ssize_t>size)
     _skip_bytes(reader, size)
     if reader.error != NULL:
-        text.size = 0  # its place stays: a build that traces lines converts results to Python, and NULL would crash it
+        text.size = 0  # the address stays: a build that traces lines converts results to Python, and NULL would crash it
     return text
 
 
@@ -308,14 +308,14 @@ cdef inline Field _field_of(Text name) noexcept nogil:
     return OTHER
 
 
-cdef inline Field _field_at(EventKind kind, Py_ssize_t place) noexcept nogil:
-    """Return the field at a place of an event in array form. Place 0 follows the type."""
+cdef inline Field _field_at(EventKind kind, Py_ssize_t index) noexcept nogil:
+    """Return the field at an index of an event in array form. Index 0 follows the type."""
     cdef Field[11] stored = [HASHES, PARENT, TOKENS, BLOCK_SIZE, OTHER, MEDIUM, OTHER, OTHER, GROUP, SPEC_KIND, WINDOW]
     cdef Field[3] removed = [HASHES, MEDIUM, GROUP]
-    if kind == STORED and place < 11:
-        return stored[place]
-    if kind == REMOVED and place < 3:
-        return removed[place]
+    if kind == STORED and index < 11:
+        return stored[index]
+    if kind == REMOVED and index < 3:
+        return removed[index]
     return OTHER
 
 

@@ -127,14 +127,14 @@ cdef class PrefixTable:
         read_batch(&reader, &batch)
         go_on(thread)
         error = reader.error if reader.error != NULL else self.apply_batch(number, &batch)
-        place = reader.at - <const uint8_t *>view.buf
+        position = reader.at - <const uint8_t *>view.buf
         is_cleared = batch.is_cleared
         free_batch(&batch)
         PyBuffer_Release(&view)
         if error == NO_MEMORY:
             raise MemoryError("a batch of events")
         if error != NULL:
-            raise EventBatchError(f"payload: byte {place}: {error.decode()}")
+            raise EventBatchError(f"payload: byte {position}: {error.decode()}")
         return is_cleared
 
     cdef const char *apply_batch(self, int32_t worker, EventBatch *batch) noexcept:
@@ -219,7 +219,7 @@ cdef class PrefixTable:
     def list_blocks(self, worker, medium="GPU", group=0):
         """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
-        cdef Py_ssize_t place = size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)
+        cdef Py_ssize_t checked_group = size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)
         cdef bytes name = medium_of(medium)
         cdef uint64_t[::1] found
         cdef int32_t plane
@@ -234,7 +234,7 @@ cdef class PrefixTable:
             plane = find_medium(&self.table.media, text_of(name))
             if num_held == num:
                 is_there = num_held and plane < self.table.media.num
-                num = num_held = copy_hashes(&self.table, place, plane, number, &found[0]) if is_there else 0
+                num = num_held = copy_hashes(&self.table, checked_group, plane, number, &found[0]) if is_there else 0
             self.end_write()
         return hashes[:num]
 

@@ -243,7 +243,7 @@ cdef inline const char *find_space_fault(const Space *space, int32_t num_words, 
     for i in range(space.num_slots):
         num += space.slots[i].entry != 0
     if num != space.num_blocks:
-        return "places are miscounted"
+        return "slots are miscounted"
     return NULL
 
 

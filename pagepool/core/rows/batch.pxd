@@ -51,7 +51,7 @@ cdef struct RowRecord:        # 32 bytes, two to a cache line
     uint8_t is_claimed        # admitted, or being admitted
 
 cdef struct DueRow:           # a row that needs more than counting
-    int32_t at                # its place in the call
+    int32_t at                # its index in the call
     int32_t num_new_pages     # missing pages, at most INT32_MAX
 
 cdef struct SwappedGroup:     # a row's pages of one group, saved in the tier
@@ -214,7 +214,7 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 
 cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Copy an admitted row of a call to place `i`; False if it is not admitted, or repeated."""
+    """Copy an admitted row of a call to index `i`; False if it is not admitted, or repeated."""
     if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
         return False
     assert batch.stamp != 0 and batch.records[row].is_claimed and 0 <= i < batch.num_rows
@@ -269,7 +269,7 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
     raw_free(swapped)
 
 
-# Rows are emptied, get a context, and change places.
+# Rows are emptied, get a context, and are exchanged.
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free whose pages were given back."""
@@ -634,7 +634,7 @@ cdef inline void _advance_by_token(RowRecord *record, Grown *grown) noexcept nog
 
 
 cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row from `start` on, and return the place of the first due row."""
+    """Append a token to each copied row from `start` on, and return the index of the first due row."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids

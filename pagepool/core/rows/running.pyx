@@ -355,7 +355,7 @@ cdef class RunningRows:
         if num_right < row_ids.num:
             refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
 
-    # Release and changes of places.
+    # Release and exchange of rows.
 
     def release(self, rows, num_computed_tokens=None, seconds=None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
@@ -831,7 +831,7 @@ cdef bint has_due(RunningRows running, int32_t row) noexcept:
     return has_copies_due(&running.store.pool, holding)
 
 
-# Release and changes of places.
+# Release and exchange of rows.
 
 cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
     """Copy the rows, and return the number of rows before the first wrong one."""
@@ -848,7 +848,7 @@ cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Am
 
 
 cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
-    """Return the computed count that the caller gave for the row at place `i`; MAX_TOKENS if none was given."""
+    """Return the computed count that the caller gave for the row at index `i`; MAX_TOKENS if none was given."""
     return MAX_TOKENS if computed.values == NULL else amount(computed, i)
 
 
@@ -1282,7 +1282,7 @@ cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
 
 cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
     """Raise if a row is not admitted, had copies due when a call stopped at it, or waits for tokens from elsewhere and may not
-    (`may_wait`). `at` is its place in a list of rows.
+    (`may_wait`). `at` is its index in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:

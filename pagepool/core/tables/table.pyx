@@ -447,13 +447,13 @@ cdef class TableRows(TableGroup):
         that counts as sent; None if there is none. O(table).
         """
         cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
-        cdef Py_ssize_t place, num_rows = self.table.num_rows, num_columns = self.table.num_columns
+        cdef Py_ssize_t index, num_rows = self.table.num_rows, num_columns = self.table.num_columns
         if view.shape[0] != num_rows or view.shape[1] != num_columns:
             raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
         require_made(&self.table)
         with self.lock:
-            place = find_difference(&self.table, &view[0, 0])
-        return None if place < 0 else (place // num_columns, place % num_columns)
+            index = find_difference(&self.table, &view[0, 0])
+        return None if index < 0 else (index // num_columns, index % num_columns)
 
     def count_dirty_segments(self, start, stop) -> int:
         """Count the segments in rows ``[start, stop)`` that were not sent yet."""

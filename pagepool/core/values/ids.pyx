@@ -185,7 +185,7 @@ cdef PageIds as_own_ids(object values, str name):
 
 
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
-    """Raise ArgumentError for a negative token id, naming its place; the first id is at `first`."""
+    """Raise ArgumentError for a negative token id, naming its index; the first id is at `first`."""
     cdef Py_ssize_t bad = find_negative(token_ids, n)
     assert first >= 0 and -1 <= bad < n
     if bad >= 0:
@@ -194,7 +194,7 @@ cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t firs
 
 
 def require_token_ids(token_ids, first=0) -> None:
-    """Raise ArgumentError for a negative token id, naming its place; the first id is at `first`. O(n)."""
+    """Raise ArgumentError for a negative token id, naming its index; the first id is at `first`. O(n)."""
     cdef PageIds ids = as_page_ids(token_ids, "token_ids")
     refuse_negative(ids.ids, ids.num, size_of(first, "first"))
 
