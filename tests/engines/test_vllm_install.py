@@ -137,11 +137,10 @@ def check_left(part: str, reason: str) -> None:
     assert {name for name, obstacle in obstacles.items() if obstacle} >= left
     check_refused(rf"^vLLM 0\.33\.0 {DIFFERS}(.*; )?{part}: ", strict=True)
     vllm.install()
-    used = {name for name, obstacle in obstacles.items() if not obstacle}
-    assert {name for name, shown in vllm.report().parts if shown == "used"} == used
+    assert dict(vllm.report().parts) == {name: obstacle or "used" for name, obstacle in obstacles.items()}
     for one in PARTS:
         for item in one.replacements:
-            assert (function_of(found(item)) is ours(item)) == (one.name in used)
+            assert (function_of(found(item)) is ours(item)) == (not obstacles[one.name])
     vllm.uninstall()
 
 
@@ -219,6 +218,7 @@ def test_a_patch_over_ours_stays(folder: Path) -> None:
     cls.touch = patch = lambda self, blocks: None
     assert not vllm.is_installed()
     assert len(vllm.report().replaced) == len(REPLACEMENTS) - 1
+    assert dict(vllm.report().parts) == {part.name: "not installed" if part.name == "pool" else "used" for part in PARTS}
     vllm.uninstall()
     assert vars(cls)["touch"] is patch
     assert function_of(vars(cls)["free_blocks"]) is not ours(METHODS[3])
@@ -350,36 +350,6 @@ def test_a_subclass_of_somebody_else(folder: Path, part: str, home: str, name: s
     vllm.uninstall()
     module.KVCacheManager = module.KVCacheManager.__base__
     assert all(a is b for a, b in zip(before, state(), strict=True))
-
-
-ASCEND = (
-    (MANAGER, "KVCacheManager.allocate_slots"),
-    (GROUPS, "SingleTypeKVCacheManager.remove_skipped_blocks"),
-    (POOL, "BlockPool.free_blocks"),
-    (UTILS, "FreeKVCacheBlockQueue.append_n"),
-    (UTILS, "FreeKVCacheBlockQueue.prepend_n"),
-)
-KVCACHED = (ASCEND[0], (COORDINATOR, "KVCacheCoordinator.__init__"))
-
-
-@pytest.mark.parametrize(
-    ("patched", "left"),
-    [(ASCEND, {"blocks", "pool", "hits", "slots"}), (KVCACHED, {"slots"})],
-    ids=["vllm-ascend 0.23.0.post1", "kvcached 0.1.6, but for its subclass"],
-)
-def test_what_other_packages_patch(folder: Path, patched: tuple[tuple[str, str], ...], left: set[str]) -> None:
-    """Before pagepool is installed, parts are left to vLLM; afterwards, the report shows it."""
-    for place in patched:
-        replace(*place)
-    with vllm.installed():
-        assert {name for name, shown in vllm.report().parts if shown != "used"} == left
-    pop_modules("vllm")
-    vllm._homes.clear()
-    vllm.install(strict=True)
-    for place in patched:
-        replace(*place)
-    assert not vllm.is_installed()
-    assert dict(vllm.report().parts)["slots"] == "not installed"
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
