@@ -60,12 +60,6 @@ class TestTitle:
         assert f"{rate:.1%} of prompt tokens" in title
         assert "up to" not in title
 
-    def test_several_sizes(self, trace: Path, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        page = tmp_path / "plan.html"
-        assert invoke("plan", trace, "--num-pages", "80,100", "--replays", 0, "--html", page).exit_code == 0
-        assert ": up to " in Page(page.read_text()).texts["h1"][0]
-
 
 class TestPlan:
     def test_figures(self, trace: Path) -> None:

@@ -98,19 +98,6 @@ class TestLines:
                 assert figures.get("most_hit_tokens", figures.get("hit_tokens")) == 1024
         assert read(tmp_path, FULL | {"session_id": 17})[0].session_id == "17"
 
-    def test_lines_that_are_refused_have_their_number(self, tmp_path: Path) -> None:
-        for row, message in (
-            (without("input_length"), "lacks input_length"),
-            (FULL | {"output_length": -1}, "output_length must be at least 0"),
-            ("[1, 2]\n", "a JSON object is expected, not list"),
-            ("{\n", "not valid JSON"),
-            (FULL | {"timestamp": -1}, "timestamp -1 is below 0, that of the line before"),
-            (without("timestamp"), "lacks timestamp, or a delay behind a line of the same session_id"),
-            (FULL | {"hash_ids": [1]}, "input_length 1200 needs 3 hash_ids, got 1"),
-        ):
-            with pytest.raises(TraceError, match=rf"trace\.jsonl:4: {message}"):
-                read(tmp_path, "\n", FULL, "\n", row)
-
 
 class TestTimes:
     def test_seconds(self, tmp_path: Path) -> None:
