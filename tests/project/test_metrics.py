@@ -30,13 +30,8 @@ OPEN_0, OPEN_1 = (f"application/openmetrics-text;version={version}" for version 
 TEXT_0, TEXT_1 = (f"text/plain;version={version}" for version in ("0.0.4", "1.0.0"))
 UTF8, UNDERSCORES = "escaping=allow-utf-8", "escaping=underscores"
 ACCEPT = {
-    "none": "*/*",
     "2.42": f"{OPEN_1},{OPEN_0};q=0.75,{TEXT_0};q=0.5,*/*;q=0.1",
-    "2.42, native histograms": f"{PROTOBUF},{OPEN_1};q=0.8,{OPEN_0};q=0.75,{TEXT_0};q=0.5,*/*;q=0.1",
-    "2.49 to 2.55": f"{OPEN_1};q=0.5,{OPEN_0};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
-    "2.55, utf8-names": f"{OPEN_1};{UTF8};q=0.5,{OPEN_0};{UTF8};q=0.4,{TEXT_0};{UTF8};q=0.3,*/*;q=0.2",
     "2.55, text only": f"{TEXT_0};q=0.5,*/*;q=0.4",
-    "3.0": f"{OPEN_1};{UTF8};q=0.6,{OPEN_0};{UTF8};q=0.5,{TEXT_1};{UTF8};{UTF8};q=0.4,{TEXT_0};{UTF8};q=0.3,*/*;q=0.2",
     "3.5": f"{OPEN_1};{UTF8};q=0.6,{OPEN_0};q=0.5,{TEXT_1};{UTF8};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
     "3.5, legacy names": f"{OPEN_1};{UNDERSCORES};q=0.6,{OPEN_0};q=0.5,{TEXT_1};{UNDERSCORES};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
     "3.5, native histograms": (
@@ -44,7 +39,7 @@ ACCEPT = {
     ),
     "3.5, text only": f"{TEXT_1};{UTF8};q=0.6,*/*;q=0.5",
 }
-"""The Accept headers of these server versions, by default and as configured."""
+"""The Accept headers of these server versions, which ask for each format and escaping that a client knows."""
 
 SERVER_LABELS = {"instance", "job", "alertname"}
 """Labels that a server adds."""
