@@ -527,14 +527,14 @@ class CacheManager(KeyHolder, SlotAllocator):
     # External tokens and leases.
 
     def commit_external(self, request: Request, num_tokens: int) -> None:
-        """Enter pages filled by a transfer into the prefix index: the pages of `num_tokens` tokens after
-        ``num_computed_tokens``. The caller then counts these tokens as computed.
+        """Cache pages filled by a transfer: the pages of `num_tokens` tokens after ``num_computed_tokens``. The caller then
+        counts these tokens as computed.
 
         `allocate_slots` must have given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a
         window, outside the attention of later tokens, are given back unfilled. A state covers all external tokens, so
         `num_tokens` must be all of them. Raise ArgumentError, without a change, for more tokens than have slots or are known,
         and for a request without pages; CopiesDueError while copies or transfers of its pages are due, since these come first.
-        O(pages entered).
+        O(pages cached).
         """
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
 
@@ -542,12 +542,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Do `commit_external` for the first `num_valid_tokens` external tokens, and give back pages wholly behind them.
 
         Return the number of computed tokens; the request continues from there. With a state it is 0, since the state covers
-        missing tokens: all pages are given back, and the request may be looked up again. O(pages given back and entered).
+        missing tokens: all pages are given back, and the request may be looked up again. O(pages given back and cached).
         """
         return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
 
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
-        """Enter pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
+        """Cache pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
         with self._registry.lock:
             held = self._registry.require_held(request)
@@ -776,8 +776,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         chat: see `expect`. None keeps earlier expectations.
 
         `num_computed_tokens` is for a request that was scheduled but did not run, because the step failed or the request was
-        preempted: the number of its computed tokens, including hits. Pages it entered into the prefix index with later tokens
-        lose their entries, even if others hold them. Free requests that have hit those pages as well.
+        preempted: the number of its computed tokens, including hits. Pages cached for it with later tokens lose their entries,
+        even if others hold them. Free requests that have hit those pages as well.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)

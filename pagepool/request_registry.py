@@ -77,7 +77,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return hashes
 
     def count_sure_hashes(self, request: Request) -> int:
-        """Count the leading pages, computed and entered, whose tokens and hashes no longer change."""
+        """Count the leading pages, computed and cached, whose tokens and hashes no longer change."""
         held = self.held.get(request.request_id)
         return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
@@ -112,7 +112,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     @contextmanager
     def naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:
-        """Name the pages entered by the body, from page `start` on, if the hashes have names. Yield the core's int for the
+        """Name the pages cached by the body, from page `start` on, if the hashes have names. Yield the core's int for the
         request's context.
         """
         context = 0 if held is None or hashes is None else self.hold_context(hashes.extra_keys, held.session_id)

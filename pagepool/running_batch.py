@@ -47,7 +47,7 @@ class RunningBatch(RunningRows):
 
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
     ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
-    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages enter the prefix index at
+    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages are cached at
     once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping
     a batch: dropping it frees no pages.
 

@@ -148,7 +148,7 @@ class EventSource:
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(described):  # callers may enter pages under other group ids
+            if group < len(described):  # callers may cache pages under other group ids
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if context:
@@ -164,7 +164,7 @@ class EventSource:
         return [*(event for _, event in events), *tier_events]
 
     def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
-        """Yield each group with keys, and its hashes as events have them. Ignore other group ids, under which callers may enter
+        """Yield each group with keys, and its hashes as events have them. Ignore other group ids, under which callers may cache
         pages.
         """
         all_keys, groups = keys

@@ -24,7 +24,7 @@ logger = logging.getLogger(__package__)
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Span = tuple[int, int, int]
-"""The pages of a request to enter in the index: the numbers of cached and of full pages, and their size in tokens."""
+"""The pages of a request to cache: the numbers of cached and of full pages, and their size in tokens."""
 
 
 class PageProbe(NamedTuple):
@@ -264,7 +264,7 @@ class PagePool:
         page_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index, except null pages.
+        """Cache ``pages[num_cached_pages:num_full_pages]`` of a request, except null pages.
 
         `page_hashes` are the request's hashes from its first page on. Missing ones are computed with the builtin `hash` from
         ``request.all_token_ids`` and appended. Raise PageHashError, without a change, if a page already has a hash. O(new
@@ -272,7 +272,7 @@ class PagePool:
         """
         span = _check_span(num_cached_pages, num_full_pages, page_size)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
-        self._enter(ids, request, page_hashes, span, kv_cache_group_id)
+        self._cache(ids, request, page_hashes, span, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -287,10 +287,10 @@ class PagePool:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
         span = _check_span(num_cached_pages, num_full_pages, page_size)
         ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
-        self._enter(ids, request, page_hashes, span, kv_cache_group_id)
+        self._cache(ids, request, page_hashes, span, kv_cache_group_id)
 
-    def _enter(self, ids: PageIds, request: Any, page_hashes: list[PageHash], span: Span, group_id: int) -> None:
-        """Enter the full pages of a request that are not cached yet."""
+    def _cache(self, ids: PageIds, request: Any, page_hashes: list[PageHash], span: Span, group_id: int) -> None:
+        """Cache the full pages of a request that are not cached yet."""
         num_cached_pages, num_full_pages, page_size = span
         if not isinstance(page_hashes, list):
             raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
@@ -301,7 +301,7 @@ class PagePool:
             raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
         is_complete = len(page_hashes) >= num_full_pages
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
-        first_place = max(0, num_cached_pages - 1)  # hash of the parent, which is entered already
+        first_place = max(0, num_cached_pages - 1)  # hash of the parent, which is cached already
         hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
         chain = HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):
@@ -332,7 +332,7 @@ class PagePool:
         """Drop the prefix entries of pages, and return their number. Holders keep their pages. O(pages).
 
         After a failed load, set ``num_computed_tokens`` of each request with such pages back to before the first of them (or
-        `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are then entered
+        `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are then cached
         again with their tokens. Raise PageIdError, without a change, for the null page or an id outside the pool.
         """
         ids = PageIds(_require_ids(page_ids))

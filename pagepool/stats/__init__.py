@@ -37,8 +37,8 @@ class TimeHistogram(NamedTuple):
 class PagePoolStats:
     """Counters of a pool since its construction.
 
-    Pages are counted when they are handed out, freed, evicted (they lose their prefix entry to a new holder) and entered in the
-    prefix index. Tokens are counted when `CacheManager.get_computed_pages` looks them up, and when they hit.
+    Pages are counted when they are handed out, freed, evicted (they lose their prefix entry to a new holder) and cached. Tokens
+    are counted when `CacheManager.get_computed_pages` looks them up, and when they hit.
     """
 
     num_allocated_pages: int

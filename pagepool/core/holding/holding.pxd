@@ -114,7 +114,7 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
 
 cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Return the place behind the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached
-    page. Full pages that could not be entered while hits were loaded count as cached, or they would be held forever.
+    page. Full pages that could not be cached while hits were loaded count as cached, or they would be held forever.
     """
     cdef int32_t num_cached = held.num_cached
     if num_cached and held.load_number:
@@ -266,7 +266,7 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
 
 
 cdef inline int64_t _find_cached_end(const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Return the number of computed tokens whose full pages were entered in all groups."""
+    """Return the number of computed tokens whose full pages were cached in all groups."""
     cdef const Group *group
     cdef Py_ssize_t g
     cdef int64_t end, most = 0
@@ -332,11 +332,11 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     """Keep the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
-    cdef int64_t num_entered = _find_cached_end(holding, num_computed)
-    cdef int32_t end = find_resumption(&boundaries, num_entered)
-    if boundaries.has_checkpoints and num_entered % boundaries.multiple == 0:
-        if are_checkpoints_due(holding, <int32_t>num_entered):
-            add_boundary(&boundaries, <int32_t>num_entered)
+    cdef int64_t num_cached = _find_cached_end(holding, num_computed)
+    cdef int32_t end = find_resumption(&boundaries, num_cached)
+    if boundaries.has_checkpoints and num_cached % boundaries.multiple == 0:
+        if are_checkpoints_due(holding, <int32_t>num_cached):
+            add_boundary(&boundaries, <int32_t>num_cached)
     if boundaries.has_ends and end > 0 and _is_end_worth(holding, end):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):
@@ -595,7 +595,7 @@ cdef inline void copy_states(Pool *pool, const Holding *holding, const Demand *d
             _queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 
 
-# Filled pages are hashed and entered in the prefix index before a call ends. They are `Waiting` first, so that memory is
+# Filled pages are hashed and cached before a call ends. They are `Waiting` first, so that memory is
 # fetched ahead, and two pages are hashed side by side.
 
 cdef enum:
@@ -648,7 +648,7 @@ cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
 
 
 cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
-    """Hash and enter the waiting pages, in order. A page that has an entry keeps it. All index slots are fetched before the
+    """Hash and cache the waiting pages, in order. A page that has an entry keeps it. All index slots are fetched before the
     first is read.
     """
     cdef Pool *pool = waiting.pool
@@ -666,7 +666,7 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
 
 
 cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
-    """Whether `num_tokens` tokens fill a page that was not entered yet."""
+    """Whether `num_tokens` tokens fill a page that was not cached yet."""
     if group.id == NO_GROUP or is_state(&group.rules):
         return False
     return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
@@ -706,7 +706,7 @@ cdef inline void cache_full_pages(
 cdef inline void cache_page(
     Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
 ) noexcept nogil:
-    """Enter a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
+    """Cache a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
     hash page.
     """
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
@@ -723,8 +723,8 @@ cdef inline void cache_page(
     cache_alone(pool, page_id, &entry)
 
 
-# States are kept as checkpoints: at multiples of an interval the working page enters the prefix index, and a copy of it is the
-# next working page.
+# States are kept as checkpoints: at multiples of an interval the working page is cached, and a copy of it is the next working
+# page.
 
 
 cdef inline bint _is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
@@ -761,7 +761,7 @@ cdef inline int64_t find_passed_checkpoint(
 cdef inline bint _cache_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
-    """Enter the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
+    """Cache the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
     of the interval, while hits are loaded, and if the shard has such a checkpoint already.
     """
     cdef int32_t shard = shard_of(pool, held.ids[0]) if pool.num_shards else -1
@@ -813,7 +813,7 @@ cdef inline bint keep_state(
 cdef inline void cache_states(
     Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed, int32_t term
 ) noexcept nogil:
-    """Enter the states that are due when a request or row ends, right after its pages were given back with a term."""
+    """Cache the states that are due when a request or row ends, right after its pages were given back with a term."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
@@ -915,7 +915,7 @@ cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogi
     return count
 
 
-# Hits may be loaded from the tier. No page that was computed with them is entered or skipped before the loads have ended.
+# Hits may be loaded from the tier. Pages computed with them are not cached or skipped before the loads have ended.
 
 
 cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -937,7 +937,7 @@ cdef inline void record_loads(const Pool *pool, const Holding *holding, int64_t 
 
 
 cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
-    """Whether hits, and pages computed with them, may still turn out to be wrong. Nothing more is entered then."""
+    """Whether hits, and pages computed with them, may still turn out to be wrong. Nothing more is cached then."""
     return rare(pool.tier != NULL) and held.load_number >= pool.tier.oldest_load
 
 
@@ -996,7 +996,7 @@ cdef inline void forget_uncomputed(
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Let pages with tokens from `num_computed` on be entered and ranked again, if they have lost their entry."""
+    """Let pages with tokens from `num_computed` on be cached and ranked again, if they have lost their entry."""
     cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
     held.num_hits = min(held.num_hits, place)

@@ -23,7 +23,7 @@ cdef struct Query:
 
 # A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
 # leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction or a
-# hit; where the last ones were evicted, the hits get shorter. Other hits stay while nothing enters or leaves the index.
+# hit; where the last ones were evicted, the hits get shorter. Other hits stay while no page is cached or uncached.
 cdef struct Watch:
     int64_t num_changes       # entries and drops of the index
     int64_t num_reused

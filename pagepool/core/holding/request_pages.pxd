@@ -22,13 +22,13 @@ cdef enum Outcome:
     NOT_EMPTY                 # hits for a request that holds pages
     HELD_FREE                 # a caller gave a reference to a page in the free queue
     COPIES_DUE                # copies or transfers of pages of the request are due
-    ENTERED_OTHERWISE         # a page that was filled has an entry under another hash
+    CACHED_OTHERWISE          # a page that was filled has an entry under another hash
     LOST_PAGE                 # another caller gave back a page that is to be skipped or kept
     NO_MEMORY
 
 cdef struct Step:             # the next tokens of a request
     int64_t num_computed      # tokens computed before the step
-    int64_t num_to_cache      # leading tokens whose full pages enter the prefix index; 0: none
+    int64_t num_to_cache      # leading tokens whose full pages are cached; 0: none
     int32_t context           # see `Origin`
     int32_t session           # session of a request without pages, see `PageSessions.hold`
     Demand demand

@@ -259,23 +259,23 @@ cdef class RequestPages:
 
     def count_entered_hashes(self, num_computed_tokens) -> int:
         """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
-        are entered again, if they lost theirs.
+        are cached again, if they lost theirs.
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef int64_t num_entered, count = MAX_TOKENS
+        cdef int64_t num_cached, count = MAX_TOKENS
         cdef const Group *group
         cdef Py_ssize_t g
         with self.store.lock:
             for g in range(self.holding.num_groups):
                 group = &self.holding.groups[g]
                 if group.id != NO_GROUP:
-                    num_entered = min(<int64_t>self.holding.held[g].num_cached, num_computed // group.rules.entry_size)
-                    count = min(count, num_entered * group.stride)
+                    num_cached = min(<int64_t>self.holding.held[g].num_cached, num_computed // group.rules.entry_size)
+                    count = min(count, num_cached * group.stride)
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:
         """Whether a call has nothing to do: `num_slots` tokens have slots and pass no checkpoint, `num_tokens` tokens fill no
-        further page, and with `num_computed` no page is skipped, kept or entered again. O(1).
+        further page, and with `num_computed` no page is skipped, kept or cached again. O(1).
         """
         cdef bint is_enough
         if GIL_DISABLED:
@@ -309,10 +309,10 @@ cdef class RequestPages:
         """Give `num_tokens` tokens slots in one transaction. Return the new pages of each group; None if the pool has too few
         free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
         even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
-        due after `num_computed_tokens` tokens; enter the pages that `num_tokens_to_cache` tokens fill in the prefix index.
+        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
 
         Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
-        entered under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
+        cached under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
         transfers of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
@@ -395,19 +395,18 @@ cdef class RequestPages:
         return outcome == FORKED
 
     def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
-        """Enter the pages that `num_tokens` tokens fill in the prefix index; those with tokens from `num_computed_tokens` on
-        once more if they lost their entry. PageHashError, and nothing changed, if a page was entered under another hash.
-        O(pages due).
+        """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
+        their entry. PageHashError, and nothing changed, if a page was cached under another hash. O(pages due).
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         cache_computed(self, chain, num, num_computed, False, False, context)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
-        """Enter the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
+        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
         the pages that no later token attends to. After a failure also give back the pages behind the tokens, the last first.
 
-        PageHashError, and nothing changed, if a page was entered under another hash. O(pages given back and entered).
+        PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
         """
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
         cache_computed(self, chain, num, INT64_MAX, True, is_failed, context)
@@ -436,7 +435,7 @@ cdef class RequestPages:
             refuse_hits(self, hits, chain)
         if outcome == LOST_PAGE:
             raise DoubleFreeError(f"page {step.wrong_page} is freed more often than it is held")
-        if outcome == ENTERED_OTHERWISE:
+        if outcome == CACHED_OTHERWISE:
             page = f"page {step.wrong_page} (at {step.wrong_at} of {step.wrong_num})"
             raise PageHashError(
                 f"{page} has a hash already: it was entered by hand, or tokens that it was cached for have changed since; then "
@@ -570,7 +569,7 @@ cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Content
         if step.wrong_page != NULL_PAGE:
             return LOST_PAGE
     if has_foreign_entry(pool, holding, step, contents):
-        return ENTERED_OTHERWISE
+        return CACHED_OTHERWISE
     step.wrong_page = find_held_free(pool, step.demand.num_taken)
     return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
 
@@ -593,7 +592,7 @@ cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noe
 
 
 cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
-    """Whether a page that is due to be entered has an entry under another hash. O(pages due)."""
+    """Whether a page that is due to be cached has an entry under another hash. O(pages due)."""
     cdef const Group *group
     cdef const Held *held
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
@@ -694,7 +693,7 @@ cdef void keep_states(
 
 
 cdef void cache_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept:
-    """Enter the hashed pages that `num_tokens` tokens fill in the prefix index. A page that has an entry keeps it."""
+    """Cache the hashed pages that `num_tokens` tokens fill. A page that has an entry keeps it."""
     cdef Waiting waiting
     cdef const Group *group
     cdef int64_t num_hashed
@@ -754,13 +753,13 @@ cdef int cache_computed(
     request.store.lock.release()
     unlock_chain(chain)
     if not is_right:
-        request.refuse(ENTERED_OTHERWISE, &step, (), chain)
+        request.refuse(CACHED_OTHERWISE, &step, (), chain)
     return 0
 
 
 cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
-    """Let pages be entered again whose tokens are computed again and that have lost their entries. After a failed load, for
-    example, `PagePool.evict_pages` drops them.
+    """Let pages be cached again if their tokens are computed again and they have lost their entries. After a failed load, for
+    example, `PagePool.evict_pages` drops these.
     """
     cdef Py_ssize_t g
     for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens else 0):

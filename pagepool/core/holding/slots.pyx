@@ -132,15 +132,15 @@ cdef class SlotAllocator:
             |--------------|------------------|-----------------------|---------------|---------------|
             | held already;| hits: each page  | pages are taken; a    | pages are     | pages are     |
             | behind a     | gets a reference | transfer fills them   | taken; full   | taken, and    |
-            | window given |                  |                       | ones enter    | entered by a  |
-            | back         |                  |                       | the index     | later call    |
+            | window given |                  |                       | ones are      | cached by a   |
+            | back         |                  |                       | cached        | later call    |
 
         The request has ``num_computed_tokens`` computed tokens. `new_computed_pages` are the hits of `get_computed_pages`, if
         the request holds no page yet. Slots for drafts, `num_lookahead_tokens`, end at `max_model_len`. Pages that are filled
-        by known tokens other than drafts enter the prefix index, unless `delay_cache_pages` (then call `commit_external` or
-        `cache_pages` later). If the step does not run, `free` with `num_computed_tokens` drops those entries. Pages that have
-        left an attention window are freed first, even if None is returned. After None, and after an error, known tokens without
-        slots may be taken back or replaced: docs/engines.md says what else may change.
+        by known tokens other than drafts are cached, unless `delay_cache_pages` (then call `commit_external` or `cache_pages`
+        later). If the step does not run, `free` with `num_computed_tokens` drops those entries. Pages that have left an
+        attention window are freed first, even if None is returned. After None, and after an error, known tokens without slots
+        may be taken back or replaced: docs/engines.md says what else may change.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits count as recently used and None is returned. `num_reserved_pages` free pages are left
@@ -224,7 +224,7 @@ cdef class SlotAllocator:
         return pages
 
     def cache_pages(self, request, num_computed_tokens) -> None:
-        """Enter the pages filled by the first `num_computed_tokens` tokens in the prefix index, after a delayed allocation.
+        """Cache the pages filled by the first `num_computed_tokens` tokens, after a delayed allocation.
 
         Does nothing without caching. ArgumentError if the request does not hold the pages. If nothing is due, the manager's
         lock is not taken. O(new full pages).

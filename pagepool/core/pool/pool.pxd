@@ -385,7 +385,7 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 # Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that
-# were entered by hand, or loaded from a snapshot, have no ranking. Those entered by hand have no session.
+# were cached by hand, or loaded from a snapshot, have no ranking. Those cached by hand have no session.
 
 cdef enum:
     MAX_UNSEEN = 4            # sampled keys in a row

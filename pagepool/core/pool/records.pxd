@@ -92,7 +92,7 @@ cdef struct Context:
     int32_t num_users         # cached pages and rows with this context
     int32_t num_holders       # callers that keep it as well
 
-cdef struct Journal:          # keys that entered and left the prefix index since changes were last taken
+cdef struct Journal:          # keys that came and went since changes were last taken
     Note *notes               # [num_pages]; NULL: there is no journal
     Removal *removed          # [num_pages] keys that left since then
     Context *contexts         # [num_contexts], and room up to the next power of 2

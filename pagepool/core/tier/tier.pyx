@@ -625,13 +625,13 @@ cdef void cache_loads(
     const int32_t *taken,
 ) noexcept:
     """Cache the pages taken for loads, and add them to the hits."""
-    cdef Py_ssize_t g, place, num_entered = 0
+    cdef Py_ssize_t g, place, num_loads = 0
     cdef PageIds found
     for g in range(groups.num):
         found = hits[g]
         for place in range(find_first_hit_page(query, &groups.groups[g], num_hashes), found.num):
             if found.ids[place] == NULL_PAGE:
-                assert pool.pages[taken[num_entered]].group == NO_GROUP
-                found.ids[place] = taken[num_entered]
-                num_entered += 1
+                assert pool.pages[taken[num_loads]].group == NO_GROUP
+                found.ids[place] = taken[num_loads]
+                num_loads += 1
                 cache_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
