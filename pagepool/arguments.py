@@ -28,15 +28,15 @@ __all__ = [
     "require_list",
     "require_name",
     "require_number",
-    "require_places",
     "require_share",
     "require_short",
     "require_slice",
+    "require_token_counts",
 ]
 
 T = TypeVar("T")
 
-MAX_PLACES = 4
+MAX_TOKEN_COUNTS = 4
 MAX_SIZE = 1 << 62
 """Largest size: any two sizes can be added and shown as plain numbers."""
 
@@ -140,17 +140,17 @@ def require_short(name: str, value: Any) -> Any:
     return value
 
 
-def require_places(name: str, values: Iterable[int], most: int) -> list[int]:
+def require_token_counts(name: str, values: Iterable[int], most: int) -> list[int]:
     """Return numbers of tokens as a list of ints, each at most `most`. Raise ArgumentError for more than four or a negative
     one, ArgumentTypeError for other types.
 
-    >>> require_places("resume_at", [24, 1 << 40], 4096)
+    >>> require_token_counts("resume_at", [24, 1 << 40], 4096)
     [24, 4096]
     """
-    places = [min(require_int(name, num, 0), most) for num in as_list(name, values, "ints")]
-    if len(places) > MAX_PLACES:
-        raise ArgumentError(f"{name}: got {len(places)} numbers of tokens, allowed: at most {MAX_PLACES}")
-    return places
+    counts = [min(require_int(name, num, 0), most) for num in as_list(name, values, "ints")]
+    if len(counts) > MAX_TOKEN_COUNTS:
+        raise ArgumentError(f"{name}: got {len(counts)} numbers of tokens, allowed: at most {MAX_TOKEN_COUNTS}")
+    return counts
 
 
 def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:

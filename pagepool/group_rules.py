@@ -5,7 +5,7 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import CacheGroups, PageRules
-from pagepool.arguments import require_int, require_places
+from pagepool.arguments import require_int, require_token_counts
 from pagepool.errors import ArgumentError, shown
 from pagepool.page_pool.snapshot import Configuration
 from pagepool.retention import Retention
@@ -37,13 +37,13 @@ class GroupRules(NamedTuple):
 
     def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
         """Return the numbers of tokens of `resume_at`, each at most `most`. Raise ArgumentError if there are any and the model
-        has states, and the errors of `require_places`.
+        has states, and the errors of `require_token_counts`.
         """
-        places = require_places("resume_at", resume_at, most)
-        if places and self.has_state:
+        counts = require_token_counts("resume_at", resume_at, most)
+        if counts and self.has_state:
             reason = "which are kept only after multiples of checkpoint_interval tokens"
-            raise ArgumentError(f"resume_at: got {places}, allowed for a model with states, {reason}: none")
-        return places
+            raise ArgumentError(f"resume_at: got {counts}, allowed for a model with states, {reason}: none")
+        return counts
 
 
 def make_rules(

@@ -313,7 +313,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report the hits of `get_computed_pages` if all loads had room, and the reason for no more hits. Nothing changes."""
+        """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends. Nothing changes."""
         query = self._read_query(request)
         if query is None:
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"

@@ -189,14 +189,14 @@ class RunningBatch(RunningRows):
         num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
-        has_places = type(resume_at) is not tuple or resume_at
-        places = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if has_places else None
+        resumes = type(resume_at) is not tuple or resume_at
+        counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
-            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external, places
+            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external, counts
         )
         shard = None
         if dp_shard is not None:

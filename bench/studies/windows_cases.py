@@ -38,7 +38,7 @@ from bench.studies.windows import (
     measure,
 )
 from pagepool import CacheManager, HostTier
-from pagepool.arguments import MAX_PLACES
+from pagepool.arguments import MAX_TOKEN_COUNTS
 from pagepool.replay import Scheduler, SimulatedRequest, generate_workload
 from pagepool.replay.traces.arrivals import make_request
 from pagepool.replay.traces.workloads import KINDS
@@ -131,7 +131,7 @@ def make_questions() -> Requests:
                 request.num_prompt_tokens,
                 request.num_output_tokens,
                 request.make_token_ids,
-                resume_at=ends[-MAX_PLACES:],
+                resume_at=ends[-MAX_TOKEN_COUNTS:],
             )
         )
     return questions

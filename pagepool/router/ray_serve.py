@@ -1,7 +1,8 @@
 """The plug for Ray Serve: requests go where their prefixes are cached.
 
 Tested with Ray 2.54 and 2.60; their interface for request routers is alpha. With a newer Ray the import warns, and raises
-CompatError if a needed part is gone. With other versions it raises CompatError, without Serve ImportError.
+CompatError if a needed part is gone. With other versions it raises CompatError, and ImportError if
+Serve is missing.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ cdef class PolicyQueue(FreeQueue):
     cdef Block null_block               # block 0 until it is taken, then None
     cdef Ranking *rankings              # [num_blocks] ranking of a request, kept with its last cached block
     cdef PageIds ids                    # scratch array, kept between calls
-    cdef bint is_entering               # new hashes are entered at the end of the span
+    cdef bint caches_late               # new hashes are cached at the end of the span
 
     cdef int32_t id_of(self, Block block) noexcept
     cdef bint has(self, Block block) noexcept

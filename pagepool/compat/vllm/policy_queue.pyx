@@ -257,7 +257,7 @@ cdef class PolicyQueue(FreeQueue):
     cdef int note_hash(self, Block block) except -1:
         cdef Ranking ranking = Ranking(num_ranked=0, num_unseen=0)
         cdef int32_t page_id = self.id_of(block)
-        if page_id != NULL_PAGE and not (self.is_entering and block._block_hash is not None):
+        if page_id != NULL_PAGE and not (self.caches_late and block._block_hash is not None):
             with self.store.lock:
                 self.set_entry(page_id, block._block_hash, &ranking, &page_id, 0)
         return 0
@@ -282,15 +282,15 @@ cdef class PolicyQueue(FreeQueue):
         return not cache(pool, page_id, &entry, ranking, ids, place)
 
     cdef int begin_span(self) except -1:
-        self.is_entering = True
+        self.caches_late = True
         return 0
 
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
-        """Enter the blocks in order. The policy's ranking of the request is kept with the last one."""
+        """Cache the blocks in order. The policy's ranking of the request is kept with the last one."""
         cdef Ranking ranking = Ranking(num_ranked=<int32_t>start, num_unseen=0)
         cdef Py_ssize_t i
         cdef int32_t before = NULL_PAGE
-        self.is_entering = False
+        self.caches_late = False
         if not 0 <= start < stop:
             return 0
         if start:

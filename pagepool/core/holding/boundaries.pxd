@@ -23,7 +23,7 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t slack             # a request can also resume up to this many tokens before a boundary
     int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
     int32_t num_dropped       # least number of shared tokens that are computed again, with eagle
-    int32_t num_uncertain     # further ones, if a request has hardly any tokens of its own, with eagle
+    int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
     bint use_eagle
     bint has_checkpoints      # the last checkpoints of states are boundaries
     bint has_ends             # ends of prompts and answers, and token counts in prompts, are boundaries

@@ -498,8 +498,8 @@ cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize
 cdef inline int64_t find_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Count the pages of a request once it got `num_new` new ones and its hits, and gave back those that no token from
-    `num_computed` on attends to. Return 0 unless a shard (-1: the pool) has fewer pages in all, so that waiting cannot help.
+    """Count the pages that a request would hold with its hits and `num_new` new pages, without those that no token from
+    `num_computed` on attends to. Return 0 if a shard (-1: the pool) has as many pages in all, so that waiting may help.
     """
     cdef const Held *held
     cdef Py_ssize_t g
@@ -531,7 +531,7 @@ cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
 
 
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Make the hits of a demand that fits the first pages. An adopted checkpoint, the last hit of its group, becomes the
+    """Put the hits of a demand, which fits, first in a holding. An adopted checkpoint, the last hit of its group, becomes the
     working page. Any other checkpoint gets a reference, which `copy_states` hands to its copy.
     """
     cdef const Group *group
@@ -789,7 +789,7 @@ cdef inline bint keep_state(
 ) noexcept nogil:
     """Make the working page of a group's state a checkpoint, if one is due, and take the next working page from a shard, with
     `num_reserved` pages left free. Return whether that was done. Without contents, or if no page is free, the checkpoint is
-    passed over, since the next step writes to the working page. There is room for a copy.
+    left out, since the next step writes to the working page. There is room for a copy.
     """
     cdef const Group *group = &holding.groups[g]
     cdef Held *held = &holding.held[g]
@@ -826,7 +826,7 @@ cdef inline void cache_states(
 
 
 cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
-    """Make room for `n` more copies; False where memory is short."""
+    """Make room for `n` more copies; False if memory is short."""
     return reserve_items(<void **>&pool.copies.items, &pool.copies.capacity, pool.copies.num + n, sizeof(PageCopy))
 
 

@@ -142,7 +142,7 @@ cdef Query query_of(
 
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept:
     """Fill the `PageIds` of each group with the pages of a hit. A null page stands where the request needs no page, and where
-    the pool has none. Return `num_hashes`, or -1 where memory is short.
+    the pool has none. Return `num_hashes`, or -1 if memory is short.
     """
     cdef const Group *group
     cdef PageIds found

@@ -77,7 +77,7 @@ cdef Hits *list_hits(tuple hits) noexcept:
 
 
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
-    """Append the pages of each group to its `PageIds`; False where memory is short."""
+    """Append the pages of each group to its `PageIds`; False if memory is short."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         if not (<PageIds>copies[g]).try_reserve(holding.held[g].num_pages):
@@ -89,9 +89,9 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
 cdef bint list_last_first(
     const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
 ) noexcept:
-    """Append pages of a request in the order of giving back: group by group, the last page first. They are the pages to stay
-    cached without holders or, if they `are_worthless`, the others. Uncomputed pages count as staying: `forget_uncomputed` finds
-    their entries later, in the tier too. False where memory is short.
+    """Append pages of a request in the order of giving back: group by group, the last page first. With `are_worthless` these
+    lose their entries, else they stay cached. Uncomputed pages count as staying: `forget_uncomputed` finds their entries later,
+    in the tier too. False if memory is short.
     """
     cdef Py_ssize_t g, i, num = listed.num
     cdef int32_t page_id, stop
@@ -128,9 +128,9 @@ cdef bint rate_and_list(
 cdef void begin_boundaries(
     CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
 ) noexcept:
-    """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, at which it would have
-    resumed if windows had stayed as full attention did (0: it resumes there anyway); and those that the engine names in
-    `resume_at`, unless it is None.
+    """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, up to which its groups
+    of full attention hit, but not its windows (0: the windows hit as far); and those that the engine names in `resume_at`,
+    unless it is None.
     """
     cdef Py_ssize_t i
     boundaries[0] = groups.boundaries
@@ -164,7 +164,7 @@ cdef int64_t capacity_for(int64_t num_pages) noexcept:
 
 
 cdef bint reserve_ids(Held *held, int64_t num_pages) noexcept:
-    """Make room for `num_pages` ids; False where memory is short."""
+    """Make room for `num_pages` ids; False if memory is short."""
     if capacity_for(num_pages) <= capacity_for(held.num_pages):
         return True
     return resize(<void **>&held.ids, capacity_for(num_pages) * sizeof(int32_t))
@@ -222,8 +222,8 @@ cdef class RequestPages:
         return count
 
     def begin(self, num_tokens, junction) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. It would have resumed at
-        `junction` tokens if windows had stayed as full attention did; 0: it does so anyway.
+        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Its groups of full attention
+        hit `junction` tokens, its windows fewer; 0: the windows hit as far.
         """
         self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(junction, "junction", 0, INT64_MAX), None)
 
@@ -635,7 +635,7 @@ cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand
 
 
 cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tuple new, bint has_states) noexcept:
-    """Make room for hits and new pages in the holding, for new pages in `new`, and for copies; False where memory is short."""
+    """Make room for hits and new pages in the holding, for new pages in `new`, and for copies; False if memory is short."""
     cdef Held *held
     cdef Py_ssize_t g, num_copies = count_state_hits(holding, demand.hits)
     cdef int64_t n, num_held
@@ -679,7 +679,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
 cdef void keep_states(
     Pool *pool, const Holding *holding, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new
 ) noexcept:
-    """Keep the states that are due as checkpoints, if their tokens are known and hashed. The other checkpoints are passed over,
+    """Keep the states that are due as checkpoints, if their tokens are known and hashed. Other checkpoints are left out,
     since the step writes to the working pages.
     """
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
@@ -707,7 +707,7 @@ cdef void cache_full(Pool *pool, const Holding *holding, const Contents *content
 
 
 cdef bint make_room(const Holding *target, const Holding *source) noexcept:
-    """Make room in a request for the pages that another one holds; False where memory is short."""
+    """Make room in a request for the pages that another one holds; False if memory is short."""
     cdef Py_ssize_t g
     for g in range(source.num_groups):
         if not reserve_ids(&target.held[g], source.held[g].num_pages):

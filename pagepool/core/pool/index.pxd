@@ -59,7 +59,7 @@ cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
 
 
 cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a page loses its entry. If other pages have the key, it stays, and the next of them becomes the first."""
+    """Record that a page loses its entry. If it has twins, the key stays, and the next twin becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]

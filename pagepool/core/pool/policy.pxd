@@ -148,7 +148,7 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
 
 
 cdef inline bint _make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
-    """Allocate an empty ghost; False where memory is short."""
+    """Allocate an empty ghost; False if memory is short."""
     cdef double size_in_sets = <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL / SET_SIZE
     ghost.num_sets = 1 + <uint32_t>min(<double>(UINT32_MAX - 1), size_in_sets)
     ghost.memory = raw_calloc(<size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
@@ -224,7 +224,7 @@ cdef inline void free_policy(Policy *policy) noexcept nogil:
 
 
 cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
-    """Make the policy of a pool without pages in its queue; NULL where memory is short."""
+    """Make the policy of a pool without pages in its queue; NULL if memory is short."""
     cdef Policy *policy = <Policy *>raw_calloc(1, sizeof(Policy))
     cdef int32_t age, j, bucket = 0
     if policy == NULL:

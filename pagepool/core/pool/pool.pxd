@@ -86,8 +86,8 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
 
 
 cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` pages of a pool with parts and no shards that need no choice: blank ones, and behind them cached ones,
-    unless there is a policy, or terms. Return how many.
+    """Pull up to `n` pages that need no choice, and return their number: blank pages, then cached ones if there is no policy
+    and no term. A pool without parts, or with shards, has none.
     """
     cdef Py_ssize_t count
     if pool.num_shards or pool.num_parts == 0:
@@ -192,7 +192,7 @@ cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline Py_ssize_t give_back_all(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms=NULL
 ) noexcept nogil:
-    """Take a reference from each page, null pages passed over. Pages without any left go to the back of the queue, with the
+    """Take a reference from each page; null pages are ignored. Pages without any left go to the back of the queue, with the
     `terms` at the same indices, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
     reference to give.
     """
@@ -231,7 +231,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
             _undo_give_back(pool, ids, n, i, tail_first)
             return at
         if _end_reference(pool, ids[at]):
-            page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
+            page.next_free = <int32_t>i  # the index where it loses its last reference, until it is pushed
             num_released += 1
             num_counted += is_counted(pool, ids[at])
     if num_counted:
@@ -339,9 +339,9 @@ cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void hit(
     Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t session, bint ends_terms=True
 ) noexcept nogil:
-    """Give a reference to each page that hits for a row or request of a session, null pages passed over; a free page leaves
-    the queue. Its term ends, unless the hit is that of a lease, which uses no content. NOBODY in place of a session is neither
-    row nor request: pages stay with their owners.
+    """Give a reference to each page that a row or request of a session hits. Null pages are ignored, and free pages leave the
+    queue. Their terms end, except for a lease, which uses no content. With NOBODY in place of a session the owners of the pages
+    stay.
     """
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
@@ -376,7 +376,7 @@ cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bin
 
 
 cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
-    """Give a page that hits and is outside the queue its reference, and count the hit where a feature does."""
+    """Add a hit's reference to a page outside the queue. The tier and the residency count the hit."""
     share(pool, page_id)
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses

@@ -76,7 +76,7 @@ cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
 
 
 cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
-    """Find the first set of the ghost that has an entry of another set, without a part, or twice; or -1."""
+    """Find the first set of the ghost with an entry that belongs to another set, has no part, or is there twice. -1: none."""
     cdef const Ghost *ghost = &pool.policy.ghost
     cdef const GhostEntry *entry
     cdef Py_ssize_t i, j

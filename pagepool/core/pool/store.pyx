@@ -576,7 +576,7 @@ cdef class PageStore:
                 overwrite_count(&self.pool, checked, <int32_t>count)
 
     def touch(self, page_ids) -> None:
-        """Add a reference to each page; free pages leave the queue. Null pages are passed over. O(n)."""
+        """Add a reference to each page; free pages leave the queue. Null pages are ignored. O(n)."""
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t i, bad
         with self.lock:
@@ -640,7 +640,7 @@ cdef class PageStore:
         return 0
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
-        """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are passed over.
+        """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are ignored.
         """
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
@@ -870,7 +870,7 @@ cdef class PageStore:
             raise PageHashError(f"page {checked} has a hash already")
 
     def enter_pages(self, PageIds ids not None, HashChain chain not None, start, group, context=0, first_place=0) -> None:
-        """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are passed over.
+        """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are ignored.
 
         `context` is one of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request. PageHashError
         if a page is cached already. O(pages).

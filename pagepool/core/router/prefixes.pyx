@@ -59,7 +59,9 @@ cdef int view_payload(object payload, Py_buffer *view) except -1:
 
 
 cdef inline void start_reading(Reader *reader, const Py_buffer *view) noexcept:
-    """Set a reader to the start of a payload. It is no result: a traced build would convert its NULL error to Python."""
+    """Set a reader to the start of a payload. It is filled in place: a traced build converts results to Python, and so its NULL
+    error.
+    """
     reader[0] = Reader(at=<const uint8_t *>view.buf, end=<const uint8_t *>view.buf + view.len, error=NULL)
 
 

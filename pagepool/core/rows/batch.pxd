@@ -42,7 +42,7 @@ cdef struct ExtraKey:         # bytes hashed with a page's tokens
 cdef struct RowRecord:        # 32 bytes, two to a cache line
     int32_t num_tokens        # known tokens
     int32_t num_computed      # leading tokens that are computed
-    int32_t next_event        # computed count that needs more than counting; 0: free, 1: pending, or copies may be due
+    int32_t next_event        # computed count at which the row has work; 0: free, 1: pending, or copies may be due
     uint32_t stamp            # number of the last call that named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages with digests; a free row keeps those of its last tokens

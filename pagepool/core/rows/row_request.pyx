@@ -214,7 +214,7 @@ cdef class RowRequest:
 
     cdef bint load_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
         """Find the hits and queue their loads from the tier; store them in the refusal. No hits if too few pages are free for
-        the loads. False where memory is short. The locks are held.
+        the loads. False if memory is short. The locks are held.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch

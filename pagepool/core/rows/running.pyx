@@ -814,7 +814,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
 
 
 cdef bint reserve_new(Growth *growth) noexcept:
-    """Allocate memory for the ids of new pages; False where memory is short."""
+    """Allocate memory for the ids of new pages; False if memory is short."""
     if growth.max_num_new:
         growth.new_ids = <int32_t *>malloc(3 * growth.max_num_new * sizeof(int32_t))
         growth.new_rows = growth.new_ids + growth.max_num_new
@@ -868,7 +868,7 @@ cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
 
 
 cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds page_terms) noexcept:
-    """Reserve memory for the pages of the copied rows, and for their terms if any are given; False where memory is short."""
+    """Reserve memory for the pages of the copied rows, and for their terms if any are given; False if memory is short."""
     cdef Holding *holding
     cdef Py_ssize_t i, num_places = 0
     for i in range(n):
@@ -882,7 +882,7 @@ cdef bint order_pages(
     PageIds page_terms,
 ) noexcept:
     """Rate the pages of the copied rows and list them in the order of giving back, pages that stay cached first, with their
-    terms. False where memory is short.
+    terms. False if memory is short.
     """
     cdef Batch *batch = &running.batch
     cdef Holding *holding
@@ -972,7 +972,7 @@ cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets
 
 
 cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
-    """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False where memory is short: the
+    """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False if memory is short: the
     rows that have the new keys have no digests.
     """
     cdef Batch *batch = &running.batch
@@ -1079,7 +1079,7 @@ cdef int check_tier(RunningRows running) except -1:
 
 
 cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
-    """Allocate memory for the tier ids of the row's pages with computed tokens; False where memory is short."""
+    """Allocate memory for the tier ids of the row's pages with computed tokens; False if memory is short."""
     cdef int32_t num_pages, num_computed = batch.records[row].num_computed
     cdef const Held *held
     cdef Swapped *swapped
@@ -1281,8 +1281,8 @@ cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
 
 
 cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, had copies due when a call stopped at it, or waits for tokens from elsewhere and may not
-    (`may_wait`). `at` is its index in a list of rows.
+    """Raise if a row is not admitted, had copies due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
+    tokens from elsewhere. `at` is its index in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:

@@ -293,7 +293,7 @@ cdef class TokenSpan:
         return find(&self.store.pool, key, group.id)
 
     cdef bint collect_cached(self, PageIds found) noexcept:
-        """Add the cached pages of the span to `found`, group by group. False where memory is short. The locks are held."""
+        """Add the cached pages of the span to `found`, group by group. False if memory is short. The locks are held."""
         cdef const Group *group
         cdef Py_ssize_t g
         cdef int64_t i, size, stop

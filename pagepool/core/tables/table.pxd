@@ -10,7 +10,7 @@ from pagepool.core.values cimport PageIds
 
 
 cdef class TableGroup:
-    cdef PyObject **tables          # TableRows with one number of rows, kept alive by the class that sets them
+    cdef PyObject **tables          # TableRows of equal height; the class that sets them keeps them alive
     cdef PyObject **lock_order      # the tables in locking order
     cdef Py_ssize_t num_tables
 

@@ -86,7 +86,7 @@ cdef class PageIds:
         stop = min(stop, len(items))
         self.reserve(max(0, stop - start))
         while not GIL_DISABLED and start + num < stop and is_small_item(items, start + num, &self.ids[self.num + num]):
-            num += 1  # nearly always all items: no code runs here that changes the list
+            num += 1  # reads nearly all lists whole: no Python code runs here, so the list stays as it is
         try:
             for i in range(start + num, stop):
                 if i >= len(items):

@@ -84,7 +84,7 @@ class CheckpointSimulator:
         return num_hits, num_copies
 
     def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int) -> Iterator[int]:
-        """List the token counts at which a request takes and enters pages: the ends of its steps. In the answer these are only
+        """List the token counts at which a request takes and caches pages: the ends of its steps. In the answer these are only
         the steps that fill a page, let a page leave a window or, without attention, reach a checkpoint.
         """
         end, stop = num_hit_tokens, request.num_slots

@@ -244,7 +244,7 @@ class Plan:
     def list_rate_columns(
         self, names: Mapping[Key, str], runs: Mapping[Key, Mapping[int, CheckpointFigures | WindowFigures]]
     ) -> list[tuple[str, list[str]]]:
-        """Return, by the name of a run, its hit rates with a cell for each of `pools_with_hits`."""
+        """Return a name and the cells of each run: its hit rate in each pool of `pools_with_hits`."""
         columns = []
         for key, by_size in runs.items():
             found = [by_size.get(pool.num_pages) for pool in self.pools_with_hits]
@@ -320,7 +320,7 @@ class Curves:
         return PoolFigures(num_pages, self.num_requests, num_skipped, self.prompt_tokens, lru, best, skipped_prompt_tokens)
 
     def find_size(self, curve: LruCurve | BestCurve, num_hit_pages: float) -> int:
-        """Find the smallest pool, including the null page, with this many page hits, at most all possible ones."""
+        """Find the smallest pool that hits this many pages, which must be possible. Its size includes the null page."""
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
     def find_knees(self, num_hit_pages: int) -> tuple[Knee, ...]:

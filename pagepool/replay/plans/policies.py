@@ -2,9 +2,9 @@
 cannot give a curve for these: each pool size needs a simulation. Even with LRU in both, pool and tier do not form one stack,
 since a loaded page is in both.
 
-The hits equal those of `Scheduler` with one running request. A prompt takes and enters its pages in steps, an answer page by
+The hits equal those of `Scheduler` with one running request. A prompt takes and caches its pages in steps, an answer page by
 page, since policies learn from each entry. Tokens that neither fill a page nor let one leave a window need no call, and all
-simulations share the hashes. With a tier each step of an answer is followed by another one, since pages may be entered, and
+simulations share the hashes. With a tier each step of an answer is followed by another one, since pages may be cached, and
 queued for saving, only in the next step.
 """
 
@@ -114,7 +114,7 @@ class PolicySimulator:
         held.give_back()
 
     def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int, has_tier: bool) -> list[int]:
-        """List the token counts at which a request takes, enters or skips pages: the ends of its steps. In the answer these are
+        """List the token counts at which a request takes, caches or skips pages: the ends of its steps. In the answer these are
         only the steps that fill a page or let a page leave a window and, with a tier, the steps after them.
         """
         num_tokens, num_slots = request.num_prompt_tokens, request.num_slots

@@ -32,7 +32,7 @@ def name_window_runs(plan: Plan) -> dict[tuple[str, str], str]:
 
 
 def describe_window_hits(plan: Plan) -> list[str]:
-    """Describe the layers with windows, their memory, the hits with each rule in one pool, and the argument that has them."""
+    """Describe the layers with windows, their memory, the hits by each rule in one pool, and the argument of a manager."""
     paste = f"To paste into CacheManager: retention={plan.model.retention}"
     return [*plan.model.describe_windows(), _describe_pages(plan), *_describe_hits(plan), paste]
 
