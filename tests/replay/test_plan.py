@@ -4,11 +4,11 @@ import itertools
 from collections import Counter
 
 import pytest
-from replays import SHARED_TRACE, generators, make_manager, make_random_records, record_of, run_alone
+from replays import generators, make_manager, make_random_records, record_of, run_alone
 from settings import scale
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.replay import Planner, TraceRecord, make_requests, read_trace
+from pagepool.replay import Planner, TraceRecord, make_requests
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
@@ -89,15 +89,6 @@ class TestLru:
                 assert curve.count_hits(num_pages - 1 - num_twins) <= hits <= curve.count_hits(num_pages - 1 + num_twins)
                 num_differences += hits != curve.count_hits(num_pages - 1)
         assert num_differences > 0
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
-    @pytest.mark.parametrize("page_size", [16, 100])
-    def test_a_part_of_the_trace(self, page_size: int) -> None:
-        records = read_trace(str(SHARED_TRACE), limit=700)
-        sizes = [size * 16 // page_size for size in (4_000, 50_000, 150_000, 400_000)]
-        for pool in Planner(records, page_size).make_plan(sizes).pools:
-            assert pool.lru_hit_tokens == count_hits(records, pool.num_pages, page_size)
 
 
 class TestBest:

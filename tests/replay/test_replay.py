@@ -12,7 +12,7 @@ import command_line
 import numpy as np
 import pytest
 from command_line import line_of, refuse
-from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, steps_of
+from replays import compare_paths, generators, make_manager, make_random_requests, request_of, steps_of
 from settings import scale
 from sources import run_python
 
@@ -118,14 +118,6 @@ class TestEqualPaths:
             seen.update(compare_paths(requests, make, **limits).as_dict())
         for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "skipped"):
             assert seen[name] > 0
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
-    def test_the_trace(self) -> None:
-        figures = compare_paths(make_requests(read_trace(str(SHARED_TRACE))), partial(make_manager, 100_000))
-        assert figures.requests == 12_031
-        assert figures.preemptions > 0
-        assert figures.evicted_pages > 0
 
 
 class TestTrace:

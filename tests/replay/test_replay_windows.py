@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_configs import DEEPSEEK_V4, FULL, GEMMA4_E4B, LLAMA, QWEN, SLIDING
+from model_configs import DEEPSEEK_V4, FULL, GEMMA4_E4B, LLAMA, SLIDING
 from replays import generators, make_loop, make_random_records
 from settings import scale
 
@@ -204,14 +204,3 @@ class TestReplay:
         options = [trace, "--model-config", config, "--num-pages", 1000, "--max-num-seqs", 2, "--host-pages", "20k"]
         for figures in figures_of("replay", *options).values():
             assert figures["host"]["loaded_pages"] > 0 < figures["hit_tokens"]
-
-    def test_states_beside_windows(self, trace: Path, config: Path) -> None:
-        """Hits are those of states, attention and windows together."""
-        types = ["linear_attention", "linear_attention", SLIDING, FULL] * 12
-        config.write_text(json.dumps(QWEN | {"layer_types": types, "sliding_window": 1000}))
-        options = [trace, "--model-config", config, "--num-pages", 400, "--max-num-seqs", 1]
-        replayed = figures_of("replay", *options)
-        assert [*replayed] == ["windows=ends", "windows=all"]
-        output = invoke("plan", *options[:3], "--num-pages", 400, "--replays", 0).output
-        assert "Layers 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46 (12) have a window of 1,000 tokens, in 1 group" in output
-        assert "checkpoints every" in output
