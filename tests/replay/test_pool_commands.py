@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import LLAMA
-from replays import generators, make_loop, make_random_records, make_random_requests, plan_of
+from replays import make_loop, make_random_records, plan_of
 from settings import scale
 
 from pagepool import PagePool
@@ -295,21 +295,6 @@ class TestReplay:
     def test_a_tier_behind_each_policy(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--host-pages", "2k", "--compare-eviction"]
         assert {figures["host"]["loaded_pages"] > 0 for figures in figures_of("replay", *options).values()} == {True}
-
-    def test_requests_together_in_tiny_pools(self) -> None:
-        """Preempted requests come back from the tier; pool and tier stay sound."""
-        num_preemptions = num_loaded_pages = 0
-        for rng in generators(NUM_SEEDS):
-            requests = make_random_requests(rng, 60)
-            smallest = 2 + max(-(-request.num_slots // 4) for request in requests)
-            manager = make_manager(smallest + 8, ModelPages(4), requests, host=HostMemory(300))
-            figures = Scheduler(manager, requests, max_num_batched_tokens=64, max_num_seqs=8).run()
-            manager.check()
-            assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
-            assert figures.host is not None
-            num_preemptions += figures.preemptions
-            num_loaded_pages += figures.host.loaded_pages
-        assert min(num_preemptions, num_loaded_pages) > 0
 
     @pytest.mark.parametrize("has_attention", [True, False])
     def test_states_are_loaded_too(self, has_attention: bool) -> None:
