@@ -72,16 +72,6 @@ class TestWhatIsTold:
         hits = {told: run(records, 7, told, batched=batched).hit_tokens for told in TOLD}
         assert hits == {"nothing": 0, "ends": 0, "pauses": 3 * BLOCK_SIZE}
 
-    def test_a_session_that_has_ended_is_evicted_first(self, batched: bool) -> None:
-        records = [
-            turn_of(0, "goes on", 1, 2, 3),
-            turn_of(1, "ends", 4, 5, 6),
-            turn_of(2, None, 7, 8, 9),
-            turn_of(3, "goes on", 1, 2, 3, 10),
-        ]
-        hits = [run(records, 7, told, batched=batched).hit_tokens for told in TOLD]
-        assert hits == [0, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE]
-
     def test_more_is_told_more_is_hit(self, batched: bool) -> None:
         sums = dict.fromkeys(TOLD, 0)
         for seed in range(scale(12)):

@@ -223,25 +223,6 @@ class TestBlocks:
     def test_512_if_it_fits(self, tmp_path: Path) -> None:
         assert [each.block_size for each in read(tmp_path, *self.rows(16, [5, 9]))] == [512, 512]
 
-    def test_ids_of_contents_hit_behind_the_same_prefix_only(self, tmp_path: Path) -> None:
-        pytest.importorskip("msgspec")
-        system = [1, 2, 3, 4]
-        prompts = [
-            [*system, 7, 8, 9],
-            [50, 51, 52, *system, 7, 8, 10],  # the same contents behind another beginning
-            [*system, 7, 8, 9, 11, 12],  # 7 blocks
-            [*system, 8, 7, 9],  # 4 blocks
-        ]
-        rows = [without(timestamp=100 * i, input_length=16 * len(ids), hash_ids=ids) for i, ids in enumerate(prompts)]
-        path = write(tmp_path, *rows)
-        assert figures_of("replay", path, "--max-num-seqs", 1, "--num-pages", 200)["hit_tokens"] == 11 * 16
-        [pool] = [
-            each for each in figures_of("plan", path, "--num-pages", 200, "--replays", 1)["pools"] if each["num_pages"] == 200
-        ]
-        assert pool["lru_hit_tokens"] == pool["best_hit_tokens"] == 11 * 16
-        fleet = figures_of("fleet", path, "--time-unit", "s", "--replicas", 1, "--router", "prefix", "--num-pages", 200)
-        assert fleet["prefix"]["hit_tokens"] == 11 * 16
-
 
 class TestCsv:
     @pytest.mark.parametrize(
