@@ -90,7 +90,9 @@ cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
 
 
 cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) noexcept nogil:
-    """Write the head of a CBOR item: its type and a number. Otherwise like `pickle_token`."""
+    """Write the head of a CBOR item, its type and a number, and return its end. As in `pickle_token` there are no branches, and
+    bytes past the end may be written.
+    """
     cdef bint is_one = number > 23, is_two = number > 0xff, is_four = number > 0xffff
     cdef int num_bytes = is_one + is_two + 2 * is_four
     out[0] = <uint8_t>(major | (min(number, 23) + is_one + is_two + is_four))

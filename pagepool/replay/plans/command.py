@@ -148,8 +148,9 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
 
 
 def choose_sizes(asked: Sizes | None, planner: Planner, model: ModelPages, num_states: int) -> list[int]:
-    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With attention each
-    attention page may have a checkpoint and pages of all windows; without it, requests have `num_states` states in all.
+    """Return the requested sizes. If there are fewer than two, add sizes between the largest request and the size with all
+    hits. With attention each attention page may have a checkpoint and pages of all windows; without it, requests have
+    `num_states` states in all.
     """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()

@@ -16,7 +16,7 @@ BOUND_NOTE = (
 
 
 def window_headline(plan: Plan, name: str) -> str:
-    """Return the main result, for a title: at the requested size, if there is only one."""
+    """Return the main result, for a title. If only one size was requested, it is the result at that size."""
     asked = plan.asked_num_pages
     best = max((each for each in plan.windows if asked in (None, each.num_pages)), key=lambda each: each.hit_tokens)
     hits = f"{POLICY_NAMES[best.eviction]} hits {'' if asked else 'up to '}{plan.find_simulated_rate(best):.1%}"

@@ -81,7 +81,7 @@ class Source:
         return Part((self._number, next(self._streams)), length)
 
     def new_parts(self, num_parts: int, median: float) -> list[Part]:
-        """Return the first tokens of new streams, of random lengths."""
+        """Return first tokens of random length for new streams."""
         return [self.new_part(self.length(median)) for _ in range(num_parts)]
 
     def happens(self, probability: float) -> bool:
