@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hybrids import manager_state
-from oracle_kinds import Kind, Mamba, kind_of
+from oracle_kinds import Kind, Mamba, Sliding, kind_of
 from pairs import seeds_of
 from refusing import refused
 
@@ -56,11 +56,11 @@ def state(interval: int | None = None) -> MambaSpec:
     return MambaSpec(1, ((1,),), "float16", checkpoint_interval=interval)
 
 
-def draw_specs(rng: Random, kinds: str = "fwwcs") -> list[Any]:
-    """Draw a mix of groups. Windows have two tokens at least, since a hit has a page even of a window of one."""
+def draw_specs(rng: Random, kinds: str = "fwwcs", least: int = 1) -> list[Any]:
+    """Draw a mix of groups, with windows of at least `least` tokens."""
     makers: dict[str, Callable[[], Any]] = {
         "f": lambda: full(rng.choice(PAGE_SIZES)),
-        "w": lambda: window(rng.randint(2, 20), rng.choice(PAGE_SIZES)),
+        "w": lambda: window(rng.randint(least, 20), rng.choice(PAGE_SIZES)),
         "c": lambda: chunk(rng.randint(1, 20), rng.choice(PAGE_SIZES)),
         "s": lambda: state(rng.choice((None, 24, 48))),
     }
@@ -85,6 +85,8 @@ def count_held(kinds: list[Kind], num_computed: int, num_slots: int, *, is_cache
     for kind in kinds:
         num_cached = num_computed // kind.page_size if is_cached else 0
         first = 0 if isinstance(kind, Mamba) else kind.first_useful_page(num_computed, num_cached)
+        if isinstance(kind, Sliding) and num_cached:  # the last page of a hit is taken even if the window is one token
+            first = min(first, (num_computed - 1) // kind.page_size)
         num_pages += kind.num_required_pages(num_slots) - first
     return num_pages
 
@@ -341,7 +343,8 @@ def test_what_is_refused_cannot_run_in_some_steps(run: Callable[..., bool]) -> N
     for seed, num_calls in seeds_of("capacity refused", 60):
         rng = Random(seed)
         for _ in range(num_calls):
-            specs, work, is_cached = draw_specs(rng), draw_work(rng)._replace(num_reserved=0, num_leased=0), rng.random() < 0.7
+            specs, is_cached = draw_specs(rng, least=2), rng.random() < 0.7  # without a look-up a window of one has no page
+            work = draw_work(rng)._replace(num_reserved=0, num_leased=0)
             work = work._replace(num_ahead=0) if run is run_row else work  # an admission has no lookahead
             pool = make_pool(rng, specs, work, 1, is_cached=is_cached, use_eagle=False)
             pool.looks_up = False  # chunks hit where a chunk begins, without any page

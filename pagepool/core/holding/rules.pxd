@@ -146,4 +146,7 @@ cdef inline int64_t count_step_pages(const Group *group, int64_t num_computed, i
     cdef const Rules *rules = &group.rules
     cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
     cdef int32_t num_cached = 0 if group.id == NO_GROUP else full_pages(rules, num)
-    return pages_for(rules, num_slots) - first_held_page(group, num, num_cached)
+    cdef int32_t first = first_held_page(group, num, num_cached)
+    if rules.window and num_cached:  # the last page of a hit is taken even if the window is one token
+        first = min(first, full_pages(rules, num - 1))
+    return pages_for(rules, num_slots) - first
