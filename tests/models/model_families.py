@@ -100,6 +100,7 @@ ZAMBA2 = {"add_bias_linear": False, "attention_head_dim": 160, "attention_hidden
     "kv_channels": 80, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "mamba_d_conv": 4, "mamba_d_state": 64,
     "mamba_expand": 2, "mamba_headdim": 64, "mamba_ngroups": 1, "n_mamba_heads": 80, "num_mem_blocks": 1,
     "num_query_groups": 32, "use_mem_rope": True, "use_shared_attention_adapter": False, "use_shared_mlp_adapter": True}
+ZAMBA2 |= {"gated_linear_unit": True}
 NEMOTRON_H = {"attention_head_dim": 128, "chunk_size": 128, "conv_kernel": 4, "expand": 2,
     "hybrid_override_pattern": "M-M*-M", "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,
     "mamba_proj_bias": False, "mtp_hybrid_override_pattern": "*E", "n_groups": 8, "residual_in_fp32": False,
@@ -148,7 +149,7 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "Gemma 1": (base(28, 16, 16, 3072, model_type="gemma", head_dim=256), (keeps(28, 16, 256), 0, 0)),
     "PaliGemma": ({"text_config": base(18, 8, 1, 2048, model_type="gemma"), **VISION}, (keeps(18, 1, 256), 0, 0)),
     "Gemma 2": (base(42, 16, 8, 3584, model_type="gemma2", head_dim=256, sliding_window=4096, query_pre_attn_scalar=256,
-        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, cache_implementation="hybrid"),
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, cache_implementation="hybrid", sliding_window_size=4096),
         (keeps(21, 8, 256), keeps(21, 8, 256), 0)),
     "Gemma 3 4B": ({"text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
         "num_hidden_layers": 34, "sliding_window": 1024}, "torch_dtype": "bfloat16", **VISION},
@@ -172,6 +173,9 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "ChatGLM 2": (CHATGLM | {"num_layers": 28}, (keeps(28, 2, 128), 0, 0)),
     "GLM 4 9B": (CHATGLM | {"num_hidden_layers": 40}, (keeps(40, 2, 128), 0, 0)),
     "ChatGLM without groups": (CHATGLM | {"multi_query_attention": False}, (keeps(40, 32, 128), 0, 0)),
+    "GLM 5": (base(78, 64, 64, 6144, model_type="glm_moe_dsa", **DEEPSEEK | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+        head_dim=64, qk_head_dim=256, index_head_dim=128, index_n_heads=32, index_topk=2048, indexer_rope_interleave=True,
+        rope_interleave=True, mlp_layer_types=["dense"] * 3 + ["sparse"] * 75), (78 * (576 * 2 + 132), 0, 0)),
     "InternVL": ({"llm_config": base(24, 16, 8, 2048, **DUMPED), **VISION}, (keeps(24, 8, 128), 0, 0)),
     "DeepSeek V3.2": (base(61, 128, 128, 7168, **DEEPSEEK, index_head_dim=128, index_n_heads=64, index_topk=2048),
         (61 * (576 * 2 + 132), 0, 0)),
@@ -213,6 +217,8 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "StarCoder 2": (base(32, 36, 4, 4608, model_type="starcoder2", sliding_window=4096), (0, keeps(32, 4, 128), 0)),
     "Command R7B": (base(32, 32, 8, 4096, model_type="cohere2", sliding_window=4096, **COHERE2),
         (keeps(8, 8, 128), keeps(24, 8, 128), 0)),
+    "OLMo hybrid": (base(32, 30, 30, 3840, layer_types=(["linear_attention"] * 3 + [FULL]) * 8, **GDN,
+        linear_allow_neg_eigval=True), (keeps(8, 30, 128), 0, 24)),
     "OpenELM": (OPENELM, (keeps(1, 15, 64), 0, 0)),
     "gpt-oss": (base(24, 64, 8, 2880, model_type="gpt_oss", head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 12,
         initial_context_length=4096, experts_per_token=4), (keeps(12, 8, 64), keeps(12, 8, 64), 0)),
@@ -229,6 +235,9 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
         (keeps(8, 2, 128), keeps(24, 2, 128), 0)),
     "LFM 2": (base(6, 32, 8, 2048, layer_types=["conv", "conv", FULL] * 2, **LFM2), (keeps(2, 8, 64), 0, 4)),
     "LFM 2, older file": (base(6, 32, 8, 2048, full_attn_idxs=[2, 5], **LFM2), (keeps(2, 8, 64), 0, 4)),
+    "Idefics 3": ({"text_config": base(24, 32, 32, 2048, head_dim=64, model_type="llama", _flash_attn_2_enabled=True,
+        perceiver_config={"num_key_value_heads": 1, "resampler_depth": 6}, pixel_shuffle_factor=4), **VISION},
+        (keeps(24, 32, 64), 0, 0)),
     "Pixtral": ({"text_config": {"head_dim": 128, "hidden_size": 5120, "model_type": "mistral", "num_hidden_layers": 40,
         "num_key_value_heads": 8, "sliding_window": None}, **VISION}, (keeps(40, 8, 128), 0, 0)),
     "a text model in 32 bits inside": ({"torch_dtype": "float32", "text_config": {key: value for key, value in
@@ -315,6 +324,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a global head size for no layers": (base(32, 32, 8, 4096, global_head_dim=512), "global_head_dim"),
     "a cache of other numbers": (base(32, 32, 8, 4096, quantization_config={"kv_cache_scheme": {"num_bits": 8}}),
         "kv_cache_scheme"),
+    "a cache of other numbers, named inside": (base(32, 32, 8, 4096, quantization_config={"quant_method": "quark", "export":
+        {"kv_cache_group": ["*k_proj", "*v_proj"]}}), "quantization_config.export.kv_cache_group: name the dtype"),
+    "two windows": (base(42, 16, 8, 3584, model_type="gemma2", head_dim=256, sliding_window=4096, sliding_window_size=2048),
+        "sliding_window 4096 and sliding_window_size 2048"),
     "heads of a drafter's name": (base(32, 32, 8, 4096, moe_kv_heads=4), "moe_kv_heads"),
 }
 # fmt: on

@@ -117,9 +117,19 @@ def _latent_geometry(config: Config, dtype: str) -> tuple[int, int]:
 def _require_plain_cache(config: Config) -> None:
     """Raise ArgumentError if the weights specify another dtype for the cache, since only some engines use it."""
     quantization = config.get("quantization_config")
-    for name, value in quantization.items() if isinstance(quantization, dict) else ():
+    field = _find_cache_field(quantization) if isinstance(quantization, dict) else None
+    if field is not None:
+        raise ArgumentError(f"has quantization_config.{field}: name the dtype of the cache by --kv-dtype")
+
+
+def _find_cache_field(quantization: Config, path: str = "") -> str | None:
+    """Return the path of a field about the cache's dtype, also inside others, or None."""
+    for name, value in quantization.items():
         if name.startswith("kv_cache") and is_set(value):
-            raise ArgumentError(f"has quantization_config.{name}: name the dtype of the cache by --kv-dtype")
+            return f"{path}{name}"
+        if isinstance(value, dict) and (field := _find_cache_field(value, f"{path}{name}.")) is not None:
+            return field
+    return None
 
 
 def _head_geometry(config: Config, layers: list[int]) -> tuple[int, int]:

@@ -58,6 +58,7 @@ NAMES: dict[object, dict[str, str]] = {
 SAME = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("num_heads", "n_head", "n_heads"),
+    "sliding_window": ("sliding_window_size",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
 """Fields with two names in some models."""

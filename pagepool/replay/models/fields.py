@@ -41,8 +41,8 @@ STATE_FIELDS = _names(
     """
     attn_layer_indices attn_layer_offset attn_layer_period block_size chunk_size conv_L_cache conv_dim conv_kernel
     full_attn_alpha_factor full_attn_beta_factor full_attn_idxs hybrid_layer_ids hybrid_override_pattern
-    linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim linear_head_dim
-    linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_act
+    linear_allow_neg_eigval linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim
+    linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_act
     mamba_chunk_size mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_init_floor mamba_dt_max mamba_dt_min
     mamba_dt_rank mamba_expand mamba_head_dim mamba_headdim mamba_hidden_act mamba_inner_layernorms mamba_n_groups
     mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_rms_norm mamba_ssm_cache_dtype mamba_ssm_dtype
@@ -58,13 +58,15 @@ LISTED_FIELDS = frozenset({"global_attn_every_n_layers", "order_of_interleaved_l
 
 WITHOUT_INFLUENCE = _names(
     """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal activation_sparsity_pattern
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
+    activation_sparsity_pattern
     apply_query_key_layer_scaling architectures attention_hidden_size attn_impl attn_implementation attn_logit_cap
     attn_mask_type attn_output_gate attn_rotary_emb attn_temperature_tuning attn_uses_sequence_id block_auto_adjust_ff_dim
     block_dim block_ff_dim block_mlp_init_scale block_multiple_of block_out_init_scale block_use_swiglu block_use_xavier_init
     cache_implementation chunk_size_feed_forward clip_qkv conv_dim_out conv_use_xavier_init decoder_sparse_step
     do_layer_norm_before drop_vision_last_layer dual_chunk_attention_config embd_layer enable_moe_block ffn_multipliers
-    first_k_dense_replace group_limited_greedy hidden_size_per_layer_input interleave_moe_layer_step intermediate_size
+    first_k_dense_replace gated_linear_unit group_limited_greedy hidden_size_per_layer_input indexer_rope_interleave
+    interleave_moe_layer_step intermediate_size
     is_moe_layer layer_norm_elementwise_affine layer_norm_type layerdrop lm_head max_attn_value mla_use_nope multi_gate
     n_group norm_head normalize_qk_projections num_beam_groups num_dense_layers num_expert_group num_expert_groups
     num_limited_groups num_ln_in_parallel_attn num_logits_to_keep num_mtp_layers num_nextn_predict_layers output_attentions
