@@ -42,9 +42,9 @@ STATE_FIELDS = _names(
     attn_layer_indices attn_layer_offset attn_layer_period block_size chunk_size conv_L_cache conv_dim conv_kernel
     full_attn_alpha_factor full_attn_beta_factor full_attn_idxs hybrid_layer_ids hybrid_override_pattern
     linear_allow_neg_eigval linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim
-    linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_act
-    mamba_chunk_size mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_init_floor mamba_dt_max mamba_dt_min
-    mamba_dt_rank mamba_expand mamba_head_dim mamba_headdim mamba_hidden_act mamba_inner_layernorms mamba_n_groups
+    linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    mamba_act mamba_chunk_size mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_init_floor mamba_dt_max
+    mamba_dt_min mamba_dt_rank mamba_expand mamba_head_dim mamba_headdim mamba_hidden_act mamba_inner_layernorms mamba_n_groups
     mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_rms_norm mamba_ssm_cache_dtype mamba_ssm_dtype
     mamba_use_mlp n_groups n_mamba_heads num_heads num_mem_blocks ssm_multipliers ssm_state_size state_size use_mamba_kernels
     use_mambapy use_mem_eff_path use_mem_rope use_shared_attention_adapter use_shared_attention_lora use_shared_mlp_adapter
