@@ -284,3 +284,32 @@ def test_skipped_pages_are_forgotten_after_a_fork_of_a_request_that_was_set_back
         manager.fork(request, EngineRequest("b", [1] * 20, num_computed_tokens=6))
     manager.free(request, num_computed_tokens=0)
     assert manager.stats().num_cached_pages == 0
+
+
+@pytest.mark.parametrize("call", ["allocate", "refused", "cache_pages", "commit_external"])
+@pytest.mark.parametrize(
+    "specs",
+    [(full(4),), (window(4),), (full(4), state(2))],
+    ids=["full", "window", "states"],
+)
+def test_entries_are_forgotten_after_calls_for_a_request_that_was_set_back(specs: tuple[Any, ...], call: str) -> None:
+    """The calls lower the number of pages that need no entry, but later pages still have one."""
+    manager = make_manager(*specs, num_pages=30, windows="all")
+    request = EngineRequest("a", list(range(40)))
+    for _ in range(5):
+        assert manager.allocate_slots(request, 4) is not None
+        manager.take_copies()
+        request.num_computed_tokens += 4
+    request.num_computed_tokens = 4
+    if call == "allocate":
+        assert manager.allocate_slots(request, 2) is not None
+        manager.take_copies()
+    elif call == "refused":
+        assert manager.allocate_slots(request, 30, num_reserved_pages=29) is None
+    elif call == "cache_pages":
+        manager.cache_pages(request, 6)
+    else:
+        manager.commit_external(request, 2)
+    assert manager.stats().num_cached_pages >= 4
+    manager.free(request, num_computed_tokens=0)
+    assert manager.stats().num_cached_pages == 0

@@ -33,6 +33,7 @@ cdef struct Held:             # pages of one group
     uint32_t read_list        # last list of copies that reads a page; see `Copies`
     uint32_t written_list     # last list of copies that writes a page
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
+    int32_t num_once_cached   # the largest `num_cached` before the holder was set back; 0: it was not
     int64_t load_number       # last list of transfers that loads hits; 0: none does
     int64_t transfer_number   # last list with a transfer of these pages
 
@@ -985,11 +986,12 @@ cdef inline void forget_uncomputed(
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g, i, end
-    cdef int32_t page_id
+    cdef int32_t page_id, stop
     for g in range(holding.num_groups if pool.slots != NULL else 0):
         group = &holding.groups[g]
         held = &holding.held[g]
-        for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), held.num_cached):
+        stop = max(held.num_cached, held.num_once_cached)
+        for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), stop):
             end = (i + 1) * group.stride
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
             _forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
@@ -999,6 +1001,7 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     """Let pages with tokens from `num_computed` on be cached and ranked again, if they have lost their entry."""
     cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
+    held.num_once_cached = min(held.num_once_cached, place)
     held.num_hits = min(held.num_hits, place)
     held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
@@ -1148,6 +1151,7 @@ cdef inline void fork_group(
         use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
+    target.num_once_cached = 0
     if not is_state(&group.rules):
         target.num_cached = min(source.num_cached, n)
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)

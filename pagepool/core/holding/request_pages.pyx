@@ -257,6 +257,21 @@ cdef class RequestPages:
         """Tokens that have a slot in every group, at most those of the model."""
         return self.limits.num_room
 
+    @property
+    def num_once_cached_tokens(self) -> int:
+        """Leading tokens whose pages or checkpoints were cached at any time, also before the request was set back. O(groups)."""
+        cdef int64_t most = 0
+        cdef const Held *held
+        cdef Py_ssize_t g
+        with self.store.lock:
+            for g in range(self.holding.num_groups):
+                held = &self.holding.held[g]
+                if self.holding.groups[g].id != NO_GROUP:
+                    most = max(
+                        most, max(held.num_cached, held.num_once_cached) * <int64_t>self.holding.groups[g].rules.entry_size
+                    )
+        return most
+
     def count_entered_hashes(self, num_computed_tokens) -> int:
         """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
         are cached again, if they lost theirs.
@@ -761,9 +776,14 @@ cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
     """Let pages be cached again if their tokens are computed again and they have lost their entries. After a failed load, for
     example, `PagePool.evict_pages` drops these.
     """
+    cdef Held *held
     cdef Py_ssize_t g
+    cdef int32_t num_once_cached
     for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens else 0):
-        recompute_from(&request.holding.groups[g], &request.holding.held[g], <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
+        held = &request.holding.held[g]
+        num_once_cached = max(held.num_once_cached, held.num_cached)
+        recompute_from(&request.holding.groups[g], held, <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
+        held.num_once_cached = num_once_cached
 
 
 cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -1:
