@@ -39,8 +39,6 @@ from pagepool import (
 from pagepool.arguments import ATTRIBUTES
 from pagepool.compat.easydel import estimate_runtime_page_budget
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.replay import TraceRecord
-from pagepool.replay.traces.reader import parse_record
 from pagepool.specs import cdiv
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
@@ -295,25 +293,3 @@ def test_shards_of_a_pool_are_not_counted_one_by_one() -> None:
         data_parallel_size=2**58,
     )
     assert estimate.max_num_seqs == 2**59 - 1  # shards of 4 pages hold two requests of 2, the first, with the null page, one
-
-
-# Times.
-
-
-@pytest.mark.parametrize(
-    "timestamp", [2**53, -(2**53), 2**64, HUGE, float("inf"), float("nan"), np.uint64(2**64 - 1)], ids=shown
-)
-def test_a_timestamp_has_a_limit(timestamp: Any) -> None:
-    with pytest.raises(ArgumentError, match="timestamp must be below"):
-        TraceRecord(timestamp, 1, 1, (1,))
-
-
-TIMES = ["9" * 16, "9" * 400, "-1" + "0" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"]
-
-
-@pytest.mark.parametrize("timestamp", TIMES, ids=lambda timestamp: timestamp[:20])
-def test_a_line_with_a_timestamp_that_is_none(timestamp: str) -> None:
-    line = f'{{"timestamp": {timestamp}, "input_length": 1, "output_length": 1, "hash_ids": [1]}}'
-    with pytest.raises(ArgumentError) as caught:
-        parse_record(line.encode())
-    assert len(str(caught.value)) < 200

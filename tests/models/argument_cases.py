@@ -817,6 +817,7 @@ SlidingWindowSpec(**SIZES | {"use_mla": True}, sliding_window=5)
 FullAttentionSpec(**SIZES, sliding_window=8, attention_chunk_size=8)
 MambaSpec(4, (), "float16")
 MambaSpec(4, ((16, 64), (3, 32)), "float16", page_size_padded=2239)
+replay.TraceRecord(float("nan"), 1, 1, (1,))
 """
 
 for calls in (MANAGER_CALLS, FEATURE_CALLS, POOL_CALLS, TABLE_CALLS, SPEC_CALLS, TRACE_CALLS, WRONG_CALLS):
