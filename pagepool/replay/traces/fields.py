@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -59,6 +59,8 @@ NAMES = {
 }
 """Names of each field; of several in a line, the first counts."""
 
+ALL_NAMES = frozenset(name for names in NAMES.values() for name in names)
+
 IN_SECONDS = frozenset({"arrived_at", "request_tokens"})
 """Names of times in seconds: Vidur, BurstGPT."""
 
@@ -91,6 +93,7 @@ def find_reader(header: bytes) -> LineReader | None:
         return None
     if {*map(_as_name, columns)}.isdisjoint(NAMES["input_length"]):
         raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)[:MAX_SHOWN]}")
+    _require_once(columns)
 
     def read_row(text: bytes) -> Fields:
         try:
@@ -125,9 +128,21 @@ def _as_name(name: str) -> str:
     return name.strip().lower().replace(" ", "_")
 
 
+def _require_once(names: Iterable[str]) -> None:
+    """Raise ArgumentError if two names are the same name of a field."""
+    seen: dict[str, str] = {}
+    for name in names:
+        usual = _as_name(name)
+        if usual in seen and usual in ALL_NAMES:
+            raise ArgumentError(f"has {shown(seen[usual])} and {shown(name)}: which of them is {usual}")
+        seen[usual] = name
+
+
 def _use_usual_names(fields: Fields) -> Fields:
     """Return the fields of a record, and `is_in_seconds`. None counts as missing, since pandas writes it."""
     by_name = {_as_name(name): value for name, value in fields.items()}
+    if len(by_name) < len(fields):
+        _require_once(fields)
     usual: Fields = {}
     for name, others in NAMES.items():
         found = [other for other in others if by_name.get(other) is not None]

@@ -243,6 +243,10 @@ class Reading:
             time = as_milliseconds("timestamp", fields["timestamp"], factor)
             if self.records and not self.has_times:
                 raise ArgumentError("has a timestamp, but the lines before have none")
+            if self._last_time is not None and isinstance(fields["timestamp"], str) != isinstance(self._shown_time, str):
+                raise ArgumentError(
+                    f"timestamp {shown(fields['timestamp'])} follows {shown(self._shown_time)}: numbers and dates do not mix"
+                )
             if self._last_time is not None and time < self._last_time:
                 raise ArgumentError(
                     f"timestamp {fields['timestamp']} is below {self._shown_time}, that of the line before: sort the trace"
