@@ -47,9 +47,14 @@ def test_a_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
 
 
 def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
-    with open_output(os.devnull) as file:
+    reading_end, terminal = os.openpty()  # a device of our own: a mutant that replaced /dev/null would harm the machine
+    device = Path(os.ttyname(terminal))
+    with open_output(device) as file:
         file.write(b"text")
-    assert not Path(os.devnull).is_file()
+    assert not device.is_file()
+    assert os.read(reading_end, 4) == b"text"
+    os.close(reading_end)
+    os.close(terminal)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read = []
