@@ -60,9 +60,10 @@ class WorkerStream:
         """Process a published batch. One that does not follow the last is not applied: it will be replayed."""
         seconds = time_of_batch(payload)
         if self._last is not None and number <= self._last:
-            if seconds <= self._seconds and (number < self._last or seconds == self._seconds or not self._has_replay):
+            is_newer = seconds > self._seconds
+            if not is_newer and (number < self._last or seconds == self._seconds or not self._has_replay):
                 return
-            if number == 0 or number == self._expected or not self._has_replay:
+            if is_newer and (number == 0 or number == self._expected or not self._has_replay):
                 self._restart()
         is_next = number == (0 if self._last is None else self._last + 1) and (seconds >= self._seconds or not seconds)
         if is_next or not self._has_replay:

@@ -317,6 +317,17 @@ def test_losses_are_noticed_after_late_batches_of_a_replaced_worker(sends_snapsh
         assert worker.stream.stats.is_complete, seed
 
 
+def test_a_late_first_batch_of_a_replaced_worker_changes_nothing() -> None:
+    """Its number is that of the last batch, and its time is older."""
+    worker = Replaced(Random(0), sends_snapshots=True)
+    worker.publish(worker.make())
+    worker.receive(0, encode_msgpack([500.0, [stored(99)]]))
+    for _ in range(3):
+        worker.publish(worker.make())
+    assert set(worker.index.list_blocks(0).tolist()) == worker.has
+    assert worker.stream.stats.num_restarts == 0
+
+
 def test_a_worker_that_replays_nothing_is_followed(index: PrefixIndex) -> None:
     stream = WorkerStream(index, 0, has_replay=True)
     stream.end_replay()

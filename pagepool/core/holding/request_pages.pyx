@@ -259,7 +259,7 @@ cdef class RequestPages:
 
     @property
     def num_once_cached_tokens(self) -> int:
-        """Leading tokens whose pages or checkpoints were cached at any time, also before the request was set back. O(groups)."""
+        """Leading tokens whose pages or checkpoints were cached once, also before the request was set back. O(groups)."""
         cdef int64_t most = 0
         cdef const Held *held
         cdef Py_ssize_t g
