@@ -789,7 +789,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_hashed_tokens = num_last_tokens
             if num_computed_tokens is not None and held is not None and hashes is not None:
                 # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
-                num_hashed_tokens = max(num_last_tokens, min(held.num_once_cached_tokens, read_count(request, "num_tokens")))
+                num_hashed_tokens = max(num_last_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
                 hashes = self._registry.extend_hashes(request, num_hashed_tokens)
             chain = None if hashes is None else hashes.chain

@@ -200,6 +200,30 @@ def test_a_cached_token_that_changes_is_noticed(page_size: int, is_late: bool) -
     assert hits_of(manager, request.all_token_ids) == 8
 
 
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256"])
+@pytest.mark.parametrize(("num_known", "num_slots"), [(24, 2), (24, 5), (10, 2), (9, 1)])
+def test_a_page_is_not_overwritten_in_part_while_it_is_cached(num_known: int, num_slots: int, hash_algo: str) -> None:
+    """Nor is one of which tokens were taken back. Pages wholly of the same tokens may be computed again."""
+    manager = make_manager(full(4), full(2), hash_algo=hash_algo)
+    request = EngineRequest("a", list(range(100, 124)))
+    manager.allocate_slots(request, 24)
+    request.num_computed_tokens = 7
+    assert manager.allocate_slots(request, 1) is not None
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 1) is not None, "a part of a page, with the same tokens"
+    if num_known < 24:
+        del request.all_token_ids[num_known:]
+    else:
+        request.all_token_ids[8 + num_slots - 1] = 1
+    with refused(lambda: manager_state(manager), PageHashError, "has a hash already.* free the request"):
+        manager.allocate_slots(request, num_slots)
+    manager.free(request, num_computed_tokens=8)
+    request.num_computed_tokens = 0
+    finish(manager, request)
+    assert hits_of(manager, list(range(100, 124))) == (12 if num_slots == 5 else 8)
+    assert hits_of(manager, request.all_token_ids) == num_known // 4 * 4
+
+
 @pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
 def test_tokens_may_change_between_a_preemption_and_the_next_look_up(hash_algo: Any) -> None:
     manager = make_manager(full(4), hash_algo=hash_algo)

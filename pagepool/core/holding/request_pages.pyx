@@ -235,6 +235,7 @@ cdef class RequestPages:
     cdef void plan(self) noexcept:
         """Recompute the token counts below which nothing is due."""
         cdef const Group *group
+        cdef const Held *held
         cdef int64_t num_next
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
@@ -243,34 +244,19 @@ cdef class RequestPages:
             self.limits.num_skip = 0
         self.num_cached_tokens, self.num_idle = 0, self.limits.num_room
         for g in range(self.holding.num_groups):
-            group = &self.holding.groups[g]
+            group, held = &self.holding.groups[g], &self.holding.held[g]
             if keeps_checkpoints(group):
-                num_next = (self.holding.held[g].num_cached + <int64_t>1) * group.rules.entry_size
+                num_next = (held.num_cached + <int64_t>1) * group.rules.entry_size
                 self.num_idle = min(self.num_idle, num_next)
             if group.id != NO_GROUP:
                 self.num_cached_tokens = max(
-                    self.num_cached_tokens, <int64_t>self.holding.held[g].num_cached * group.rules.entry_size
+                    self.num_cached_tokens, max(held.num_cached, held.num_once_cached) * <int64_t>group.rules.entry_size
                 )
 
     @property
     def num_room_tokens(self) -> int:
         """Tokens that have a slot in every group, at most those of the model."""
         return self.limits.num_room
-
-    @property
-    def num_once_cached_tokens(self) -> int:
-        """Leading tokens whose pages or checkpoints were cached once, also before the request was set back. O(groups)."""
-        cdef int64_t most = 0
-        cdef const Held *held
-        cdef Py_ssize_t g
-        with self.store.lock:
-            for g in range(self.holding.num_groups):
-                held = &self.holding.held[g]
-                if self.holding.groups[g].id != NO_GROUP:
-                    most = max(
-                        most, max(held.num_cached, held.num_once_cached) * <int64_t>self.holding.groups[g].rules.entry_size
-                    )
-        return most
 
     def count_entered_hashes(self, num_computed_tokens) -> int:
         """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
@@ -546,6 +532,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef Outcome outcome = check(pool, holding, step, &contents, is_past_skip)
     if outcome != DONE:
         return outcome
+    if is_rewound and overwrites_entry(pool, holding, step, &contents):
+        return CACHED_OTHERWISE
     if not reserve(pool, holding, demand, new, has_states):
         return NO_MEMORY
     rewind(request, step.num_computed)
@@ -620,6 +608,30 @@ cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step
         stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(contents.num_digests // group.stride))
         for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
             if is_cached_otherwise(pool, held.ids[i], contents.digests[last_hash(group, i)], group.id):
+                step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
+                return True
+    return False
+
+
+cdef bint overwrites_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
+    """Whether a step that computes tokens again has slots in a part of a page that was cached for other tokens, or for more
+    tokens than are known by now. O(pages of the slots).
+    """
+    cdef const Group *group
+    cdef const Held *held
+    cdef int64_t stop
+    cdef Py_ssize_t g, i
+    for g in range(holding.num_groups if step.num_to_cache else 0):
+        group, held = &holding.groups[g], &holding.held[g]
+        if group.id == NO_GROUP or is_state(&group.rules):
+            continue
+        stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>max(held.num_cached, held.num_once_cached))
+        for i in range(step.num_to_cache // group.rules.page_size, min(stop, <int64_t>held.num_pages)):
+            if held.ids[i] == NULL_PAGE or pool.pages[held.ids[i]].group == NO_GROUP:
+                continue
+            if last_hash(group, i) >= contents.num_digests or is_cached_otherwise(
+                pool, held.ids[i], contents.digests[last_hash(group, i)], group.id
+            ):
                 step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
                 return True
     return False

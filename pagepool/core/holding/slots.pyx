@@ -295,6 +295,8 @@ cdef class SlotAllocator:
         )
         if is_full:
             num_hashed = max(num_hashed, step.num_to_cache)
+            if counts.num_computed < held.num_cached_tokens:  # known tokens of a page that is computed again in part
+                num_hashed = max(num_hashed, min(num_known, held.num_cached_tokens))
         elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
