@@ -103,6 +103,7 @@ class PageHasher(KeyHolder):
             fault = error if is_list else f"got {type(all_ids).__name__}, allowed: a list or an int32 array"
             raise ArgumentTypeError(f"request {shown(request.request_id)}: all_token_ids: {fault}") from error
         if not isinstance(token_ids, PageIds | np.ndarray):
+            require_token_ids(token_ids, start)
             token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:
             raise ArgumentError(

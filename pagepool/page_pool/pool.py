@@ -396,7 +396,7 @@ def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> S
 def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
     """Return the ids. Raise ArgumentTypeError for None."""
     if page_ids is None:
-        raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
+        raise ArgumentTypeError("page_ids: got None, allowed: a list or an array")
     return page_ids
 
 

@@ -209,7 +209,7 @@ class Meddler:
 def test_a_list_that_shrinks_while_it_is_read_is_refused():
     items = [0, 1, 2]
     items[1] = Meddler(items.clear)
-    with pytest.raises(ArgumentError, match="ids: the list shrank while it was read"):
+    with pytest.raises(ArgumentError, match="page_ids: the list shrank while it was read"):
         PageIds(items)
 
 

@@ -410,7 +410,7 @@ cdef class TableRows(TableGroup):
         `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
         that does not fit int32. O(tokens), native.
         """
-        cdef PageIds row_ids = as_page_ids(rows), at = as_page_ids(positions)
+        cdef PageIds row_ids = as_page_ids(rows, "rows"), at = as_page_ids(positions, "positions")
         cdef int64_t size = size_of(page_size, "page_size", 1)
         cdef Py_ssize_t bad, num_rows = self.table.num_rows, stop = size * self.table.num_columns
         cdef int32_t[::1] slots

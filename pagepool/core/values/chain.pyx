@@ -93,7 +93,7 @@ cdef class HashChain:
         """Read the tokens that are missing for `num_pages` hashed pages; return None if the request has too few."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t start = self.num * self.page_size, stop = num_pages * self.page_size
-        ids.add_items(token_ids, start, stop)
+        ids.add_items(token_ids, start, stop, "token_ids")
         refuse_negative(ids.ids, ids.num, start)
         return ids if ids.num == stop - start else None
 

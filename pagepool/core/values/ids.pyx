@@ -78,7 +78,7 @@ cdef class PageIds:
         self.put(ids, n)
         return 0
 
-    cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name="ids") except -1:
+    cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name="page_ids") except -1:
         """Append ``items[start:stop]``, fewer if the list ends sooner. A slice would touch each reference count twice."""
         cdef Py_ssize_t i, num = 0
         cdef int32_t number
@@ -104,9 +104,9 @@ cdef class PageIds:
 
     @staticmethod
     def of_slice(list items not None, start, stop) -> PageIds:
-        """Return the ints ``items[start:stop]``, fewer if the list ends sooner."""
+        """Return the token ids ``items[start:stop]``, fewer if the list ends sooner."""
         cdef PageIds ids = PageIds.__new__(PageIds)
-        ids.add_items(items, size_of(start, "start"), size_of(stop, "stop"))
+        ids.add_items(items, size_of(start, "start"), size_of(stop, "stop"), "token_ids")
         return ids
 
     @staticmethod
@@ -124,7 +124,7 @@ cdef class PageIds:
             ids = as_page_ids(values)
             self.add(ids.ids, ids.num)
         else:
-            self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
+            self.add_items(as_list(values, "page_ids"), 0, MAX_PAGES)
         return 0
 
     def to_list(self) -> list:
@@ -164,7 +164,7 @@ cdef tuple new_ids(Py_ssize_t num_groups):
     return tuple([PageIds.__new__(PageIds) for _ in range(num_groups)])
 
 
-cdef PageIds as_page_ids(object values, str name="ids"):
+cdef PageIds as_page_ids(object values, str name="page_ids"):
     """Return `values` as int32 to read during a call; an int32 array is not copied."""
     cdef PageIds ids
     cdef bint is_array = type(values) is ndarray  # the usual case, and the cheapest test
