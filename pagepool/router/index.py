@@ -64,7 +64,7 @@ class PrefixIndex(PrefixTable):
         num_groups: int | None = None,
     ) -> None:
         """See the class for the parameters."""
-        if hash_algo not in NAMED_ALGORITHMS:
+        if not isinstance(hash_algo, str) or hash_algo not in NAMED_ALGORITHMS:
             raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: {', '.join(map(repr, NAMED_ALGORITHMS))}")
         self._hasher = make_page_hasher(hash_algo, page_size, hash_seed)
 

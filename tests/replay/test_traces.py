@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,9 @@ class TestTimes:
         [_, record] = read(tmp_path, *rows, time_unit="s")
         assert (record.timestamp, record.pause) == (61_250, 500)
         assert read(tmp_path, *rows)[1].timestamp == 61.25
-        with pytest.raises(ValueError, match="time_unit: got 'h', allowed: ms, s"):
-            read(tmp_path, *rows, time_unit="h")
+        for unit in ("h", ["s"]):
+            with pytest.raises(ValueError, match=f"time_unit: got {re.escape(repr(unit))}, allowed: ms, s"):
+                read(tmp_path, *rows, time_unit=unit)
 
     def test_delays(self, tmp_path: Path) -> None:
         """The next turn comes after those of other sessions that were there before."""

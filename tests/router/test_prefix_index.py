@@ -513,8 +513,9 @@ def test_arguments() -> None:
             index.apply(worker, batch_of())
     with pytest.raises(ArgumentError):
         PrefixIndex(0)
-    with pytest.raises(ArgumentError):
-        PrefixIndex(16, hash_algo="md5")
+    for hash_algo in ("md5", ["sha256"], np.array([["sha256"]])):
+        with pytest.raises(ArgumentError, match="hash_algo"):
+            PrefixIndex(16, hash_algo=hash_algo)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

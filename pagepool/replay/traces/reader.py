@@ -383,7 +383,7 @@ def load_records(
     time_unit: str | None = None,
 ) -> Trace:
     """Read a trace as `read_trace` does, with its unknown properties."""
-    if time_unit is not None and time_unit not in TIME_UNITS:
+    if time_unit is not None and (not isinstance(time_unit, str) or time_unit not in TIME_UNITS):
         raise ArgumentError(f"time_unit: got {shown(time_unit)}, allowed: {', '.join(TIME_UNITS)}")
     reading, number, read_fields = Reading(block_size, time_unit), 0, None
     try:
