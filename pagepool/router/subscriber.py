@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pagepool.arguments import require_callable, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
@@ -37,7 +38,8 @@ T = TypeVar("T")
 @dataclass
 class Connection:
     """The sockets of a worker, and times. `replayed` is the socket of a replay in progress, None without one; its last message
-    came at `asked_at`. At `due_at` the worker must be served even without a message.
+    came at `asked_at`. At `due_at` the worker must be served even without a message. `was_connected` is True from the
+    first connection on.
     """
 
     stream: WorkerStream
@@ -50,6 +52,7 @@ class Connection:
     ask_at: float = 0.0
     retry_seconds: float = MIN_RETRY_SECONDS
     due_at: float = 0.0
+    was_connected: bool = False
 
 
 class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
@@ -182,7 +185,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         stream = WorkerStream(self._index, worker, replay_endpoint is not None)
         published = self._open(zmq.SUB, endpoint, options | {"subscribe": topic.encode(errors="surrogatepass")})
         try:
-            monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         except zmq.ZMQError as error:
             published.close()
             raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
@@ -252,16 +255,16 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         """Read some messages of a worker, ask for missing ones, and give up a replay that has stopped. Return whether there
         were any messages.
         """
-        has_messages = False
+        messages: list[list[bytes]] = []
         if connection.replayed is not None:
             self._read_replay(connection, connection.replayed)
         else:
-            for *_, number, payload in read_some(connection.published):
-                has_messages = True
-                if connection.stream.wanted is None:
-                    connection.stream.receive(int.from_bytes(number, "big"), payload)
-        if has_read(connection.monitor):
+            messages = list(read_some(connection.published))
+        if has_changed(connection):  # asked after the messages were read, which may come from the new connection
             connection.stream.doubt()
+        for *_, number, payload in messages:
+            if connection.stream.wanted is None:
+                connection.stream.receive(int.from_bytes(number, "big"), payload)
         now = time.monotonic()
         if connection.replayed is not None and now >= connection.asked_at + self._replay_seconds:
             self._end_replay(connection)
@@ -274,7 +277,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             connection.due_at = connection.ask_at
         if connection.replayed is not None:
             connection.due_at = connection.asked_at + self._replay_seconds
-        return has_messages
+        return bool(messages)
 
     def _ask(self, connection: Connection, endpoint: str, first: int, now: float) -> None:
         """Request a replay of the batches from a number on."""
@@ -326,6 +329,19 @@ def has_read(socket: "zmq.Socket[bytes]") -> bool:
         while True:
             socket.recv_multipart(zmq.DONTWAIT)
             found = True
+    return found
+
+
+def has_changed(connection: Connection) -> bool:
+    """Read the monitor of a worker's connection. Return whether the connection was lost, or is not the first: a worker may be
+    replaced twice before the next connection, and the first of the two may have answered the replay.
+    """
+    found = False
+    with contextlib.suppress(zmq.Again):
+        while True:
+            event = recv_monitor_message(connection.monitor, zmq.DONTWAIT)["event"]
+            found |= connection.was_connected or event == zmq.EVENT_DISCONNECTED
+            connection.was_connected = True
     return found
 
 

@@ -141,6 +141,7 @@ class Worker:
     """A worker by hand: it publishes what it is told, and replays what it kept."""
 
     def __init__(self, context: Any) -> None:
+        self.context = context
         self.published, self.replayed = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self.endpoints = []
         for each in (self.published, self.replayed):
@@ -233,6 +234,35 @@ def test_gaps_repetitions_garbage_and_replacements(index: PrefixIndex, subscribe
     worker.publish(4)
     has(60, 61, 62, 63, 64)
     assert subscriber.stats()[0].num_restarts == 2
+
+
+def test_a_worker_that_is_replaced_twice_before_the_next_connection(
+    index: PrefixIndex, subscriber: EventSubscriber, worker: Worker
+) -> None:
+    """The first of the two answers the replay, and the batches of the second continue its numbers."""
+
+    def has(*hashes: int) -> None:
+        def check() -> bool:
+            worker.answer()
+            return set(index.list_blocks(0).tolist()) == set(hashes) and subscriber.stats()[0].is_complete
+
+        wait_for(check)
+
+    worker.keep(0, 1.0, stored(1))
+    subscriber.connect(0, *worker.endpoints)
+    has(1)
+    time.sleep(0.2)  # until the subscription has arrived
+    worker.published.unbind(worker.endpoints[0])
+    worker.published.close()
+    worker.keep(0, 2.0, stored(2))
+    has(2)
+    worker.keep(0, 3.0, stored(3))
+    worker.keep(1, 4.0, stored(4))
+    worker.published = worker.context.socket(zmq.XPUB)
+    worker.published.bind(worker.endpoints[0])
+    assert worker.published.recv() == b"\1"
+    worker.publish(1)
+    has(3, 4)
 
 
 def test_a_worker_that_does_not_answer(index: PrefixIndex, worker: Worker) -> None:
