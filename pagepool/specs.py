@@ -102,11 +102,15 @@ _BITS_OF_NAMES = {
 }
 """Bits of short names of PyTorch, its engines and XLA. NumPy lacks them, or means another type: its `float` has 64 bits."""
 
+_AMBIGUOUS_NAMES = frozenset(("f4", "f8", "i4", "i8", "u4", "u8"))
+"""Texts whose number counts bytes in NumPy, and bits in XLA and the files of weights."""
+
 
 def dtype_bits(dtype: object) -> int:
     """Return the size of one element in bits. Types below 8 bits are packed.
 
-    Raise ArgumentTypeError unless it is a number type of NumPy, an accelerator type above, or one of their short names.
+    Raise ArgumentTypeError unless it is a number type of NumPy, an accelerator type above, or one of their short names, and for
+    texts such as "f8", which are 64 bits in NumPy, and 8 elsewhere.
 
     >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn"), dtype_bits("bf16")
     (16, 32, 4, 16)
@@ -116,6 +120,10 @@ def dtype_bits(dtype: object) -> int:
         bits = _BITS_OF_NAMES.get(dtype.lower())
         if bits is not None:
             return bits
+        if dtype.lower() in _AMBIGUOUS_NAMES:
+            raise ArgumentTypeError(
+                f"dtype {shown(dtype)} counts bytes in NumPy, and bits elsewhere: write it out, such as float32, int8 or fp8"
+            )
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # a dtype object, class or string
     if isinstance(name, str) and name in _BITS_OF_DTYPES:
         return _BITS_OF_DTYPES[name]

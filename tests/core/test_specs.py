@@ -74,6 +74,7 @@ class TestDtypes:
             ("BF16", 16),
             ("half", 16),
             ("fp16", 16),
+            (np.dtype("f8"), 64),
             ("f16", 16),  # NumPy has a float of 16 bytes by this name
             ("float", 32),
             ("fp32", 32),
@@ -91,8 +92,10 @@ class TestDtypes:
         assert dtype_bits(dtype) == bits
 
     @pytest.mark.parametrize(
-        "dtype", ["float17", "bf17", "torch.half4", "auto", "", None, object, str, np.dtype("V8"), "datetime64[s]", 3, object()]
-    )
+        "dtype",
+        ["float17", "bf17", "torch.half4", "auto", "", None, object, str, np.dtype("V8"), "datetime64[s]", 3, object(),
+         "f8", "F8", "i8", "u8", "f4", "i4", "u4"],
+    )  # fmt: skip
     def test_what_is_no_number_type_is_refused(self, dtype: object) -> None:
         with pytest.raises(ArgumentTypeError, match="dtype"):
             full(dtype=dtype)
