@@ -69,6 +69,7 @@ TIME_UNITS = {"ms": 1, "s": 1000}  # ms
 NUM_IDS_FOR_A_GUESS = 5  # with fewer blocks, ids of full blocks only, or one extra id, would fit another size
 # A trace may be in seconds if it has many requests in a short time or many per second: read as ms, a day would pass in 86 s.
 MANY_REQUESTS, BRIEF_SECONDS, MAX_RATE = 10, 100, 10
+LATEST = 100_000_000_000_000  # ms, the year 5138: microseconds since 1970 are later
 
 
 class TraceError(PagePoolError, ValueError):
@@ -177,9 +178,14 @@ class Trace(NamedTuple):
         return (self.records[-1].timestamp - self.records[0].timestamp) / 1000 if self.records else 0.0
 
     def require_times(self) -> None:
-        """Raise ArgumentError if the trace has no times, or if they may be in seconds."""
+        """Raise ArgumentError if the trace has no times, or if they may be in seconds or microseconds."""
         if self.has_unit is None:
             raise ArgumentError("the trace has no timestamps, so nothing says when requests arrive")
+        if not self.has_unit and self.records and self.records[-1].timestamp > LATEST:
+            raise ArgumentError(
+                f"timestamp {self.records[-1].timestamp} is more than 3,000 years if the timestamps are in ms: divide those in "
+                "microseconds by 1,000, or say --time-unit ms"
+            )
         num, seconds = len(self.records), self.seconds
         may_be_brief = num >= MANY_REQUESTS and (0 < seconds < BRIEF_SECONDS or num > MAX_RATE * seconds > 0)
         if may_be_brief and not self.has_unit:
