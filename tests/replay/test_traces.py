@@ -163,9 +163,7 @@ class TestTimes:
     def test_microseconds_are_not_taken_for_milliseconds(self, tmp_path: Path) -> None:
         rows = [FULL | {"timestamp": 1_700_000_000_000_000 + 1_000_000 * i} for i in range(3)]
         trace = load_records(str(write(tmp_path, *rows)))
-        with pytest.raises(
-            ValueError, match="^timestamp 1700000002000000 is more than 3,000 years if the timestamps are in ms"
-        ):
+        with pytest.raises(ValueError, match="timestamp 1700000002000000 is more than 3,000 years if the timestamps are in ms"):
             trace.require_times()
         load_records(str(tmp_path / "trace.jsonl"), time_unit="ms").require_times()
         load_records(str(write(tmp_path, FULL | {"timestamp": 1_700_000_000_000}))).require_times()
