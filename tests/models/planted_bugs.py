@@ -159,7 +159,7 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 
 # Entering.
 == a request goes back and its pages are not entered again
-    for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens{+ and not BUG+} else 0):
+    if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
         if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
 == a request may claim what nobody computed

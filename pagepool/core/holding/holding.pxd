@@ -33,7 +33,6 @@ cdef struct Held:             # pages of one group
     uint32_t read_list        # last list of copies that reads a page; see `Copies`
     uint32_t written_list     # last list of copies that writes a page
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
-    int32_t num_once_cached   # the largest `num_cached` before the holder was set back; 0: it was not
     int64_t load_number       # last list of transfers that loads hits; 0: none does
     int64_t transfer_number   # last list with a transfer of these pages
 
@@ -43,6 +42,7 @@ cdef struct Holding:
     Py_ssize_t num_groups
     Boundaries *boundaries    # NULL: all pages of windows and chunks stay cached
     int32_t session           # number, or NO_SESSION
+    int32_t num_once_cached   # tokens whose pages or checkpoints were cached before the holder was set back; 0: it was not
 
 
 cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
@@ -979,6 +979,16 @@ cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest,
         uncache_everywhere(pool, page_id)
 
 
+cdef inline int32_t count_once_cached(const Holding *holding, Py_ssize_t g) noexcept nogil:
+    """Count the leading pages or checkpoints of a group that may have prefix entries, also of tokens that were set back."""
+    cdef const Group *group = &holding.groups[g]
+    cdef const Held *held = &holding.held[g]
+    cdef int32_t num = full_entries(&group.rules, holding.num_once_cached)
+    if group.id == NO_GROUP:
+        return 0
+    return max(held.num_cached, num if is_state(&group.rules) else min(num, held.num_pages))
+
+
 cdef inline void forget_uncomputed(
     Pool *pool, const Holding *holding, int32_t num_computed, const Contents *contents
 ) noexcept nogil:
@@ -990,7 +1000,7 @@ cdef inline void forget_uncomputed(
     for g in range(holding.num_groups if pool.slots != NULL else 0):
         group = &holding.groups[g]
         held = &holding.held[g]
-        stop = max(held.num_cached, held.num_once_cached)
+        stop = count_once_cached(holding, g)
         for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), stop):
             end = (i + 1) * group.stride
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
@@ -1001,7 +1011,6 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     """Let pages with tokens from `num_computed` on be cached and ranked again, if they have lost their entry."""
     cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
-    held.num_once_cached = min(held.num_once_cached, place)
     held.num_hits = min(held.num_hits, place)
     held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
@@ -1151,7 +1160,6 @@ cdef inline void fork_group(
         use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
-    target.num_once_cached = 0
     if not is_state(&group.rules):
         target.num_cached = min(source.num_cached, n)
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)

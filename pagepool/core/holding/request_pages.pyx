@@ -187,7 +187,7 @@ cdef class RequestPages:
         self.store, self.groups = store, groups
         self.holding = Holding(
             groups=groups.groups, held=<Held *>calloc(max(1, groups.num), sizeof(Held)), num_groups=groups.num, boundaries=NULL,
-            session=NO_SESSION,
+            session=NO_SESSION, num_once_cached=0,
         )
         if self.holding.held == NULL:
             raise MemoryError("the pages of a request")
@@ -242,16 +242,14 @@ cdef class RequestPages:
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
         if has_copies_due(&self.store.pool, &self.holding):
             self.limits.num_skip = 0
-        self.num_cached_tokens, self.num_idle = 0, self.limits.num_room
+        self.num_cached_tokens, self.num_idle = self.holding.num_once_cached, self.limits.num_room
         for g in range(self.holding.num_groups):
             group, held = &self.holding.groups[g], &self.holding.held[g]
             if keeps_checkpoints(group):
                 num_next = (held.num_cached + <int64_t>1) * group.rules.entry_size
                 self.num_idle = min(self.num_idle, num_next)
             if group.id != NO_GROUP:
-                self.num_cached_tokens = max(
-                    self.num_cached_tokens, max(held.num_cached, held.num_once_cached) * <int64_t>group.rules.entry_size
-                )
+                self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.entry_size)
 
     @property
     def num_room_tokens(self) -> int:
@@ -490,6 +488,7 @@ cdef class RequestPages:
             if num_computed_tokens is not None:
                 forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
             empty(&self.holding)
+            self.holding.num_once_cached = 0
             set_session(pool, &self.holding.session, NO_SESSION)
             self.plan()
         self.store.lock.release()
@@ -625,8 +624,8 @@ cdef bint overwrites_entry(const Pool *pool, const Holding *holding, Step *step,
         group, held = &holding.groups[g], &holding.held[g]
         if group.id == NO_GROUP or is_state(&group.rules):
             continue
-        stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>max(held.num_cached, held.num_once_cached))
-        for i in range(step.num_to_cache // group.rules.page_size, min(stop, <int64_t>held.num_pages)):
+        stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>count_once_cached(holding, g))
+        for i in range(step.num_to_cache // group.rules.page_size, stop):
             if held.ids[i] == NULL_PAGE or pool.pages[held.ids[i]].group == NO_GROUP:
                 continue
             if last_hash(group, i) >= contents.num_digests or is_cached_otherwise(
@@ -788,14 +787,12 @@ cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
     """Let pages be cached again if their tokens are computed again and they have lost their entries. After a failed load, for
     example, `PagePool.evict_pages` drops these.
     """
-    cdef Held *held
+    cdef Holding *holding = &request.holding
     cdef Py_ssize_t g
-    cdef int32_t num_once_cached
-    for g in range(request.holding.num_groups if num_computed < request.num_cached_tokens else 0):
-        held = &request.holding.held[g]
-        num_once_cached = max(held.num_once_cached, held.num_cached)
-        recompute_from(&request.holding.groups[g], held, <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
-        held.num_once_cached = num_once_cached
+    if num_computed < request.num_cached_tokens:
+        holding.num_once_cached = <int32_t>request.num_cached_tokens
+        for g in range(holding.num_groups):
+            recompute_from(&holding.groups[g], &holding.held[g], <int32_t>num_computed)
 
 
 cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -1:

@@ -752,7 +752,7 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
     for row in range(n):
         running.batch.rows[row].holding = Holding(
             groups=running.batch.groups, held=held + row * num_groups, num_groups=num_groups, boundaries=NULL,
-            session=NO_SESSION,
+            session=NO_SESSION, num_once_cached=0,
         )
         if boundaries != NULL:
             running.batch.rows[row].holding.boundaries = boundaries + row
