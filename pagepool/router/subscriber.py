@@ -62,8 +62,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     big-endian) and a batch. At the start, and when numbers are missing, the thread asks the worker's replay endpoint for the
     batches; pagepool sends a snapshot if it no longer has them. During a replay, up to `hwm` new batches wait in their socket.
     If a replay pauses for `replay_seconds`, it is requested again, at intervals that double up to a minute. A worker was
-    replaced if its numbers restart, or if its last batch differs after a lost connection: its entries are dropped. The entries
-    of a worker are also dropped when the index refuses one of its batches.
+    replaced if its numbers restart, or if its last batch differs after a connection was lost or made: its entries are dropped.
+    The entries of a worker are also dropped when the index refuses one of its batches.
 
     A message of more than `max_message_bytes` closes its connection; libzmq then reconnects. In a forked process all calls
     raise ArgumentError, except `close`, which does nothing; the copy of the index stays usable.
