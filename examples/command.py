@@ -45,6 +45,7 @@ def make_parser() -> ArgumentParser:
     add("--attention", "gather", "plain jnp, or jax's GPU kernel, interpreted on other devices", choices=list(ATTENTIONS))
     add("--num-devices", 1, "number of devices over which the heads are divided")
     add("--num-pages", 48, "pages of the KV cache, including the null page")
+    add("--num-state-pages", 0, "states of a hybrid, including the null page; 0: four for each request that runs at once")
     add("--num-host-pages", 0, "pages in host memory, for what is evicted and for preempted requests; 0: none")
     add("--host-bandwidth", 1e10, "bytes a second to or from the host: decides whether a preempted request is moved there")
     add("--prefill-rate", 1e4, "tokens computed again in a second: likewise")
@@ -99,6 +100,7 @@ def make_engine(args: Namespace) -> Engine:
     engine: Engine = make(
         weights,
         num_pages=args.num_pages,
+        num_state_pages=args.num_state_pages,
         page_size=args.page_size,
         checkpoint_interval=args.checkpoint_interval,
         max_num_reqs=args.max_num_reqs,

@@ -49,7 +49,7 @@ Weights = dict[str, Any]
 
 class Cache(NamedTuple):
     """Contents of the pages, float32, by cache group: keys and values of each layer ``[kv_heads, num_pages, page_size,
-    head_size]``, and in a hybrid the state of each layer ``[num_pages, heads, head_size, head_size]``.
+    head_size]``, and in a hybrid the state of each layer ``[num_state_pages, heads, head_size, head_size]``.
     """
 
     keys_and_values: list[tuple[jax.Array, jax.Array]]

@@ -41,8 +41,21 @@ def print_figures(engine: Engine) -> None:
     print(f"Cached prompt tokens: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
     print(f"Preemptions: {engine.scheduler.num_preemptions}. Cached tokens at readmission: {again.num_hit_tokens}.")
     print(f"Copied pages: {engine.num_copied_pages}. Evicted pages: {stats.num_evicted_pages}.")
+    print_memory(engine)
     if engine.host_tier is not None:
         tier = engine.host_tier.stats()
         print(f"Pages saved to the host: {tier.num_saved_pages}. Loaded pages: {tier.num_loaded_pages}.", end=" ")
         print(f"Swapped requests: {engine.scheduler.num_swaps}.")
     print()
+
+
+def print_memory(engine: Engine) -> None:
+    """Print the bytes of the arrays, and with several pools what they would be if each array had a row for each page."""
+    page_bytes = engine.runner.count_page_bytes()
+    if len(engine.manager.pools) == 1:
+        print(f"Memory of the cache: {engine.manager.num_pages * sum(page_bytes):,} bytes.")
+        return
+    sizes = [pool.num_pages for pool in engine.manager.pools.values()]
+    num_bytes = sum(num_pages * size for num_pages, size in zip(sizes, page_bytes, strict=True))
+    one_range = engine.manager.num_pages * sum(page_bytes)
+    print(f"Memory of the cache: {num_bytes:,} bytes. With one range of page ids: {one_range:,} bytes.")

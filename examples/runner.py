@@ -22,25 +22,36 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 
 class ModelRunner:
-    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens, divided by heads, and
-    `num_host_pages` pages in host memory.
+    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens and, in a hybrid,
+    `num_state_pages` states, divided by heads, and `num_host_pages` pages in host memory.
     """
 
     def __init__(
-        self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
+        self,
+        weights: Weights,
+        num_pages: int,
+        num_state_pages: int,
+        page_size: int,
+        attend: Attention,
+        num_devices: int,
+        num_host_pages: int = 0,
     ) -> None:
         """Raise ValueError for weights of another shape, missing devices, and heads that the devices cannot divide evenly."""
         axes, self.sizes = get_axes(weights), get_sizes(weights)
         self.mesh = make_mesh(num_devices, self.sizes)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.weights = {name: jax.device_put(weights[name], self._split(axes[name])) for name in weights}
-        self._page_sizes = self.sizes | {"num_pages": num_pages, "page_size": page_size}
+        self._page_sizes = self.sizes | {
+            "num_pages": num_pages,
+            "num_state_pages": num_state_pages,
+            "page_size": page_size,
+        }
         self.cache = Cache([], [])
         for _ in range(self.sizes["layers"]):
             keys, values = (self._make_pages("kv_heads num_pages page_size head_size") for _ in range(2))
             self.cache.keys_and_values.append((keys, values))
             if "linear_query" in weights:
-                self.cache.states.append(self._make_pages("num_pages heads head_size head_size"))
+                self.cache.states.append(self._make_pages("num_state_pages heads head_size head_size"))
         self.host_pages = None
         if num_host_pages:
             self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))

@@ -29,6 +29,7 @@ from pagepool.page_table import (
     PageTable,
     device_slot_mapping,
 )
+from pagepool.refusal import Refusal
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
 from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
 from pagepool.specs import (
@@ -40,7 +41,7 @@ from pagepool.specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
 
 __all__ = [
     "NONE_HASH",
@@ -71,8 +72,10 @@ __all__ = [
     "PagePoolStats",
     "PageProbe",
     "PageTable",
+    "PoolStats",
     "PrefixProbe",
     "QueryCounts",
+    "Refusal",
     "Request",
     "Retention",
     "RunningBatch",

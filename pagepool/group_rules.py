@@ -52,9 +52,10 @@ def make_rules(
     enable_caching: bool,
     windows: str = "all",
     retention: Retention | None = None,
+    banks: Sequence[int] | None = None,
 ) -> GroupRules:
-    """Return the rules of groups: see `CacheManager` for the arguments. Raise ArgumentError for values out of range, and for
-    eagle with chunked local attention, which cannot drop a page across chunks.
+    """Return the rules of groups, whose pages come from `banks` of a store: see `CacheManager` for the other arguments. Raise
+    ArgumentError for values out of range, and for eagle with chunked local attention, which cannot drop a page across chunks.
     """
     specs: list[Any] = [group.kv_cache_spec for group in kv_cache_groups]
     kinds = [kind_of(spec) for spec in specs]
@@ -79,7 +80,7 @@ def make_rules(
     for i, each in enumerate(described):
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
     return GroupRules(
-        CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), use_eagle, boundaries),
+        CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), use_eagle, boundaries, banks),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),
         checkpoint_interval=num_hit_tokens if intervals and enable_caching else None,

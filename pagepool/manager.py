@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -42,7 +43,6 @@ from pagepool._core import (
     lease_pages,
     list_in_flight,
     list_leases,
-    lists_of,
     load_prefix,
     rewind_request,
     take_copies,
@@ -65,11 +65,12 @@ from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
+from pagepool.pools import make_pools, read_sizes, require_plain
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
-from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
@@ -146,12 +147,18 @@ class CacheManager(KeyHolder, SlotAllocator):
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
     page: `free` releases the request's pages. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
-    `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
-    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
-    such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
-    deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
-    existing pool, such as one from `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another
-    seed, algorithm or other groups.
+    `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each name
+    in the groups' `CacheGroupSpec.pool`: up to four pools, each with a null page, ids from 0, free queue and evictions of its
+    own. A request gets pages of all its groups' pools, or none. ``pools`` maps names to `PagePool` objects, those with
+    attention first; ``page_pool`` is the pool of a manager with one, and raises ArgumentError with several. What several pools
+    do not support raises ArgumentError with its name: see docs/hybrids.md. Reserved pages are pages of the first pool.
+
+    Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret of the process), ``"sha256"``
+    (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`.
+    `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm deterministic. `keep_token_ids` keeps
+    the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as one from
+    `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other
+    groups.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
     where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
@@ -187,7 +194,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def __init__(
         self,
-        num_pages: int,
+        num_pages: int | Mapping[str, int],
         kv_cache_groups: Sequence[CacheGroupSpec],
         max_model_len: int,
         enable_caching: bool = True,
@@ -204,7 +211,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         restores_states: bool = False,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        """`max_model_len` is in tokens. Raise ArgumentError for values out of range and for unsupported combinations."""
+        """`max_model_len` is in tokens. Raise ArgumentError for values out of range, for pools that are not those of the
+        groups, and for unsupported combinations.
+        """
         if not isinstance(kv_cache_groups, Sequence):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
         check_groups(kv_cache_groups)
@@ -220,12 +229,24 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
-        self.page_pool = choose_pool(page_pool, num_pages, self.enable_caching, eviction)
+        sizes = read_sizes(num_pages, kv_cache_groups)
+        has_one = len(sizes.names) == 1
+        if not has_one:
+            require_plain(page_pool=page_pool, host_tier=host_tier, eviction=None if eviction == "lru" else eviction)
+        self.pools: Mapping[str, PagePool] = MappingProxyType(
+            {sizes.names[0]: choose_pool(page_pool, sizes.sizes[0], self.enable_caching, eviction)}
+            if has_one
+            else make_pools(sizes, self.enable_caching)
+        )
+        self._page_pool = self.pools[sizes.names[0]]
         retention = retention or Retention()
-        self._rules = rules = make_rules(kv_cache_groups, use_eagle, self.enable_caching, windows, retention)
-        self.num_pages = self.page_pool.num_pages
+        self._rules = rules = make_rules(
+            kv_cache_groups, use_eagle, self.enable_caching, windows, retention, sizes.pool_of_group
+        )
+        self._store = self._page_pool.store
+        self._store.name_banks(sizes.names)
+        self.num_pages = self._store.num_pages
         self.max_num_leased_pages = int(retention.max_leased_share * (self.num_pages - 1))
-        self._store = self.page_pool.store
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
         hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
@@ -234,12 +255,12 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            self.page_pool._bind(hasher.describe() | rules.configuration)
+            self._page_pool._bind(hasher.describe() | rules.configuration)
             if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
-        self._registry = RequestRegistry(self.page_pool, rules, hasher)
+        self._registry = RequestRegistry(self._page_pool, rules, hasher)
         restores_states = require_flag("restores_states", restores_states)
         super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large)
         if host_tier is not None:
@@ -252,13 +273,21 @@ class CacheManager(KeyHolder, SlotAllocator):
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
             f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._registry.held)}, "
             f"num_kv_cache_groups={len(self.kv_cache_groups)}, max_model_len={self.max_model_len}, "
-            f"enable_caching={self.enable_caching}, eviction={self.page_pool.eviction!r})"
+            f"enable_caching={self.enable_caching}, eviction={self._page_pool.eviction!r})"
         )
 
     @property
     def usage(self) -> float:
-        """Share of pages in use, 0.0 to 1.0. The null page counts as used."""
-        return self.page_pool.get_usage()
+        """Share of pages in use, 0.0 to 1.0, of all pools together. The null page counts as used."""
+        return 1.0 - self._store.num_free_pages / self.num_pages
+
+    @property
+    def page_pool(self) -> PagePool:
+        """The pool of a manager that has one. Raise ArgumentError with several: see ``pools``."""
+        if len(self.pools) > 1:
+            name = next(iter(self.pools))
+            raise ArgumentError(f"page_pool: got {len(self.pools)} pools, allowed: one; name it, as in pools[{name!r}]")
+        return self._page_pool
 
     # Look-ups and slots.
 
@@ -285,6 +314,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         bounds: tuple[int, int | None] = 0, None
         if dp_shard_hint is not None or data_parallel_size is not None:
+            self._store.require_one_bank("data_parallel_size")
             bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
         store, (num_queried_tokens, is_preempted) = self._store, query
         registry = self._registry
@@ -358,26 +388,30 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_ahead = min(require_int("num_lookahead_tokens", num_lookahead_tokens, 0), self.max_model_len)
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         size = None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
+        if size is not None:
+            self._store.require_one_bank("data_parallel_size")
         start, stop = find_shard_bounds(self.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
-        num_usable = usable_pages_count(self.num_pages)
-        num_here = num_usable if stop is None else stop - start
-        count_peak_pages = self._rules.groups.count_peak_pages
-        num_pages = count_peak_pages(num_tokens, max(1, num_new_tokens), num_ahead, self.max_model_len)
-        if num_pages <= num_here and num_pages + num_reserved <= num_usable:
-            return
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
         ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
-        needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
-        has = f"the pool has {num_usable:,}" if stop is None else f"the shard has {num_here:,}"
-        kept = f", and {num_reserved:,} of the pool's {num_usable:,} stay free" if num_reserved else ""
-        if most is None and count_peak_pages(num_tokens, 1, num_ahead, self.max_model_len) < num_pages:
-            kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"
-        raise RequestTooLargeError(f"{needed}, {has}{kept}")
+        for bank, (name, pool) in enumerate(self.pools.items()):
+            num_usable, num_kept = usable_pages_count(pool.num_pages), 0 if bank else num_reserved
+            num_here = num_usable if stop is None else stop - start
+            count_peak_pages = partial(self._rules.groups.count_peak_pages, num_tokens, bank=bank)
+            num_pages = count_peak_pages(max(1, num_new_tokens), num_ahead, self.max_model_len)
+            if num_pages <= num_here and num_pages + num_kept <= num_usable:
+                continue
+            needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
+            which = "the pool" if len(self.pools) == 1 else f"the pool {name!r}"
+            has = f"{which} has {num_usable:,}" if stop is None else f"the shard has {num_here:,}"
+            kept = f", and {num_kept:,} of the pool's {num_usable:,} stay free" if num_kept else ""
+            if most is None and count_peak_pages(1, num_ahead, self.max_model_len) < num_pages:
+                kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"
+            raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
         with self._registry.lock:
-            return self.page_pool.reset_prefix_cache()
+            return self._page_pool._reset_prefix_cache()
 
     def _read_query(self, request: Request) -> tuple[int, bool] | None:
         """Return the number of a request's tokens, and whether it was preempted; None if it may not hit."""
@@ -782,6 +816,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         term = term_of(seconds)
+        if seconds is not None:
+            self._store.require_one_bank("seconds")
         with self._registry.lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = self._registry.hashes.get(request.request_id)
@@ -832,7 +868,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        store, totals = self._store, self.page_pool.stats
+        store, totals = self._store, PagePoolStats(**self._store.counters)
         num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
         lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
         num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
@@ -858,13 +894,14 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_lru_hit_pages=num_lru_hit_pages,
             host_tier=None if self._host_tier is None else self._host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
+            pools={name: pool._count() for name, pool in self.pools.items()},
         )
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
         with self._registry.lock:
             check_holders(self._store, list(self._registry.held.values()))
-            self.page_pool.check()
+            self._page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the page ids of a request, one list for each group, with 0, the null page, for skipped pages. O(pages)."""
@@ -872,7 +909,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             held = self._registry.held.get(request_id)
         except TypeError:
             raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
-        return lists_of(self._no_ids if held is None else held.get_page_ids())
+        return self._store.lists_in_banks(self._no_ids if held is None else held.get_page_ids())
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
         """Count, for each group, the leading pages of a running request held by at least `num_scheduled_requests` requests,

@@ -33,6 +33,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
+from pagepool.pools import require_states
 from pagepool.request import LoraId, TokenIds
 from pagepool.specs import find_shard
 
@@ -47,9 +48,12 @@ class RunningBatch(RunningRows):
 
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
     ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
-    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages are cached at
-    once. Pool and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping
-    a batch: dropping it frees no pages.
+    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages are cached at once. Pools and
+    prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping a batch:
+    dropping it frees no pages.
+
+    With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
+    in the pools of states: a checkpoint is kept only if a free page stays for each free row.
 
     One owner at a time, as with the manager; calls are serialised. Each call is all or nothing, with one exception: rows before
     the first that does not fit keep their growth. Only the batch may fill the rows of the table.
@@ -85,20 +89,23 @@ class RunningBatch(RunningRows):
         this way. `restores_states` is for engines that restore the state of a row's computed tokens in its working page before
         the row grows again. Lookahead may then pass checkpoints: see docs/hybrids.md.
 
-        Raise ArgumentError if the arguments do not fit together, or if the manager caches with a `hash_algo` other than
-        ``"siphash128"``, since a step hashes natively. A row's memory is touched as the row grows: 4 bytes per token, 16 per
-        hashed page, 4 per page.
+        Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
+        and two more, or if the manager caches with a `hash_algo` other than ``"siphash128"``, since a step hashes natively. A
+        row's memory is touched as the row grows: 4 bytes per token, 16 per hashed page, 4 per page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
+        if size:
+            manager._store.require_one_bank("data_parallel_size")
         hash_page_size = manager._registry.rules.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
+        require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
         if manager.enable_caching and not manager._registry.hasher.is_native:
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
         super().__init__(
-            manager.page_pool.store,
+            manager._store,
             tables,
             manager._registry.rules.groups,
             manager.max_model_len,
@@ -286,8 +293,8 @@ class RunningBatch(RunningRows):
         Raise IntegrityError unless rows hold their pages, each page is in at most as many rows and requests of the manager as
         its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_holders(self._manager.page_pool.store, list(self._registry.held.values()), self)
-        self._manager.page_pool.check()
+        check_holders(self._manager._store, list(self._registry.held.values()), self)
+        self._manager._page_pool.check()
 
 
 class _ReadFeatures(NamedTuple):

@@ -385,10 +385,15 @@ class MambaSpec(CacheSpec):
 
 @dataclass(frozen=True)
 class CacheGroupSpec:
-    """Layers that share page ids. A page id of the group is one page in each of its layers."""
+    """Layers that share page ids. A page id of the group is one page in each of its layers.
+
+    `pool` names the pool that the group takes pages from. Groups with equal names share a pool and its range of page ids, so
+    their arrays have as many rows as the pool has pages. With other names a manager needs a size for each: see `CacheManager`.
+    """
 
     kv_cache_spec: CacheSpec
     layer_names: list[str] | None = None
+    pool: str = "kv"
 
 
 def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:

@@ -109,11 +109,26 @@ class Records(SimpleNamespace):
         self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)
         text = ": allowed: links from 0 to {}, or 1 to {} references and links {}; groups up to {}; the null page is free"
         self.refuse(is_wrong, ids, text, len(links) - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
-        self.queue = self.walk("the free queue", links, [0], ("prev_free", "next_free"))[1:]
+        queues = [self.walk("the free queue", links, [end], ("prev_free", "next_free"))[1:] for end in self.ends]
+        if len(self.banks) > 1:
+            self.check_banks(queues)
+        self.queue = np.concatenate(queues)
         self.free_ids = self.queue[self.queue < num_pages]
         self.require_count(len(self.free_ids), self.num_free, f"pages are in the free queue, up to page {before[0]}")
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
         self.require_count(0, self.num_held_free, "free pages have references")
+
+    def check_banks(self, queues: list[Array]) -> None:
+        """Check that banks follow one another, and that each has its free and its cached pages."""
+        starts, stops, num_free, num_entries = zip(*self.banks, strict=True)
+        self.require_count([1, *stops[:-1], self.num_pages], [*starts, stops[-1]], "are the bounds of banks")
+        for queue, start, stop, free, entries in zip(queues, starts, stops, num_free, num_entries, strict=True):
+            ids = queue[queue < self.num_pages]
+            self.refuse(
+                (ids < start) | (ids >= stop), ids, " is in the free queue of the bank of pages {} to {}", start, stop - 1
+            )
+            self.require_count(len(ids), free, f"pages of {start} to {stop - 1} are free")
+            self.require_count(np.count_nonzero(self.group[start:stop] != NO_GROUP), entries, "of them are cached")
 
     def check_terms(self) -> None:
         """Check that only cached pages have terms, that no free page was released in the future, and that free pages of one
@@ -151,8 +166,13 @@ class Records(SimpleNamespace):
     def check_parts(self) -> None:
         """Check that each part has its pages; pages without an entry belong to the blank part."""
         starts = self.queue[self.queue >= self.num_pages]
-        self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
-        parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
+        expected = [
+            self.num_pages + bank * (1 + self.num_parts) + part
+            for bank in range(len(self.banks))
+            for part in range(self.num_parts)
+        ]
+        self.require_count(starts.tolist(), expected, "begin the parts")
+        parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages] % self.num_parts
         marked = self.find_parts()
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)

@@ -17,13 +17,14 @@ __all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget
 class Pages(Sequence[CachePage]):
     """All pages of a pool by id. A page object is made on first access, and kept."""
 
-    def __init__(self, store: PageStore) -> None:
-        """View the pages of `store`."""
+    def __init__(self, store: PageStore, bank: int = 0) -> None:
+        """View the pages of a bank of `store`."""
         self._store = store
+        self._bank = bank
 
     def __len__(self) -> int:
         """Return the number of pages, including the null page."""
-        return self._store.num_pages
+        return self._store.count_pages(self._bank) + 1
 
     @overload
     def __getitem__(self, index: int) -> CachePage: ...
@@ -36,9 +37,9 @@ class Pages(Sequence[CachePage]):
                 page_ids = range(len(self))[index]
             except TypeError as error:
                 raise ArgumentTypeError(f"a slice of pages: {error}, allowed: ints") from None
-            return [self._store.page(page_id) for page_id in page_ids]
+            return [self._store.page_in_bank(page_id, self._bank) for page_id in page_ids]
         index = require_int("page id", index)
-        return self._store.page(index if index >= 0 else index + len(self))
+        return self._store.page_in_bank(index if index >= 0 else index + len(self), self._bank)
 
 
 class FreeCachePageQueue:

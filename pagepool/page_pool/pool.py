@@ -15,7 +15,7 @@ from pagepool.page_pool.integrity import check_store
 from pagepool.page_pool.pages import FreeCachePageQueue, Pages, PrefixIndex, find_page_id, forget_names, is_own_key
 from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
-from pagepool.stats import PagePoolStats
+from pagepool.stats import PagePoolStats, PoolStats
 
 __all__ = ["PagePool", "PageProbe", "choose_pool"]
 
@@ -41,6 +41,10 @@ class PagePool:
     takes 56 to 72 bytes (32 without caching), 24 (8) more with shards, 6 more after the first expectation, 10 more with
     adaptive eviction.
 
+    A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
+    its methods see its pages alone, but for the prefix index, which all pools share. Shards, `snapshot`, `stats`,
+    `reset_prefix_cache` and `free_page_queue` raise ArgumentError there.
+
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
     >>> [page.page_id for page in pages], pool.get_num_free_pages()
@@ -60,15 +64,38 @@ class PagePool:
         enable_caching = require_flag("enable_caching", enable_caching)
         self._start(PageStore(num_pages, enable_caching, eviction=eviction))
 
-    def _start(self, store: PageStore, configuration: Configuration | None = None) -> None:
-        """Set the attributes of the pool of `store`."""
+    def _start(self, store: PageStore, configuration: Configuration | None = None, bank: int = 0) -> None:
+        """Set the attributes of the pool of a bank of `store`."""
         self.store = store
-        self.num_pages = store.num_pages
+        self._bank = bank
+        self.num_pages = store.count_pages(bank) + 1
         self.enable_caching = store.enable_caching
         self.eviction: str = store.eviction
-        self.pages = Pages(self.store)
-        self.free_page_queue = FreeCachePageQueue.of_store(self.store)
+        self.pages = Pages(self.store, bank)
+        self._queue = FreeCachePageQueue.of_store(self.store)
         self.configuration = configuration
+
+    @classmethod
+    def of_bank(cls, store: PageStore, bank: int) -> "PagePool":
+        """Return the pool of a bank of a store that has several. Its page ids count from 0, the null page."""
+        pool = cls.__new__(cls)
+        pool._start(store, bank=bank)
+        return pool
+
+    def _records(self, page_ids: AnyPageIds | PageIds) -> PageIds:
+        """Return pages of the store for ids of this pool. Raise PageIdError for an id outside it."""
+        return self.store.records_in_bank(_require_ids(page_ids), self._bank)
+
+    def _ids(self, pages: PageIds) -> PageIdArray:
+        """Return the ids of pages of the store in this pool."""
+        return self.store.ids_in_banks(pages).to_array()
+
+    def _find_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
+        """Return the pages of the store, from the first before the last, that a look-up may find."""
+        if dp_shard_hint is not None or data_parallel_size is not None:
+            self.store.require_one_bank("data_parallel_size")
+            return find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        return self.store.bounds_of(self._bank)
 
     # Views are made on demand, so that a pool without them has no reference cycle and is freed at once.
 
@@ -78,15 +105,21 @@ class PagePool:
         return self.store.page(0)
 
     @property
+    def free_page_queue(self) -> FreeCachePageQueue:
+        """The free pages in the order of eviction. Raise ArgumentError for one of several pools."""
+        self.store.require_one_bank("free_page_queue")
+        return self._queue
+
+    @property
     def cached_page_hash_to_page(self) -> PrefixIndex:
-        """A live view of the prefix index."""
+        """A live view of the prefix index, which several pools share."""
         return PrefixIndex(self.store)
 
     def __repr__(self) -> str:
         """Return the size and use of the pool."""
         return (
-            f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
-            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching}, "
+            f"PagePool(num_pages={self.num_pages}, num_free_pages={self.get_num_free_pages()}, "
+            f"num_cached_pages={self._count().num_cached_pages}, enable_caching={self.enable_caching}, "
             f"eviction={self.eviction!r})"
         )
 
@@ -101,6 +134,7 @@ class PagePool:
         Raise IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and
         tuples.
         """
+        self.store.require_one_bank("snapshot")
         return save(self.store, self.configuration)
 
     @classmethod
@@ -169,11 +203,17 @@ class PagePool:
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
     ) -> PageIdArray:
         """Like `get_new_pages`, but return an int32 array ``[num_pages]``."""
-        return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
+        return self._ids(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
+        self._require_undivided(data_parallel_size)
         shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
-        return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
+        return self.store.take(num_pages, bank=self._bank) if shard is None else self.store.take(num_pages, *shard)
+
+    def _require_undivided(self, data_parallel_size: int | None) -> None:
+        """Raise ArgumentError for shards of one of several pools."""
+        if data_parallel_size is not None:
+            self.store.require_one_bank("data_parallel_size")
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Release one reference to each page, except null pages. O(pages).
@@ -186,7 +226,7 @@ class PagePool:
 
     def free_page_ids(self, ordered_page_ids: AnyPageIds) -> None:
         """Like `free_pages`, but take ids: an int32 array or a list."""
-        self.store.give_back(_require_ids(ordered_page_ids))
+        self.store.give_back(self._records(ordered_page_ids))
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one more reference to each page of each group, except null pages. A free page leaves the free queue. O(pages).
@@ -201,7 +241,7 @@ class PagePool:
 
     def touch_page_ids(self, page_ids: AnyPageIds) -> None:
         """Like `touch`, but take ids: an int32 array or a list."""
-        self.store.touch(_require_ids(page_ids))
+        self.store.touch(self._records(page_ids))
 
     # Prefix caching.
 
@@ -218,7 +258,7 @@ class PagePool:
         Among pages of equal content the first cached wins; with a hint, the first in that shard. O(groups). With a hint
         O(groups x shards) once pages were taken for that `data_parallel_size`, and O(groups x pages of equal content) before.
         """
-        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        bounds = self._find_bounds(dp_shard_hint, data_parallel_size)
         page_hash = checked_hash(page_hash)
         if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
@@ -234,9 +274,9 @@ class PagePool:
         data_parallel_size: int | None = None,
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
-        bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        bounds = self._find_bounds(dp_shard_hint, data_parallel_size)
         page_ids = self._find_ids(checked_hash(page_hash), kv_cache_group_ids, bounds)
-        return None if page_ids is None else page_ids.to_array()
+        return None if page_ids is None else self._ids(page_ids)
 
     def _find_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> PageIds | None:
         """Return a page of each group with an id within these bounds; None if any group has none."""
@@ -286,7 +326,7 @@ class PagePool:
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
         span = _check_span(num_cached_pages, num_full_pages, page_size)
-        ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
+        ids = self._records(PageIds(require_slice("page_ids", page_ids, *span[:2])))
         self._cache(ids, request, page_hashes, span, kv_cache_group_id)
 
     def _cache(self, ids: PageIds, request: Any, page_hashes: list[PageHash], span: Span, group_id: int) -> None:
@@ -335,7 +375,7 @@ class PagePool:
         `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are then cached
         again with their tokens. Raise PageIdError, without a change, for the null page or an id outside the pool.
         """
-        ids = PageIds(_require_ids(page_ids))
+        ids = self._records(PageIds(_require_ids(page_ids)))
         if 0 in ids:
             raise PageIdError("page 0, the null page, is never cached")
         return self.store.drop(ids)
@@ -348,6 +388,11 @@ class PagePool:
         """Drop all prefix entries, for example after loading new weights; the free queue keeps its order. Return False, without
         a change, while a page is held. O(num_pages).
         """
+        self.store.require_one_bank("reset_prefix_cache of one pool, where CacheManager has one of all")
+        return self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> bool:
+        """Do `reset_prefix_cache`, in all pools of the store."""
         num_held_pages = self.store.drop_all()
         if num_held_pages:
             logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
@@ -360,24 +405,31 @@ class PagePool:
 
     def get_num_free_pages(self) -> int:
         """Return the number of pages in the free queue."""
-        return self.store.num_free_pages
+        return self.store.count_free(self._bank)
 
     def get_usage(self) -> float:
         """Return the share of pages in use, 0.0 to 1.0. The null page counts as used."""
-        return 1.0 - self.store.num_free_pages / self.num_pages
+        return 1.0 - self.get_num_free_pages() / self.num_pages
 
     def ref_counts(self) -> PageIdArray:
         """Return a copy of the ref counts of all pages: an int32 array ``[num_pages]``."""
-        return self.store.ref_counts()
+        return self.store.ref_counts(self._bank)
 
     def free_page_ids_in_order(self) -> PageIdArray:
         """Return a copy of the free queue as an int32 array, starting with the next page to evict."""
-        return self.store.free_ids().to_array()
+        return self._ids(self.store.free_ids(self._bank))
 
     @property
     def stats(self) -> PagePoolStats:
-        """Counters since the pool was made."""
+        """Counters since the pool was made. Raise ArgumentError for one of several: see `CacheManager.stats`."""
+        self.store.require_one_bank("stats of one pool, where CacheManager.stats has them by pool")
         return PagePoolStats(**self.store.counters)
+
+    def _count(self) -> PoolStats:
+        """Return the state of the pool, and its counters where the store has several."""
+        num_pages, num_free_pages = self.num_pages - 1, self.get_num_free_pages()
+        counts = self.store.count_entries(self._bank)
+        return PoolStats(num_pages, num_free_pages, num_pages - num_free_pages, *counts)
 
     def check(self) -> None:
         """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""
@@ -393,7 +445,7 @@ def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> S
     )
 
 
-def _require_ids(page_ids: AnyPageIds) -> AnyPageIds:
+def _require_ids(page_ids: AnyPageIds | PageIds) -> AnyPageIds | PageIds:
     """Return the ids. Raise ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page_ids: got None, allowed: a list or an array")

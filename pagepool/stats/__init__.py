@@ -1,10 +1,10 @@
 """Statistics of pools and managers. `pagepool.stats.prometheus` exports them to Prometheus."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "ExpectationCounts", "HostTierStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
+__all__ = ["CacheStats", "ExpectationCounts", "HostTierStats", "PagePoolStats", "PoolStats", "QueryCounts", "TimeHistogram"]
 
 
 class TimeHistogram(NamedTuple):
@@ -52,6 +52,21 @@ class PagePoolStats:
     def hit_rate(self) -> float:
         """Hit tokens per queried token; 0 before the first query."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """State and counters of one pool of a manager. ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or
+    held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. Counters since the pool was made: pages handed
+    out, and evicted, that is, handed out again while they could be hit.
+    """
+
+    num_pages: int
+    num_free_pages: int
+    num_held_pages: int
+    num_cached_pages: int
+    num_allocated_pages: int
+    num_evicted_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +129,7 @@ NOTHING_EXPECTED = ExpectationCounts(0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """State of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
+    """State of a manager's cache, and its counters. Pages are those of all groups, in all pools.
 
     State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and leases
     (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
@@ -126,6 +141,8 @@ class CacheStats:
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, that is, handed out again while
     they could be hit. With adaptive eviction also hit pages (``num_hit_pages``), once for each request that hit them, and an
     estimate of LRU's hits (``num_lru_hit_pages``); None with other policies.
+
+    ``pools`` has the state and counters of each pool by name, also of one pool alone.
 
     ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of both; the tier's hits are its
     loaded pages.
@@ -155,3 +172,4 @@ class CacheStats:
     num_lru_hit_pages: int | None = None
     host_tier: HostTierStats | None = None
     expectations: ExpectationCounts = NOTHING_EXPECTED
+    pools: Mapping[str, PoolStats] = field(default_factory=dict)

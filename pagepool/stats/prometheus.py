@@ -26,7 +26,8 @@ __all__ = ["CacheCollector"]
 class CacheCollector(Collector):
     """Collector that exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
-    A scrape reads the managers in its own thread. There is no other cost.
+    A scrape reads the managers in its own thread. There is no other cost. ``pagepool_pool_*`` have the label ``pool``, the name
+    of a pool; the other metrics count the pages of all pools.
     """
 
     def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
@@ -68,6 +69,13 @@ class CacheCollector(Collector):
                     sample = _sample_of(each, field)
                     if sample is not None:
                         family.add_metric(values, *sample)
+                yield family
+        for kind, table in ((GaugeMetricFamily, POOL_GAUGES), (CounterMetricFamily, POOL_COUNTERS)):
+            for name, (field, text) in table.items():
+                family = kind(f"pagepool_{name}", text, labels=[*self._label_names, "pool"])
+                for values, each in stats.items():
+                    for pool, counts in each.pools.items():
+                        family.add_metric((*values, pool), getattr(counts, field))
                 yield family
         text = "Pages charged to a tenant with a share."
         family = GaugeMetricFamily("pagepool_tenant_pages", text, labels=[*self._label_names, "tenant"])
@@ -118,15 +126,27 @@ COUNTERS = {
     "host_evicted_pages": ("host_tier.num_evicted_pages", "Cached pages of the host tier taken for others."),
     "host_refused_pages": ("host_tier.num_refused_pages", "Pages not saved, because no page of the host tier was free."),
 }
+POOL_GAUGES = {
+    "pool_pages": ("num_pages", "Pages of one pool, without the null page."),
+    "pool_free_pages": ("num_free_pages", "Pages of one pool that nothing holds, cached ones included."),
+    "pool_held_pages": ("num_held_pages", "Pages of one pool that requests or leases hold."),
+    "pool_cached_pages": ("num_cached_pages", "Pages of one pool that can be hit, held or free."),
+}
+"""Fields of `PoolStats`, exported with the label ``pool``."""
+
+POOL_COUNTERS = {
+    "pool_allocated_pages": ("num_allocated_pages", "Pages of one pool handed out."),
+    "pool_evicted_pages": ("num_evicted_pages", "Cached pages of one pool handed out again."),
+}
 TIMES = {
     "kv_block_lifetime": ("lifetime", "Sampled: time from a page's allocation to its eviction."),
     "kv_block_idle_before_evict": ("idle_before_eviction", "Sampled: time from a page's last use to its eviction."),
     "kv_block_reuse_gap": ("reuse_gap", "Sampled: time from a page's use to its next hit."),
 }
 
-LABEL_NAME = re.compile(r"(?!__|(le|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Label names that every server stores unchanged. ``le`` belongs to buckets, ``tenant`` to shares, and names with a leading
-``__`` to the server.
+LABEL_NAME = re.compile(r"(?!__|(le|pool|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
+"""Label names that every server stores unchanged. ``le`` belongs to buckets, ``pool`` to pools, ``tenant`` to shares, and names
+with a leading ``__`` to the server.
 """
 
 
@@ -136,7 +156,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
             raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
         if not LABEL_NAME.fullmatch(name):
             raise ArgumentError(
-                f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'tenant' and '__...'"
+                f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'pool', 'tenant' and '__...'"
             )
     return labels
 

@@ -15,6 +15,7 @@ from contents_device import ContentsError, Device, Histories, find_first_read
 from contents_index import Books
 from contents_request import Job
 from planted_bugs import BUGS, Bug, plant_all, plant_in, read_texts
+from pool_ranges import Pools
 from settings import NUM_OPERATIONS, Group, Setting
 from sources import ROOT
 
@@ -136,7 +137,8 @@ def test_histories_are_equal_where_all_before_is_equal() -> None:
 
 
 def test_the_device_tells_what_it_read() -> None:
-    device = Device(4, [Group("full", 4), Group("full", 2)])
+    groups = [Group("full", 4), Group("full", 2)]
+    device = Device(Pools.of(4, [("kv", False)] * 2), groups)
     slots = np.array([4, 5, 6], dtype=np.int32)
     device.write(0, slots, [7, 8, 9])
     device.compare(0, slots, [7, 8, 9], "read")

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import pytest
 from features import PLAIN, Features, draw_features
 from pairs import run_twins, seeds_of
-from settings import ENDS_SETTINGS, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
+from settings import ENDS_SETTINGS, NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, Setting
 
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
 NUM_CALLS = NUM_OPERATIONS // (2 if NUM_OPERATIONS < 100_000 else 1)
 MIN_CALLS = 60  # with fewer, hardly anything comes again
 ALL = [*STATE_SETTINGS, *SETTINGS]
+CACHING_POOLS = [setting for setting in POOL_SETTINGS if setting.enable_caching]
 CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
 STATES = Features(states=True, forks=True)
 EXPECTED = Features(states=True, forks=True, expectations=True)
@@ -56,6 +57,8 @@ CASES = [
     Case("requests", STATES, ENDS_SETTINGS, 0.1),
     Case("requests", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
+    Case("requests", STATES, POOL_SETTINGS, 0.1),
+    Case("requests", EVERYTHING, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
     Case("rows", Features(external=True), SETTINGS, 0.02),
@@ -71,6 +74,8 @@ CASES = [
     Case("rows", STATES, ENDS_SETTINGS, 0.1),
     Case("rows", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
+    Case("rows", STATES, POOL_SETTINGS, 0.1),
+    Case("rows", EVERYTHING, CACHING_POOLS, 0.1),
 ]
 
 

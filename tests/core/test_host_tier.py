@@ -17,7 +17,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, RunningBatch, Transfers
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Refusal, RunningBatch, Transfers
 from pagepool._core import PageTier, add_tier
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, PageHashError, RowIndexError
 
@@ -351,6 +351,20 @@ def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
 
 
 # Rows that are swapped.
+
+
+def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
+    manager = make_manager(FULL, num_pages=7, host_tier=HostTier(64))
+    batch = make_batch(manager)
+    for tokens in (range(17), range(50, 67)):
+        assert batch.admit(0, list(tokens)) == 0
+        if tokens.start == 0:
+            batch.release([0])
+    manager.end_step()
+    manager.complete_transfers(manager.take_transfers().number)
+    assert batch.admit(1, list(range(18))) is None
+    assert batch.refusal == Refusal(5, 1, 0, 0, "kv", None, True)
+    batch.check()
 
 
 def test_a_row_is_swapped_out_and_in() -> None:

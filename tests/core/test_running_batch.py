@@ -17,6 +17,7 @@ from pairs import make_rows
 from settings import NUM_OPERATIONS, SETTINGS, Group, Setting
 
 import pagepool
+from pagepool.errors import ArgumentError
 
 NUM_MANY_ROWS = 40
 
@@ -96,3 +97,36 @@ def test_tokens_of_pages_are_kept_where_the_manager_keeps_them() -> None:
     pages = [manager.page_pool.pages[page_id] for page_id in batch.get_page_ids(0)[0]]
     kept = [page.page_hash.page_hash.token_ids for page in pages if page.page_hash]
     assert kept == [(1, 2, 3, 4), (5, 6, 7, 8)]
+
+
+def make_pools_batch(num_states: int, num_state_groups: int = 1) -> pagepool.RunningBatch:
+    """Return a batch of eight rows over a pool for attention and one for states."""
+    spec = pagepool.MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=8)
+    groups = [
+        pagepool.CacheGroupSpec(pagepool.FullAttentionSpec(4, 1, 8, "float16", False)),
+        *[pagepool.CacheGroupSpec(spec, pool="states")] * num_state_groups,
+    ]
+    manager = pagepool.CacheManager({"kv": 40, "states": num_states}, groups, 64)
+    return pagepool.RunningBatch(manager, pagepool.MultiGroupPageTable(8, 64, 64, [4] * len(groups)))
+
+
+def test_a_pool_of_states_has_a_page_for_each_row_and_one_more() -> None:
+    """So rows never wait for states: the null page is the tenth."""
+    with pytest.raises(ArgumentError, match=r"^num_pages\['states'\]: got 5, allowed for 8 rows: at least 10$"):
+        make_pools_batch(5)
+    with pytest.raises(ArgumentError, match=r"^num_pages\['states'\]: got 18, allowed for 8 rows: at least 19$"):
+        make_pools_batch(18, num_state_groups=2)
+
+
+@pytest.mark.parametrize("num_state_groups", [1, 2, 3])
+def test_rows_never_wait_for_states(num_state_groups: int) -> None:
+    """The least pool keeps one checkpoint: it does so while there is a state for each free row."""
+    batch = make_pools_batch(9 * num_state_groups + 1, num_state_groups)
+    assert batch.admit(0, [1] * 8) == 0
+    batch.append([0], [2])
+    assert batch.grow([0], 1).num_grown == 1
+    assert [batch.admit(row, [row] * 5) for row in range(1, 8)] == [0] * 7  # while the copies are due
+    assert len(batch.take_copies()) == num_state_groups
+    assert batch._manager.stats().pools["states"].num_cached_pages == num_state_groups
+    assert batch._manager.pools["states"].get_num_free_pages() == num_state_groups
+    batch.check()

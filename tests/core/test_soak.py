@@ -92,7 +92,7 @@ BROKEN = {
     "a leak": (Engine, "abort", abort_nothing, "."),
     "another entry dropped": (ManagerSide, "preempt", drop_one_more, "against|differ"),
     "a double free that passes": (pagepool.PagePool, "free_page_ids", free_wrongly, "not refused"),
-    "a reset in use": (pagepool.PagePool, "reset_prefix_cache", lambda pool: True, "was reset"),
+    "a reset in use": (pagepool.PagePool, "_reset_prefix_cache", lambda pool: True, "was reset"),
     "a room that is not there": (BatchSide, "grow", lambda side, rows, nums: len(rows), "against|got"),
 }
 

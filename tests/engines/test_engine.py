@@ -88,6 +88,25 @@ def test_chunks_end_at_checkpoints() -> None:
     check_rest(engine)
 
 
+def test_arrays_are_exactly_as_long_as_their_pools() -> None:
+    engine = make_engine(HYBRID_WEIGHTS, num_state_pages=17)
+    assert {name: pool.num_pages for name, pool in engine.manager.pools.items()} == {"kv": 40, "states": 17}
+    assert {keys.shape[1] for layer in engine.runner.cache.keys_and_values for keys in layer} == {40}
+    assert {states.shape[0] for states in engine.runner.cache.states} == {17}
+    check_answers(engine, make_asks(18), HYBRID_WEIGHTS)
+    assert engine.manager.stats().pools["states"].num_evicted_pages > 0
+
+
+def test_an_id_outside_its_array_is_found() -> None:
+    """JAX would read the last page."""
+    engine = make_engine(HYBRID_WEIGHTS, num_state_pages=17)
+    engine.runner.lengths = 40, 2
+    engine.add([1, 2, 3], SamplingParams(2))
+    engine.add([4, 5, 6], SamplingParams(2))
+    with pytest.raises(AssertionError, match=r"^page ids from 0 to 2 of 2$"):
+        engine.step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "num_devices"), [("pallas", 2), ("gather", 8), ("pallas", 8)])
 def test_answers_on_several_devices(attention: str, num_devices: int) -> None:
@@ -230,6 +249,9 @@ def test_the_command_chats_with_a_hybrid(
     text = capsys.readouterr().out
     assert text.count(", score -") == num_scores
     assert f"Cached prompt tokens: {num_chats * 40} of {36 + num_chats * (36 + 6 + 9)} " in text
+    page_bytes, state_bytes = 2 * 2 * 4 * 2 * 8 * 4, 2 * 4 * 8 * 8 * 4  # layers, keys and values, tokens, heads
+    num_bytes, one_range = 40 * page_bytes + 36 * state_bytes, (40 + 36 - 1) * (page_bytes + state_bytes)
+    assert f"Memory of the cache: {num_bytes:,} bytes. With one range of page ids: {one_range:,} bytes." in text
 
 
 @pytest.mark.parametrize(
@@ -248,6 +270,7 @@ def test_the_command_chats_with_a_hybrid(
         (["--samples", "0"], "num_samples: got 0"),
         (["--beams", "9"], "num_beams: got 9"),
         (["--hybrid", "--checkpoint-interval", "12"], "checkpoint_interval: got 12"),
+        (["--hybrid", "--num-state-pages", "8"], "num_pages['states']: got 8, allowed for 7 rows: at least 9"),
         (["--hybrid", "--page-files", "."], "page files: got a hybrid"),
         (["--page-files", __file__], "File exists"),
     ],

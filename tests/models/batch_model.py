@@ -6,7 +6,7 @@ The first does row by row, in plain Python and with a plain NumPy table, what th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,12 @@ from twins import (
     Side,
     copies_of,
     firsts_of,
+    free_ids_of,
+    free_ids_of_twin,
     owners_of,
+    pools_of,
+    pools_of_twin,
+    ref_counts_of,
     stats_of_twin,
     tenants_of,
     tenants_of_twin,
@@ -61,8 +66,9 @@ class Growth(NamedTuple):
 class PoolState(NamedTuple):
     """The observable state of a pool."""
 
-    ref_counts: list[int]  # of all pages but the null page, whose count is not maintained
-    free_page_ids: list[int]  # front of the queue first
+    ref_counts: list[int]  # of all pages but the null page, whose count is not maintained, one pool behind another
+    free_page_ids: list[list[int]]  # by pool: front of the queue first
+    pools: dict[str, tuple[int, ...]]  # see `State`
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
     hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: pagepool.PagePoolStats
@@ -85,19 +91,22 @@ class BatchState(NamedTuple):
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
 
-def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
-    """Return the state of the package's pool."""
-    pages_by_key = dict(pool.cached_page_hash_to_page)
+def package_pool_state(pools: pagepool.PagePool | Mapping[str, pagepool.PagePool], with_hashes: bool) -> PoolState:
+    """Return the state of the package's pool, or of several over one store."""
+    pools = {"kv": pools} if isinstance(pools, pagepool.PagePool) else pools
+    first = next(iter(pools.values()))
+    pages_by_key, store = dict(first.cached_page_hash_to_page), first.store
     hashes = {page: key.page_hash.hash_value for key, pages in pages_by_key.items() for page in pages}
     return PoolState(
-        pool.ref_counts().tolist()[1:],
-        pool.free_page_ids_in_order().tolist(),
+        ref_counts_of(pools),
+        free_ids_of(pools),
+        pools_of(pools),
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
-        pool.stats,
-        terms_of(pool.store),
-        owners_of(pool.store),
-        tenants_of(pool.store),
+        pagepool.PagePoolStats(**store.counters),
+        terms_of(store),
+        owners_of(store),
+        tenants_of(store),
     )
 
 
@@ -105,10 +114,12 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     """Return the state of the oracle's pool."""
     pool = manager.page_pool
     stats = stats_of_twin(pool)
-    entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
+    id_of = manager.pools.id_of
+    entries = sorted((i, tuple(id_of(page, i) for page in pages)) for (_, i), pages in pool.index.items())
     return PoolState(
         pool.ref_counts[1:],
-        pool.free_page_ids(),
+        free_ids_of_twin(manager),
+        pools_of_twin(manager),
         entries,
         {},
         stats,
@@ -285,7 +296,7 @@ class OracleRows(Rows):
         num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, new_pages)
         self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
         for group_id, page_ids in enumerate(pages_by_group):
-            grown.page_ids.extend(page_ids)
+            grown.page_ids.extend(self.manager.pools.id_of(page_id, group_id) for page_id in page_ids)
             grown.rows.extend([row] * len(page_ids))
             grown.groups.extend([group_id] * len(page_ids))
         return True
@@ -301,6 +312,7 @@ class OracleRows(Rows):
         if self.dedupe and num_new:
             self.manager.states.dedupe(request, self._shard_of(row))
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
+        options["num_free_rows"] = self.requests.count(None)
         return self.manager.allocate_slots(request, num_new, **options)
 
     def _shard_of(self, row: int) -> range | None:
@@ -410,7 +422,7 @@ class OracleRows(Rows):
         return tuple(list(ids) for ids in page_ids) or tuple([] for _ in self.tables)
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
-        page_ids = [self.get_page_ids(row) for row in range(len(self.requests))]
+        page_ids = [self._shown_ids(self.get_page_ids(row)) for row in range(len(self.requests))]
         return BatchState(
             [request is not None for request in self.requests],
             [request.num_tokens if request else 0 for request in self.requests],
@@ -420,12 +432,15 @@ class OracleRows(Rows):
             [table.tolist() for table in self.tables],
             [[len(ids[group_id]) for ids in page_ids] for group_id in range(len(self.tables))],
             oracle_pool_state(self.manager),
-            [tuple(list(ids) for ids in self.manager.get_page_ids(request_id)) for request_id in request_ids],
+            [self._shown_ids(self.manager.get_page_ids(request_id)) for request_id in request_ids],
         )
+
+    def _shown_ids(self, pages: PagesByGroup) -> PagesByGroup:
+        return self.manager.pools.ids_by_group(pages)
 
     def _show(self, row: int) -> None:
         """Write the row's pages, and zeros behind them."""
-        for table, page_ids in zip(self.tables, self.get_page_ids(row), strict=True):
+        for table, page_ids in zip(self.tables, self._shown_ids(self.get_page_ids(row)), strict=True):
             table[row] = 0
             table[row, : len(page_ids)] = page_ids
 
@@ -637,7 +652,7 @@ class BatchRows(Rows):
             [batch.get_page_ids(row) for row in range(batch.num_tokens.size)],
             [table.page_table_cpu.tolist() for table in self.tables],
             [table.num_pages_per_row.tolist() for table in self.tables],
-            package_pool_state(self.manager.page_pool, with_hashes=False),
+            package_pool_state(self.manager.pools, with_hashes=False),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from batch_model import Grown
 from features import PLAIN, Actions, Features, Workload, random_seconds, random_span
-from settings import Setting
+from settings import NumPages, Setting
 from twin_engine import Feature
 from twins import Twins
 
@@ -28,7 +28,7 @@ Prompt = tuple[list[int], dict[str, Any]]
 class BatchWorkload(Workload):
     """Drives rows at random. It reads their state from the model."""
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
+    def __init__(self, setting: Setting, twins: Twins, num_pages: NumPages, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len
         super().__init__(setting, twins, num_pages, rng, features)
         self.model: Any = twins.oracle  # OracleRows

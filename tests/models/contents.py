@@ -29,8 +29,9 @@ from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
 from contents_tier import InFlight, TierBooks, draw_tier
-from settings import ENDS_SETTINGS, HASHING, SETTINGS, STATE_SETTINGS, Group, Setting, kept
+from settings import ENDS_SETTINGS, HASHING, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, Group, Setting, kept
 from twin_engine import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
+from twins import free_ids_of, ref_counts_of
 
 import pagepool
 from pagepool.errors import ArgumentError, RequestTooLargeError
@@ -54,7 +55,7 @@ MORE_SETTINGS = [
     Setting("full 16 and 8, chunk of 8, states",
             (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS]
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS]
 CONTENTS_SETTINGS = [setting for start in range(7) for setting in ALL_SETTINGS[start::7]]
 """In an order in which the kinds alternate, so that a short run has all of them."""
 
@@ -71,6 +72,9 @@ EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
+WITH_POOLS = "external", "forks"
+"""The features that several pools support."""
+
 
 class Simulation:
     """One setting under one seed, which also chooses the features, unless they are given, and the eviction policy."""
@@ -81,15 +85,18 @@ class Simulation:
         self.rng = Random(seed)
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
-        self.num_pages = self.rng.choice(setting.num_pages)
+        self.sizes = self.rng.choice(setting.num_pages)
+        self.num_pages = setting.pools(self.sizes).num_records
         self.fronts_classes = self.rng.choice(FRONTS)
-        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)], "restores_states": True}
+        eviction = EVICTION[0 if setting.has_pools else seed % len(EVICTION)]
+        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": eviction, "restores_states": True}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
         share = self.rng.choice((0.5, 0.5, 1.0))
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
-        self.features = chosen if features is None else features
-        self.device = Device(self.num_pages, setting.groups, self.histories)
+        chosen = chosen if features is None else list(features)
+        self.features = [feature for feature in chosen if not setting.has_pools or feature in WITH_POOLS]
+        self.device = Device(setting.pools(self.sizes), setting.groups, self.histories)
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
@@ -107,10 +114,10 @@ class Simulation:
         groups = setting.cache_groups(pagepool)
         tier = draw_tier(self.rng, self.num_pages) if "tier" in self.features and setting.enable_caching else None
         manager = setting.manager(
-            pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, host_tier=tier, **self.options
+            pagepool.CacheManager, groups, self.sizes, page_pool=page_pool, host_tier=tier, **self.options
         )
         tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
-        books = StateBooks(setting, self.num_pages, manager.page_pool.store, tier_books)
+        books = StateBooks(setting, self.sizes, manager._store, tier_books)
         self.world = World(
             setting,
             manager,
@@ -426,7 +433,8 @@ class Simulation:
                 continue
             slots = work.find_slots(group_id, start, stop)
             if group.kind != "mamba":
-                slots = slots[[int(slot) // group.page_size not in spared for slot in slots]]
+                page_ids = [int(slot) // group.page_size for slot in slots]
+                slots = slots[[self.books.pools.record_of(page_id, group_id) not in spared for page_id in page_ids]]
             self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
     def _has_right_states(self, work: Work) -> bool:
@@ -599,7 +607,8 @@ class Simulation:
     def _evict(self, page_ids: list[int]) -> None:
         num_cached = sum(page_id in self.books.index.entries for page_id in page_ids)
         self.counts["calls"] += 1
-        num_evicted = self.manager.page_pool.evict_pages(page_ids)
+        parts = self.books.pools.part(page_ids).items()
+        num_evicted = sum(self.manager.pools[name].evict_pages(ids) for name, ids in parts)
         require(num_evicted == num_cached, "evicted entries", num_evicted, num_cached)
         for page_id in page_ids:
             self.books.drop_everywhere(page_id)
@@ -707,8 +716,7 @@ class Simulation:
         self.counts["refused claims"] += 1
 
     def _read_state(self) -> Any:
-        pool = self.manager.page_pool
-        return pool.free_page_ids_in_order().tolist(), pool.ref_counts().tolist(), pool.stats.num_cached_pages
+        return free_ids_of(self.manager.pools), ref_counts_of(self.manager.pools), self.manager.stats().num_cached_pages
 
     def save(self) -> None:
         """Take a snapshot, including the contents of the device."""
@@ -741,7 +749,7 @@ class Simulation:
     def audit(self) -> None:
         """Compare the observable state: cached pages and their contents, holders, and what running jobs will read."""
         self.world.settle()
-        pool, store, books = self.manager.page_pool, self.manager.page_pool.store, self.books
+        store, books = self.manager._store, self.books
         keys = {page_id: store.key_of(page_id) for page_id in range(self.num_pages)}
         cached = {page_id: key[1] for page_id, key in keys.items() if key is not None}
         expected = {page_id: entry.content[0] for page_id, entry in books.index.entries.items()}
@@ -752,8 +760,11 @@ class Simulation:
             histories = self.histories.list_last(history, 1 if group.kind == "mamba" else group.page_size)
             if books.tier is None or not books.tier.is_failing(page_id):
                 self.device.compare_page(group_id, page_id, histories)
-        ref_counts = [books.holders[page_id] for page_id in range(self.num_pages)]
-        require(pool.ref_counts().tolist() == ref_counts, "ref counts", pool.ref_counts().tolist(), ref_counts)
+        expected, ref_counts = (
+            [books.holders[page_id] for page_id in range(1, self.num_pages)],
+            ref_counts_of(self.manager.pools),
+        )
+        require(ref_counts == expected, "ref counts", ref_counts, expected)
         for job in self.jobs:
             if not job.loading:
                 self._compare_held(job)

@@ -1,6 +1,7 @@
 """The device of the simulation: an array of cells in place of keys and values, and numbers that identify their contents.
 
-All groups draw from the same cells, as layers do that share one buffer, so that a page which two groups hold is seen too.
+All groups of a pool draw from the same cells, as layers do that share one buffer, so that a page which two groups hold is seen
+too. Each pool has cells of its own, exactly as many as its pages, so that an id of another pool is out of bounds or wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pool_ranges import Pools
 from settings import Group
 
 NOTHING = 0
@@ -67,13 +69,14 @@ class Histories:
 
 
 class Device:
-    """Cells by page and offset, shared by all groups. Page 0 is never written."""
+    """Cells of each pool by page and offset, shared by its groups. Page 0 is never written."""
 
-    def __init__(self, num_pages: int, groups: Sequence[Group], histories: Histories | None = None) -> None:
+    def __init__(self, pools: Pools, groups: Sequence[Group], histories: Histories | None = None) -> None:
+        self.pools = pools
         self.groups = groups
         self.histories = histories or Histories()
         width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
-        self.cells: Cells = np.zeros((num_pages, width), dtype=np.int64)
+        self.arrays: list[Cells] = [np.zeros((len(pages) + 1, width), dtype=np.int64) for pages in pools.ranges]
         self.num_written = 0
         self.num_compared = 0
 
@@ -81,13 +84,13 @@ class Device:
         """Write computed histories into slots of a group."""
         pages, offsets = self._places(group_id, slots)
         require(bool((pages > 0).all()), "a write into the null page", slots.tolist())
-        self.cells[pages, offsets] = self._values(group_id, histories)
+        self._cells_of(group_id)[pages, offsets] = self._values(group_id, histories)
         self.num_written += len(histories)
 
     def compare(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str) -> None:
         """Raise unless slots of a group hold these histories."""
         pages, offsets = self._places(group_id, slots)
-        read, expected = self.cells[pages, offsets], self._values(group_id, histories)
+        read, expected = self._cells_of(group_id)[pages, offsets], self._values(group_id, histories)
         self.num_compared += len(histories)
         if not (pages > 0).all() or not np.array_equal(read, expected):
             bad = int(np.argmax((read != expected) | (pages == 0)))
@@ -98,18 +101,30 @@ class Device:
     def holds(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> bool:
         """Whether slots of a group hold these histories."""
         self.num_compared += len(histories)
-        read = self.cells[self._places(group_id, slots)]
+        read = self._cells_of(group_id)[self._places(group_id, slots)]
         return bool((slots > 0).all()) and np.array_equal(read, self._values(group_id, histories))
 
-    def compare_page(self, group_id: int, page_id: int, histories: Sequence[int]) -> None:
+    def compare_page(self, group_id: int, record: int, histories: Sequence[int]) -> None:
         """Raise unless a page holds these histories from its first slot on."""
+        page_id = self.pools.id_of(record, group_id)
         page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size
         slots = np.arange(len(histories), dtype=np.int32) + page_id * page_size
         self.compare(group_id, slots, histories, f"cached page {page_id}")
 
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy pages. All are read before any is written."""
-        self.cells[list(destinations)] = self.cells[list(sources)]
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy pages: source, destination and group of each. All are read before any is written."""
+        read = [self._cells_of(group_id)[source].copy() for source, _, group_id in copies]
+        for cells, (_, destination, group_id) in zip(read, copies, strict=True):
+            self._cells_of(group_id)[destination] = cells
+
+    @property
+    def cells(self) -> Cells:
+        """The cells of the only pool."""
+        [cells] = self.arrays
+        return cells
+
+    def _cells_of(self, group_id: int) -> Cells:
+        return self.arrays[self.pools.of_group[group_id]]
 
     def _places(self, group_id: int, slots: npt.NDArray[np.int32]) -> tuple[Any, Any]:
         """Return page and offset of each slot. A state's slots are page ids."""

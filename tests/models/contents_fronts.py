@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -67,8 +67,8 @@ class World:
             taken = self.books.tier.take(self.manager.take_transfers(), self.books.index)
             moves += [partial(self.books.tier.make, taken)] if taken else []
         copies = copies_of(self.manager.take_copies())
-        sources, destinations = [source for source, _, _ in copies], [destination for _, destination, _ in copies]
-        moves.append(partial(self.device.copy, sources, destinations))
+        destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
+        moves.append(partial(self.device.copy, copies))
         require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
         require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
         require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
@@ -198,6 +198,10 @@ class Front(ABC):
         target.all_token_ids[num_kept:] = self.rng.choices(VOCABULARY, k=job.num_tokens - num_kept)
         target.share_serial(job)
         return target
+
+    def records(self, page_ids: Iterable[Iterable[int]]) -> tuple[list[int], ...]:
+        """Return the records of pages by group. The books know pages by these."""
+        return self.books.pools.records_by_group(page_ids)
 
     def draw_seconds(self) -> float | None:
         """Return when what a job leaves is wanted, if that is said."""
@@ -381,16 +385,17 @@ class ManagerFront(Front):
             num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
             self.require_refusal(job, expected, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
-        hit_ids = self.books.check_state_hits(job, hits.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
-        shard = self.books.find_shard_of([page_id for ids in hits.get_page_ids() for page_id in ids], dp_shard)
+        found, new_ids = self.records(hits.get_page_ids()), self.records(added.get_page_ids())
+        hit_ids = self.books.check_state_hits(job, found, num_hit_tokens, self.books.find_shard(dp_shard))
+        shard = self.books.find_shard_of([page_id for ids in found for page_id in ids], dp_shard)
         self.books.attach(job, hit_ids, num_hit_tokens, self.books.find_shard(dp_shard))
         self.start(job, row)
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
-        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
-        self.books.take(job, added.get_page_ids(), shard)
-        self.tables.add_row(job.pages, row)
+        self.books.note_state_hits(job, new_ids, num_hit_tokens, self.books.find_shard(dp_shard))
+        self.books.take(job, new_ids, shard)
+        self._show(job)
         job.num_computed_tokens = num_hit_tokens
         self.finish(work, work.histories[: work.job.num_tokens])
         if num_transferred and num_new == 0:
@@ -443,17 +448,21 @@ class ManagerFront(Front):
         if added is None:
             return False
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
-        new_ids = added.get_page_ids()
+        new_ids = self.records(added.get_page_ids())
         added_ids, working_ids = self.books.part(job, new_ids)
         self.books.take(job, added_ids, shard)
         self.books.keep(job, start, working_ids, shard, work.is_delayed)
-        self.tables.add_row(job.pages, job.row)
+        self._show(job)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Entry(self, [work]))
         return True
 
+    def _show(self, job: Job) -> None:
+        """Fill a job's row of the tables with the ids of its pages."""
+        self.tables.add_row(list(self.books.pools.ids_by_group(job.pages)), job.row)
+
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
-        held = self.manager.get_page_ids(job.request_id)
+        held = self.records(self.manager.get_page_ids(job.request_id))
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
 
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
@@ -464,9 +473,9 @@ class ManagerFront(Front):
             pages = self.world.call_in_time("fork", self.manager, job, target)
             if pages is None:
                 break
-            self.books.fork(job, target, pages.get_page_ids(), None)
+            self.books.fork(job, target, self.records(pages.get_page_ids()), None)
             self.start(target, row)
-            self.tables.add_row(target.pages, row)
+            self._show(target)
             forked.append(target)
         return forked
 
@@ -477,7 +486,7 @@ class ManagerFront(Front):
         else:
             self.call("commit_external", self.manager, job, num_came)
             self.books.commit(job, num_computed_tokens)
-            self.tables.add_row(job.pages, job.row)
+            self._show(job)
         job.num_computed_tokens = num_computed_tokens
 
     def fail(self, job: Job, num_came: int) -> int:
@@ -487,7 +496,7 @@ class ManagerFront(Front):
             self.world.waiting.append(self.leave(job, None, 0))
         else:
             self.books.fail(job, num_computed_tokens)
-            self.tables.add_row(job.pages, job.row)
+            self._show(job)
             job.num_computed_tokens = num_computed_tokens
         return num_computed_tokens
 
@@ -510,9 +519,9 @@ class ManagerFront(Front):
             self.books.cut(job, self.setting.max_model_len, restart)
             if not any(job.pages):
                 job.load_number = 0  # of a request that holds nothing the manager knows nothing
-            self.tables.add_row(job.pages, job.row)
+            self._show(job)
             self.world.counts["requests that went back"] += 1
-        held = self.manager.get_page_ids(job.request_id)
+        held = self.records(self.manager.get_page_ids(job.request_id))
         require(list(held) == job.pages, "a request that goes back holds other pages", job, held, job.pages)
         return not job.loading and (restart >= job.num_computed_tokens or self.go_back(job, restart))
 
@@ -569,7 +578,7 @@ class BatchFront(Front):
         most = min(options.get("num_external_tokens", 0), job.num_tokens - 1 - num_hit_tokens)
         require(num_external == most, "tokens from elsewhere", job, num_external, most)
         stop = num_hit_tokens + num_external if num_external else int(self.batch.num_computed_tokens[row])
-        held = self.batch.get_page_ids(row)
+        held = self.records(self.batch.get_page_ids(row))
         nums_hits = [0 if group.kind == "mamba" else num_hit_tokens // group.page_size for group in self.setting.groups]
         hits = [ids[:num] for ids, num in zip(held, nums_hits, strict=True)]
         new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
@@ -698,10 +707,10 @@ class BatchFront(Front):
         added: dict[int, list[list[int]]] = {work.job.row: [[] for _ in self.setting.groups] for work in works}
         new = zip(*(ids.tolist() for ids in (result.new_page_rows, result.new_page_groups, result.new_page_ids)), strict=True)
         for row, group_id, page_id in new:
-            added[row][group_id].append(page_id)
+            added[row][group_id].append(self.books.pools.record_of(page_id, group_id))
         for work in works[: result.num_grown + 1]:
             job = work.job
-            held = self.batch.get_page_ids(job.row)
+            held = self.records(self.batch.get_page_ids(job.row))
             if self.dedupes:
                 work.hits |= self._exchange(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
@@ -758,7 +767,9 @@ class BatchFront(Front):
         """
         if self.dedupes:
             return True
-        taken = set(zip(growth.result.new_page_rows.tolist(), growth.result.new_page_ids.tolist(), strict=True))
+        result, record_of = growth.result, self.books.pools.record_of
+        new_ids = zip(result.new_page_ids.tolist(), result.new_page_groups.tolist(), strict=True)
+        taken = set(zip(result.new_page_rows.tolist(), [record_of(*page) for page in new_ids], strict=True))
         if taken - {(work.job.row, page_id) for work in growth.works for pages in work.job.pages for page_id in pages}:
             return True  # a later call let a state go on in another page
         for work in growth.works:
@@ -819,10 +830,10 @@ class BatchFront(Front):
         except OutOfPagesError:
             return []
         if self.dedupes:
-            self._exchange(job, self.batch.get_page_ids(job.row), job.num_computed_tokens)
+            self._exchange(job, self.records(self.batch.get_page_ids(job.row)), job.num_computed_tokens)
         forked = [self.copy_of(job) for _ in rows]
         for target, row in zip(forked, rows, strict=True):
-            self.books.fork(job, target, self.batch.get_page_ids(row), self.books.find_shard(job.dp_shard))
+            self.books.fork(job, target, self.records(self.batch.get_page_ids(row)), self.books.find_shard(job.dp_shard))
             self.start(target, row)
         return forked
 

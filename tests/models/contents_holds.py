@@ -36,7 +36,7 @@ class Holds:
         self.rng: Random = world.rng
         self.leases: list[Leased] = []
         self.time = 1000.0
-        world.manager.page_pool.store.set_time(self.time)
+        world.manager._store.set_time(self.time)
 
     # Leases.
 

@@ -18,7 +18,7 @@ from typing import Any
 from contents_device import Content, find_first_read, require
 from contents_request import Job
 from contents_tier import TierBooks
-from settings import Group, Setting
+from settings import Group, NumPages, Setting
 
 from pagepool._core import copy_records
 
@@ -75,12 +75,13 @@ class Index:
 class Books:
     """The pages of a pool, their holders and their contents, derived from returned ids and computed tokens."""
 
-    def __init__(self, setting: Setting, num_pages: int, store: Any = None, tier: TierBooks | None = None) -> None:
+    def __init__(self, setting: Setting, num_pages: NumPages, store: Any = None, tier: TierBooks | None = None) -> None:
         self.setting = setting
         self.store = store  # asked where what the pool has dropped depends on the order of calls
         self.tier = tier
         self.groups: Sequence[Group] = setting.groups
-        self.num_pages = num_pages
+        self.pools = setting.pools(num_pages)
+        self.num_pages = self.pools.num_records
         self.holders: Counter[int] = Counter()
         self.leased: Counter[int] = Counter()
         self.index = Index()
@@ -281,12 +282,18 @@ class Books:
             return  # the hits choose the shard
         if self.are_copies_due:
             return  # their sources are held
-        num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in self.groups)
-        num_pages += max(0, sum(bool(group.interval) for group in self.groups) - 1)  # some checkpoints are held, some not
-        free = [page_id for page_id in range(1, self.num_pages) if not self.holders[page_id]]
-        num_there = sum(shard is None or page_id in shard for page_id in free)
-        is_short = num_pages > num_there or num_pages + num_reserved > len(free)
-        require(is_short, "refused, and there is room", job, f"{num_pages} pages, {num_there} there, {num_reserved} reserved")
+        most_held = max(0, sum(bool(group.interval) for group in self.groups) - 1)  # some checkpoints are held, some not
+        rooms = []
+        for pool, pages in enumerate(self.pools.ranges):
+            groups, kept = [self.groups[i] for i in self.pools.groups_of(pool)], 0 if pool else num_reserved
+            num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in groups)
+            num_pages += min(most_held, sum(bool(group.interval) for group in groups))
+            free = [page_id for page_id in pages if not self.holders[page_id]]
+            num_there = sum(shard is None or page_id in shard for page_id in free)
+            rooms.append(
+                (f"{num_pages} pages, {num_there} there, {kept} reserved", num_pages > num_there, num_pages + kept > len(free))
+            )
+        require(any(is_short or is_kept for _, is_short, is_kept in rooms), "refused, and there is room", job, rooms)
 
     def require_room(self, job: Job, num_tokens: int) -> None:
         """Raise unless the pages have a slot for each token."""
@@ -327,7 +334,7 @@ class Books:
         the same call, it may have been evicted, and saved, before.
         """
         key, content = self.store.key_of(page_id), self.index.content_of(page_id)
-        if content is not None and key is None and self.store.ref_counts()[page_id] == 0:
+        if content is not None and key is None and self.store.page(page_id).ref_cnt == 0:
             require(page_id not in self.kept, "a page is dropped with which a request may resume", page_id, content)
         if content is not None and (key is None or (self.tier is not None and self.tier.keys.get(key) != content)):
             self.drop(page_id)

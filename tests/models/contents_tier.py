@@ -15,6 +15,7 @@ from typing import Any
 
 from contents_device import MAX_GROUPS, Cells, Content, Device, require
 from contents_request import Job
+from pool_ranges import Pools
 from settings import Group
 
 from pagepool import HostTier
@@ -55,7 +56,7 @@ class TierBooks:
         self.tier, self.device, self.rng, self.counts = tier, device, rng, counts
         self.writes_through = tier.policy == "write_through" and tier.num_pages - 1 >= 2 * (len(device.cells) - 1)
         self.histories = device.histories
-        self.host = Device(tier.num_pages, device.groups)
+        self.host = Device(Pools.of(tier.num_pages, [("kv", False)] * len(device.groups)), device.groups)
         self.groups: list[Group] = list(device.groups)
         self.entries: dict[int, Content] = {}
         self.keys: dict[Any, Content] = {}  # contents, by the keys under which pages of the device were cached

@@ -60,16 +60,46 @@ def exact_float32() -> Iterator[None]:
         yield
 
 
+class CheckingRunner(runner.ModelRunner):
+    """A runner that checks each page id against the length of its group's arrays: JAX clips ids outside them."""
+
+    lengths: tuple[int, int]
+
+    def run(self, page_tables: Any, tokens: Any, params: Any) -> Any:
+        for page_table, length in zip(page_tables, self.lengths, strict=False):
+            check_ids(np.asarray(page_table), length)
+        return super().run(page_tables, tokens, params)
+
+    def copy_pages(self, copies: Any) -> None:
+        for group, length in enumerate(self.lengths):
+            check_ids(copies.src[copies.group == group], length)
+            check_ids(copies.dst[copies.group == group], length)
+        super().copy_pages(copies)
+
+
+def check_ids(page_ids: Any, length: int) -> None:
+    assert ((page_ids >= 0) & (page_ids < length)).all(), f"page ids from {page_ids.min()} to {page_ids.max()} of {length}"
+
+
 def make_runner(
-    weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
+    weights: Weights,
+    num_pages: int,
+    num_state_pages: int,
+    page_size: int,
+    attend: Attention,
+    num_devices: int,
+    num_host_pages: int = 0,
 ) -> runner.ModelRunner:
     """Make a runner. It shares its program with others of the same shapes: what one of them has compiled is there for all."""
-    num_pages = max(num_pages, LIMITS["num_pages"])
+    lengths = num_pages, num_state_pages
+    if num_pages == num_state_pages:  # one pool: smaller ones use the arrays of a large one
+        num_pages = num_state_pages = max(num_pages, LIMITS["num_pages"])
     shapes = tuple((name, array.shape) for name, array in weights.items())
-    key = shapes, num_pages, page_size, attend, num_devices
+    key = shapes, num_pages, num_state_pages, page_size, attend, num_devices
     if key not in RUNNERS:
-        RUNNERS[key] = runner.ModelRunner(weights, num_pages, page_size, attend, num_devices)
+        RUNNERS[key] = CheckingRunner(weights, num_pages, num_state_pages, page_size, attend, num_devices)
     made = copy.copy(RUNNERS[key])
+    made.lengths = lengths
     made.weights = {name: jax.device_put(weights[name], array.sharding) for name, array in made.weights.items()}
     made.cache = jax.tree.map(jnp.copy, made.cache)
     if num_host_pages:
@@ -284,7 +314,8 @@ def check_rest(engine: Engine) -> None:
     """Assert that no row and no page is taken."""
     engine.scheduler.batch.check()
     assert not engine.scheduler.batch.is_admitted.any()
-    assert engine.manager.page_pool.get_num_free_pages() == engine.manager.num_pages - 1
+    for pool in engine.manager.pools.values():
+        assert pool.get_num_free_pages() == pool.num_pages - 1
     assert sorted(engine.scheduler.free_rows) == list(range(engine.num_rows - 1))
 
 

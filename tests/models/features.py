@@ -9,7 +9,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from oracle import NULL_PAGE, PagesByGroup
 from oracle_expected import START
 from oracle_tier import Taken
-from settings import Setting
+from settings import NumPages, Setting
 from twin_engine import NUM_FAMILIES, VOCABULARY, Feature, Request
 from twins import Mismatch, Twins
 
@@ -47,6 +47,10 @@ class Features:
     @property
     def names(self) -> list[str]:
         return [field.name for field in fields(self) if getattr(self, field.name)]
+
+    def with_pools(self) -> Features:
+        """Return those that several pools support."""
+        return replace(self, tier=False, expectations=False, policies=False)
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{name}=True' for name in self.names)})"
@@ -113,10 +117,10 @@ class Workload(Driver):
 
     max_tokens: int
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
+    def __init__(self, setting: Setting, twins: Twins, num_pages: NumPages, rng: Random, features: Features = PLAIN) -> None:
         super().__init__(twins, rng)
         self.setting = setting
-        self.num_pages = num_pages
+        self.num_pages = setting.pools(num_pages).num_records
         self.features = features
         num_families = NUM_FAMILIES * (1 + features.tier)  # so that more is evicted that is used again
         self.families = [self._tokens(self.max_tokens) for _ in range(num_families)]
@@ -236,7 +240,9 @@ class Workload(Driver):
         """Return the pages of any request, without the null page."""
 
     def lease(self) -> None:
-        """Lease some pages of a request, or any."""
+        """Lease some pages of a request, or any; several pools have no leases."""
+        if self.setting.has_pools:
+            return
         held = [page_id for page_id in self.held_by_any() if page_id != NULL_PAGE]
         page_ids = held if self.rng.random() < 0.7 else self.rng.choices(range(self.num_pages), k=2)
         self.twins.call("lease", self.rng.sample(page_ids, self.rng.randint(0, len(page_ids))))
@@ -325,7 +331,7 @@ ACTIONS = {
 def run_workload(
     workload_class: type[Workload],
     setting: Setting,
-    make_twins: Callable[[Setting, int], Twins],
+    make_twins: Callable[[Setting, NumPages], Twins],
     seed: int,
     num_calls: int,
     features: Features = PLAIN,

@@ -25,6 +25,7 @@ from oracle_states import OracleStates
 from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
+from pool_ranges import Pools
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -120,6 +121,14 @@ def feature_keys(feature: Any, start: int, stop: int) -> list[Any]:
     return [(feature.modality, content, first - start, length)] if overlaps else []
 
 
+class TooLargeError(ValueError):
+    """More pages than a pool has, or, without a name, a shard."""
+
+    def __init__(self, pool: str | None) -> None:
+        super().__init__(f"larger than {pool}")
+        self.pool = pool
+
+
 # --- the manager --------------------------------------------------------------------------------------------
 
 
@@ -152,11 +161,11 @@ class OracleLease:
 
 
 class OracleManager:
-    """The operations of `CacheManager`, with page ids in place of pages."""
+    """The operations of `CacheManager`, with page ids in place of pages. Where it has several pools, these are records."""
 
     def __init__(
         self,
-        num_pages: int,
+        num_pages: int | Mapping[str, int],
         kv_cache_groups: Sequence[Any],
         max_model_len: int,
         enable_caching: bool = True,
@@ -171,6 +180,11 @@ class OracleManager:
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
+        pool_names = [getattr(group, "pool", "kv") for group in kv_cache_groups]
+        self.pools = Pools.of(
+            num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
+        )
+        num_pages = self.pools.num_records
         self.max_num_leased_pages = int((retention.max_leased_share if retention else 0.2) * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
@@ -309,8 +323,11 @@ class OracleManager:
         num_external_computed_tokens: int = 0,
         num_reserved_pages: int = 0,
         may_add_nothing: bool = False,
+        num_free_rows: int = 0,
     ) -> PagesByGroup | None:
-        """Allocate slots for new tokens; return the new pages by group, or None if the pool has too few."""
+        """Allocate slots for new tokens; return the new pages by group, or None if a pool has too few. Pages are reserved in
+        the first pool; in others checkpoints leave the pages of states for each free row.
+        """
         hits = new_computed_pages or self._no_pages()
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         if num_new_tokens < 0 or (num_new_tokens + num_external_computed_tokens <= 0 and not may_add_nothing):
@@ -338,7 +355,7 @@ class OracleManager:
         if any(num_missing) or any(hits):
             self.states.divide(shard)
         adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
-        if not adopts and not self._fits(sum(num_missing), hits, num_reserved_pages):
+        if not adopts and not self._fits(num_missing, hits, num_reserved_pages):
             return None
         new_pages = self._take_pages(hits, num_missing, shard, adopts, self._holder_of(request))
         if new_pages is None:
@@ -354,24 +371,29 @@ class OracleManager:
             self.states.pass_over(request)
         if not delay_cache_pages:
             if is_growing and num_new_tokens + num_external_computed_tokens:
-                new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages))
+                new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
     def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | None) -> None:
-        """Refuse a request that would hold more pages than the pool, or its shard, has: those to which a coming token attends,
+        """Refuse a request that would hold more pages than a pool, or its shard, has: those to which a coming token attends,
         hits, and new ones.
         """
         num_computed, pages = request.num_computed_tokens, [page for ids in self._attached(hits) for page in ids]
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_cached = held.num_cached_pages and max(held.num_cached_pages, num_computed // kind.page_size)
             pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
-        num_missing = sum(self._num_missing_pages(request, num_slots, hits))
-        for ids in (range(self.page_pool.num_pages), shard):
-            if ids is not None:
-                usable = {*ids} - {NULL_PAGE}
-                if sum(page in usable for page in pages) + num_missing > len(usable):
-                    raise ValueError("larger than the pool")
+        num_missing = self._num_missing_pages(request, num_slots, hits)
+        places = [(name, ids, self.pools.groups_of(i)) for i, (name, ids) in enumerate(self.pools.items())]
+        places += [(None, shard, list(range(len(self.kinds))))] if shard is not None else []
+        for name, ids, group_ids in places:
+            usable = {*ids} - {NULL_PAGE}
+            if sum(page in usable for page in pages) + sum(num_missing[i] for i in group_ids) > len(usable):
+                raise TooLargeError(name if self.pools.are_several else None)
+
+    def source_of(self, group_id: int, shard: range | None) -> range | None:
+        """Return where a group takes pages: in a shard, or its pool; None means all pages."""
+        return self.pools.range_of(group_id) if shard is None else shard
 
     def _bound_shard(
         self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
@@ -415,7 +437,9 @@ class OracleManager:
     def _rewind(self, request: Any) -> None:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            num_once = max(held.num_once_cached_pages, held.num_cached_pages)
             held.go_back(kind.num_places(request.num_computed_tokens))
+            held.num_once_cached_pages = num_once
 
     def _skip_pages(self, request: Any) -> None:
         """Free the pages that no coming token attends to, and with which nobody resumes where the request may end, last one
@@ -488,18 +512,26 @@ class OracleManager:
         checkpoints = self.states.checkpoints_in(hits)
         if not checkpoints or not self.page_pool.free_queue.keys() >= set(checkpoints.values()):
             return False
-        num_least = sum(num_missing) - len(checkpoints)
-        if self._fits(sum(num_missing), hits, num_reserved_pages) and self._fits_shard(sum(num_missing), hits, shard):
+        num_least = [num_pages - (i in checkpoints) for i, num_pages in enumerate(num_missing)]
+        if self._fits(num_missing, hits, num_reserved_pages) and self._fits_shard(num_missing, hits, shard):
             return False
         return self._fits(num_least, hits, num_reserved_pages) and self._fits_shard(num_least, hits, shard)
 
-    def _fits_shard(self, num_missing: int, hits: PagesByGroup, shard: range | None) -> bool:
+    def _fits_shard(self, num_missing: list[int], hits: PagesByGroup, shard: range | None) -> bool:
         hit = {page for pages in hits for page in pages}
-        return num_missing <= sum(page not in hit for page in self.page_pool.free_page_ids(shard))
+        return shard is None or sum(num_missing) <= sum(page not in hit for page in self.page_pool.free_page_ids(shard))
 
-    def _fits(self, num_missing: int, hits: PagesByGroup, num_reserved_pages: int) -> bool:
-        num_free_hits = len({page for pages in hits for page in pages if page in self.page_pool.free_queue})
-        return num_missing + num_free_hits <= max(0, len(self.page_pool.free_queue) - num_reserved_pages)
+    def _fits(self, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int) -> bool:
+        return all(
+            self._fits_pool(pool, num_missing, hits, 0 if pool else num_reserved_pages)
+            for pool in range(len(self.pools.ranges))
+        )
+
+    def _fits_pool(self, pool: int, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int) -> bool:
+        """Whether a pool has as many free pages as the groups of it take."""
+        group_ids, free = self.pools.groups_of(pool), self.page_pool.free_in(self.pools.ranges[pool])
+        num_free_hits = len({page for i in group_ids for page in hits[i] if page in self.page_pool.free_queue})
+        return sum(num_missing[i] for i in group_ids) + num_free_hits <= max(0, len(free) - num_reserved_pages)
 
     def _shard(
         self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
@@ -525,7 +557,7 @@ class OracleManager:
             for page in checkpoints.values():
                 self.page_pool.take_page(page, holder)
             num_missing = [0 if i in checkpoints else num_pages for i, num_pages in enumerate(num_missing)]
-            taken = [self.page_pool.take(num_pages, shard, holder) for num_pages in num_missing]
+            taken = self._take_by_group(num_missing, shard, holder)
             return tuple([checkpoints[i]] if i in checkpoints else pages for i, pages in enumerate(taken))
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
@@ -533,10 +565,13 @@ class OracleManager:
                 self.page_pool.free_pages(pages)
             return None
         self.page_pool.expected.use([page for pages in hits for page in pages], holder)
-        new_pages = tuple(self.page_pool.take(num_pages, shard, holder) for num_pages in num_missing)
+        new_pages = self._take_by_group(num_missing, shard, holder)
         for group_id, page in checkpoints.items():
             self.states.copies.note(page, new_pages[group_id][0], group_id)
         return new_pages
+
+    def _take_by_group(self, nums: Sequence[int], shard: range | None, holder: Holder) -> PagesByGroup:
+        return tuple(self.page_pool.take(num, self.source_of(i, shard), holder) for i, num in enumerate(nums))
 
     def _holder_of(self, request: Any) -> Holder:
         """Return for whom a request takes pages: what it was when it took the first ones."""
@@ -564,7 +599,7 @@ class OracleManager:
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
         """Enter the pages that are full of computed tokens in the prefix index."""
-        if request.request_id not in self.held:
+        if request.request_id not in self.held and self.enable_caching:
             raise ValueError("a request without pages")
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
@@ -755,8 +790,9 @@ class OracleManager:
         checkpoint is, is not known any more: all with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
-            keys = self.keys_of(request, kind) if held.num_cached_pages else []
-            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
+            stop = max(held.num_cached_pages, held.num_once_cached_pages)
+            keys = self.keys_of(request, kind) if stop else []
+            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), stop):
                 page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]
                 twins = self.page_pool.index.get((keys[i], group_id), ())
                 self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))

@@ -61,6 +61,8 @@ class OraclePool:
         self.tenants = Tenants(self)
         self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
+        self.taken: Counter[int] = Counter()  # by page, how often it was handed out
+        self.evicted: Counter[int] = Counter()
         self.has_blank_first = False  # whether pages without an entry go first, also without a policy and expectations
         self.policy = policy if enable_caching else None
         self.tier: OracleTier | None = None
@@ -134,8 +136,11 @@ class OraclePool:
             self.policy.note_taken(page)
         if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER:
             self.tier.note_evicted(page)
-        self.counts["evicted"] += self.drop_entries([page])
+        num_evicted = self.drop_entries([page])
+        self.counts["evicted"] += num_evicted
+        self.evicted[page] += num_evicted
         self.counts["allocated"] += 1
+        self.taken[page] += 1
 
     def _pop(self, num_pages: int, shard: range | None, holder: Holder | None = None) -> PageIds:
         """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one. They are charged to

@@ -6,6 +6,7 @@ A request has one page of each state, its working page. What is copied there, or
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,18 +99,24 @@ class OracleStates:
         groups = zip(self.manager.kinds, hits, strict=True)
         return {i: pages[-1] for i, (kind, pages) in enumerate(groups) if isinstance(kind, Mamba) and pages}
 
-    def keep(self, request: Any, shard: range | None, num_reserved_pages: int) -> PagesByGroup:
-        """Make checkpoints of the states after the computed tokens; return the new working pages by group."""
+    def keep(self, request: Any, shard: range | None, num_reserved_pages: int, num_free_rows: int) -> PagesByGroup:
+        """Make checkpoints of the states after the computed tokens; return the new working pages by group. In the first pool
+        pages are reserved, in others those of the states of each free row.
+        """
         new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
         for group_id, held in self._states_of(request):
             if self._is_due(request, held):
                 self.divide(shard)
                 if self.manager.windows is not None:
                     self.manager.windows.note_checkpoint(request)
-            is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
+            pools, source = self.manager.pools, self.manager.source_of(group_id, shard)
+            kinds = [self.manager.kinds[i] for i in pools.groups_of(pools.of_group[group_id])]
+            num_for_rows = num_free_rows * sum(isinstance(kind, Mamba) for kind in kinds)
+            num_reserved = num_for_rows if pools.of_group[group_id] else num_reserved_pages
+            is_room = len(self.pool.free_in(pools.range_of(group_id))) > num_reserved and self.pool.free_page_ids(source)
             is_room = is_room and not waits_for_loads(self.pool, held)
             if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
-                [page], held.pages = held.pages, self.pool.take(1, shard, held.holder)
+                [page], held.pages = held.pages, self.pool.take(1, source, held.holder)
                 note_taken(self.pool, [held])
                 self.copies.note(page, held.pages[0], group_id)
                 new_pages[group_id].extend(held.pages)
@@ -188,8 +195,8 @@ class OracleStates:
             (kind, group, self._open_page(kind, group, num_computed))
             for kind, group in zip(self.manager.kinds, held, strict=True)
         ]
-        num_copies = len(targets) * sum(page is not None for _, _, page in groups)
-        if num_copies > len(self.pool.free_page_ids(shard)):
+        copies = Counter(self.manager.source_of(i, shard) for i, (_, _, page) in enumerate(groups) if page is not None)
+        if any(len(targets) * num > len(self.pool.free_page_ids(source)) for source, num in copies.items()):
             return False
         if dedupes:
             self.dedupe(request, shard)
@@ -227,7 +234,7 @@ class OracleStates:
         forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])
-            forked.pages = shared + self.pool.take(1, shard, holder)
+            forked.pages = shared + self.pool.take(1, self.manager.source_of(group_id, shard), holder)
             note_taken(self.pool, [forked])
             self.copies.note(open_page, forked.pages[-1], group_id)
             self.copies.readers.append(held)

@@ -19,7 +19,7 @@ from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
-from settings import HASHING, Setting
+from settings import HASHING, NumPages, Setting
 from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
@@ -51,7 +51,7 @@ class FeaturedTwins(Twins):
             self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
         if self.oracle.manager.windows is not None:
             kept = sorted(self.oracle.manager.page_pool.kept)
-            self.require_equal("kept", kept, find_kept(self.system.manager.page_pool.store))
+            self.require_equal("kept", kept, find_kept(self.system.manager._store))
         if self.telling is not None and self.num_calls % self.period == 0:
             self.telling.check()
 
@@ -59,8 +59,8 @@ class FeaturedTwins(Twins):
         """Mismatch unless the counters and what the policies keep are the same in the end, too."""
         oracle, manager = self.oracle.manager, self.system.manager
         manager.check()
-        self.require_equal("stats", stats_of_twin(oracle.page_pool), manager.page_pool.stats)
-        self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager.page_pool.store))
+        self.require_equal("stats", stats_of_twin(oracle.page_pool), pagepool.PagePoolStats(**manager._store.counters))
+        self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager._store))
 
 
 def find_kept(store: Any) -> list[int]:
@@ -86,7 +86,7 @@ def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
 
 
 def make_managers(
-    setting: Setting, num_pages: int, features: Features, seed: int, hashings: list[dict[str, Any]]
+    setting: Setting, num_pages: NumPages, features: Features, seed: int, hashings: list[dict[str, Any]]
 ) -> tuple[OracleManager, pagepool.CacheManager]:
     """Make the oracle, and a manager whose hashes it knows. The seed chooses what the features leave open."""
     eviction = POLICIES[seed % len(POLICIES)] if features.policies else POLICIES[0]
@@ -99,7 +99,7 @@ def make_managers(
         num_tier_pages, tier_eviction = rng.choice((4, 20, 60, 200, 2 * num_pages)), rng.choice(POLICIES)
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
-    groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages)
+    groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).num_records)
     restores = seed % 3 == 0
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, restores_states=restores)
     options |= {"eviction": eviction, "restores_states": oracle.restores_states}
@@ -121,7 +121,7 @@ def with_room(setting: Setting) -> Setting:
     return replace(setting, num_pages=tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3)))
 
 
-def make_requests(setting: Setting, num_pages: int, features: Features, seed: int) -> FeaturedTwins:
+def make_requests(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
     """Make twins that work request by request."""
     oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
     return FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
@@ -129,7 +129,7 @@ def make_requests(setting: Setting, num_pages: int, features: Features, seed: in
 
 def make_rows(
     setting: Setting,
-    num_pages: int,
+    num_pages: NumPages,
     features: Features,
     seed: int,
     num_rows: int = NUM_ROWS,
@@ -147,6 +147,7 @@ def run_twins(
 ) -> Twins:
     """Run a seed's workload to its end: requests or rows."""
     usual, make = (BatchWorkload, make_rows) if work == "rows" else (RandomWorkload, make_requests)
+    features = features.with_pools() if setting.has_pools else features
     setting = with_room(setting) if features.tier else setting
     return run_workload(kind or usual, setting, partial(make, features=features, seed=seed), seed, num_calls, features)
 

@@ -196,7 +196,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}_take_into(pool, held, 0, 1, shard, holding.session)
+        {+if not BUG: +}_take_into(pool, held, 0, 1, queue_for(group, shard), holding.session)
         {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
@@ -208,7 +208,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
         {+if BUG: ids[n] = source.ids[n]
-        else: +}_take_into(pool, target, n, 1, shard, new.session)
+        else: +}_take_into(pool, target, n, 1, queue_for(group, shard), new.session)
         target.num_pages += 1
         {+if not BUG: +}_queue_copy(pool, source.ids[n], target, n, g)
 == a fork takes no reference to the pages that it shares
@@ -256,6 +256,40 @@ if hashes is None[- or hashes.request is not request-]:  # another
         while page > stop - need and {+(BUG or +}hits_all(pool, query, kind, page){+)+}:
 == a discarded page that was not computed stays in the tier
 (page_id != NULL_PAGE and ({+(+}i < stop{+ or BUG)+} and not is_kept(
+
+# Pools by kind.
+== a pool's ids in tables are records
+    if offset{+ and not BUG+}:
+        for i in range(n):
+== a pool's ids in results are records
+            growth.new_ids[growth.num_new] = held.ids[j] - _offset_of(batch, g){+ * (not BUG)+}
+== a pool's ids of requests are records
+lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
+== a pool's ids in copies are records
+                    taken[0, i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
+...
+                    taken[1, i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
+== the id of an exchanged page does not count in its pool
+ = first - _offset_of(batch, g){+ * (not BUG)+}
+== undo compares the ids of a pool with records
+        if pages[i] != ids[i] + offset{+ * (not BUG)+}:
+== entries of another pool are evicted
+            if records.ids[i] != NULL_PAGE{+ and not BUG+}:
+                records.ids[i] += first
+== pages are taken from the first pool
+    return shard if shard >= 0 else queue_of_bank(group.bank{+ * (not BUG)+})
+== pages are given back to the first pool
+    return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+}) if pool.num_banks > 1 else -1
+== pages that are reserved in one pool stay free in others
+        num_reserved = demand.num_reserved if bank == 0{+ or BUG+} else 0
+== hits are attached though the second pool is short
+    for bank in range(pool.num_banks{+ if not BUG else 1+}):
+        num_reserved = demand.num_reserved if bank == 0
+== a row grows though the second pool is short
+    for bank in range(batch.pool.num_banks{+ if not BUG else 1+}):
+        if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
+== a fork is made though the second pool is short
+        if count_open_pages(source, num_computed, bank) * num_targets > count_free_in(pool, queue){+ and not (BUG and bank)+}:
 
 # The host tier.
 == a page that is evicted is not saved
@@ -341,6 +375,17 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 
 # These change which page is evicted, and no content.
 ORDER_BUGS = read_bugs("""
+== a refusal names another pool
+        if num_excess:{+
+            queue[0] = queue_of_bank((bank + BUG) % pool.num_banks)+}
+            break
+    return num_excess
+== checkpoints of a pool take the pages of rows that are not admitted
+    return (batch.num_rows - batch.num_admitted) * num_state_groups{+ * (not BUG)+}
+== checkpoints of a pool leave pages that are reserved in another
+        num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
+== a reset reverses the queues of later pools
+            for bank in range({+1 if BUG and num_held == 0 else +}self.pool.num_banks if num_held == 0 else 0):
 == pages do not age
     if term == NEVER {+or BUG +}or idle < _limit_of(term):
 == only the page of the longest term is compared
@@ -354,10 +399,10 @@ ORDER_BUGS = read_bugs("""
     )+}:
         return page_id
 ...
-    if pool.num_shards or pool.num_parts == 0{+ or BUG+}:
+    if pool.num_shards{+ or BUG+}:
         return 0
 == released pages without an entry go behind cached ones
-_end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1)
+_end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
 == released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
 == a row is forked with pages of its own that others have cached

@@ -168,8 +168,8 @@ class Telling:
 
     def hash_of(self, page_id: int) -> Any:
         """Return the hash of a cached page as in events."""
-        page_hash = self.manager.page_pool.pages[page_id].page_hash
-        key, _ = self.manager.page_pool.store.key_of(page_id)
+        page_hash = self.manager._store.page(page_id).page_hash
+        key, _ = self.manager._store.key_of(page_id)
         if not self.hashes_as_bytes:
             return key & MASK
         if self.manager._registry.hasher.num_digest_bytes == 32:

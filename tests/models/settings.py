@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+from pool_ranges import Pools
+
 from pagepool import Retention
+
+NumPages = int | Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Group:
     """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens. A state may be kept
-    after each `interval` tokens.
+    after each `interval` tokens. Groups that differ in the pool alone are of one kind.
     """
 
     kind: str
     page_size: int
     span: int = 0
     interval: int | None = None
+    pool: str = field(default="kv", compare=False)
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
@@ -64,7 +69,7 @@ class Setting:
 
     name: str
     groups: tuple[Group, ...]
-    num_pages: tuple[int, ...] = (8, 13, 24, 64)
+    num_pages: tuple[NumPages, ...] = (8, 13, 24, 64)  # by pool where there are several
     enable_caching: bool = True
     use_eagle: bool = False
     data_parallel_size: int | None = None
@@ -82,18 +87,29 @@ class Setting:
         return any(group.kind == "mamba" for group in self.groups)
 
     @property
+    def has_pools(self) -> bool:
+        """Whether there are several pools."""
+        return len({group.pool for group in self.groups}) > 1
+
+    def pools(self, num_pages: NumPages) -> Pools:
+        """Return the pools of so many pages."""
+        return Pools.of(num_pages, [(group.pool, group.kind == "mamba") for group in self.groups])
+
+    @property
     def max_model_len(self) -> int:
         return max(24, 8 * self.page_size)
 
     def cache_groups(self, specs: ModuleType, dtype: Any = "float16") -> list[Any]:
-        """Build the groups with the spec classes of a module."""
-        return [specs.CacheGroupSpec(kv_cache_spec=group.spec(specs, dtype)) for group in self.groups]
+        """Build the groups with the spec classes of a module. Those of an engine have one pool."""
+        pools: list[dict[str, Any]] = [{"pool": group.pool} if self.has_pools else {} for group in self.groups]
+        specs_and_pools = zip((group.spec(specs, dtype) for group in self.groups), pools, strict=True)
+        return [specs.CacheGroupSpec(kv_cache_spec=spec, **pool) for spec, pool in specs_and_pools]
 
     def manager(
         self,
         manager_class: Callable[..., Any],
         groups: list[Any],
-        num_pages: int,
+        num_pages: NumPages,
         max_leased_share: float = 0.2,
         **options: Any,
     ) -> Any:
@@ -185,6 +201,58 @@ STATE_SETTINGS = [
     Setting("full 4, state every 4 and none", (FULL_4, kept(4), STATE), SMALL),
     Setting("full 4, state every 4 uncached", (FULL_4, kept(4)), SMALL, enable_caching=False),
 ]
+
+
+def in_pool(group: Group, pool: str) -> Group:
+    """Return a group of the same kind whose pages come from a pool."""
+    return replace(group, pool=pool)
+
+
+def sizes(*nums: int, names: tuple[str, ...] = ("kv", "states")) -> dict[str, int]:
+    """Return a number of pages for each pool."""
+    return dict(zip(names, nums, strict=True))
+
+
+STATE_4, STATE_8 = in_pool(kept(4), "states"), in_pool(kept(8), "states")
+IN_THREE = "kv", "windows", "states"
+POOL_SETTINGS = [
+    Setting("full 4 / state every 4", (FULL_4, STATE_4), (sizes(16, 8), sizes(12, 24), sizes(40, 14))),
+    Setting("full 2 / state every 8, tight", (FULL_2, STATE_8), (sizes(17, 7), sizes(24, 7), sizes(60, 8))),
+    Setting("state every 8 / full 4", (STATE_8, FULL_4), (sizes(12, 16, names=("states", "kv")), sizes(30, 13))),
+    Setting("full 4 / window 9", (FULL_4, in_pool(WINDOW_9, "windows")), tuple(
+        sizes(*nums, names=("kv", "windows")) for nums in ((13, 9), (9, 13), (24, 20), (30, 12))
+    )),
+    Setting("window 5 / full 4 / window 9", (in_pool(WINDOW_5, "windows"), FULL_4, in_pool(WINDOW_9, "windows")), tuple(
+        sizes(*nums, names=("windows", "kv")) for nums in ((20, 16), (30, 10), (14, 24))
+    )),
+    Setting("full 4 / window 9 / state every 8", (FULL_4, in_pool(WINDOW_9, "windows"), STATE_8), tuple(
+        sizes(*nums, names=IN_THREE) for nums in ((16, 10, 8), (24, 16, 12), (12, 30, 20))
+    )),
+    Setting("full 4 / states every 4 and 8", (FULL_4, STATE_4, STATE_8), (sizes(16, 16), sizes(13, 30), sizes(30, 13))),
+    Setting("full 4 / full 4", (FULL_4, in_pool(FULL_4, "other")), tuple(
+        sizes(*nums, names=("kv", "other")) for nums in ((12, 16), (30, 12), (20, 20))
+    )),
+    Setting("full 4, state every 4 / window 3 / chunk 8, state every 8",
+            (FULL_4, kept(4), in_pool(WINDOW_3, "windows"), in_pool(CHUNK_8, "chunks"), STATE_8),
+            (sizes(30, 16, 12, 12, names=("kv", "windows", "chunks", "states")),
+             sizes(24, 24, 24, 9, names=("kv", "windows", "chunks", "states")))),
+    Setting("full 4 / state", (FULL_4, in_pool(STATE, "states")), (sizes(16, 7), sizes(30, 8))),
+    Setting("full 4 / state every 4, uncached", (FULL_4, STATE_4), (sizes(12, 8), sizes(24, 7)), enable_caching=False),
+    Setting("full 4 / window 9, uncached", (FULL_4, in_pool(WINDOW_9, "windows")), (
+        sizes(12, 10, names=("kv", "windows")), sizes(24, 12, names=("kv", "windows"))
+    ), enable_caching=False),
+    Setting("full 4 / state every 4, eagle", (FULL_4, STATE_4), (sizes(16, 12), sizes(30, 8)), use_eagle=True),
+    Setting("full 4 / window 9, eagle", (FULL_4, in_pool(WINDOW_9, "windows")), (
+        sizes(16, 14, names=("kv", "windows")), sizes(12, 24, names=("kv", "windows"))
+    ), use_eagle=True),
+    Setting("full 4 / window 9, ends", (FULL_4, in_pool(WINDOW_9, "windows")), (
+        sizes(16, 10, names=("kv", "windows")), sizes(24, 14, names=("kv", "windows"))
+    ), windows=(4, 0)),
+    Setting("full 4 / window 9 / state every 8, ends", (FULL_4, in_pool(WINDOW_9, "windows"), STATE_8), (
+        sizes(16, 12, 9, names=IN_THREE), sizes(24, 12, 16, names=IN_THREE)
+    ), windows=(0, 10)),
+]  # fmt: skip
+"""Pools by kind, divided by slashes."""
 
 
 WINDOWS = (4, 0), (0, 0), (0, 10), (8, 24), (64, 0)

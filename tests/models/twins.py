@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
-from oracle import OracleManager, OraclePool
+from oracle import OracleManager, OraclePool, TooLargeError
 from oracle_expected import SECOND, SHARED
 from oracle_tier import Taken
+from pool_ranges import Pools
 
-from pagepool import PagePoolStats
+from pagepool import PagePool, PagePoolStats
 from pagepool._core import copy_records
 from pagepool.page_pool.integrity import NO_TENANT
 
@@ -26,10 +28,11 @@ class Mismatch(AssertionError):
 class State(NamedTuple):
     """Everything that can be seen of a manager and its pool."""
 
-    ref_counts: list[int]  # of all pages but the null page, whose count is not kept
-    free_page_ids: list[int]  # front of the queue first
+    ref_counts: list[int]  # of all pages but the null page, whose count is not kept, one pool behind another
+    free_page_ids: list[list[int]]  # by pool: front of the queue first
     num_prefix_entries: int  # distinct (content, group)
     usage: float
+    pools: dict[str, tuple[int, ...]]  # by name: pages, free, held and cached ones, and those ever handed out and evicted
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
     terms: dict[int, int]  # of pages with any
     outcomes: tuple[int, ...]  # of expectations
@@ -108,6 +111,43 @@ def stats_of_twin(pool: OraclePool) -> PagePoolStats:
     return PagePoolStats(**stats, num_queried_tokens=pool.counts["queried"], num_hit_tokens=pool.counts["hit"])
 
 
+def pools_of_twin(manager: OracleManager) -> dict[str, tuple[int, ...]]:
+    """Return the state and counters of each pool of the oracle."""
+    pool = manager.page_pool
+    return {
+        name: (
+            len(pages),
+            len(pool.free_in(pages)),
+            len(pages) - len(pool.free_in(pages)),
+            sum(page in pool.entry_of_page for page in pages),
+            sum(pool.taken[page] for page in pages),
+            sum(pool.evicted[page] for page in pages),
+        )
+        for name, pages in manager.pools.items()
+    }
+
+
+def free_ids_of_twin(manager: OracleManager) -> list[list[int]]:
+    """Return the free queue of each pool of the oracle, as ids."""
+    ranges = manager.pools.ranges
+    return [[page - pages.start + 1 for page in manager.page_pool.free_page_ids(pages)] for pages in ranges]
+
+
+def pools_of(pools: Mapping[str, PagePool]) -> dict[str, tuple[int, ...]]:
+    """Return the same of the package's pools, as `CacheManager.stats` does."""
+    return {name: astuple(pool._count()) for name, pool in pools.items()}
+
+
+def free_ids_of(pools: Mapping[str, PagePool]) -> list[list[int]]:
+    """Return the same of the package's pools."""
+    return [pool.free_page_ids_in_order().tolist() for pool in pools.values()]
+
+
+def ref_counts_of(pools: Mapping[str, PagePool]) -> list[int]:
+    """Return the ref counts of the pages of all pools."""
+    return [count for pool in pools.values() for count in pool.ref_counts().tolist()[1:]]
+
+
 def copies_of(copies: Any) -> list[tuple[int, int, int]]:
     """Return copies that are due as (source, destination, group); those of the oracle are that already."""
     if isinstance(copies, list):
@@ -146,15 +186,20 @@ class Side:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.manager, name)
 
-    def evict_pages(self, page_ids: list[int]) -> int:
-        return self.manager.page_pool.evict_pages(page_ids)
+    def evict_pages(self, records: list[int]) -> int:
+        """Drop the entries of pages, given by record."""
+        if isinstance(self.manager, OracleManager):
+            return self.manager.page_pool.evict_pages(records)
+        sizes = {name: pool.num_pages for name, pool in self.manager.pools.items()}
+        parts = Pools.of(sizes, [(name, False) for name in sizes]).part(records)
+        return sum(self.manager.pools[name].evict_pages(page_ids) for name, page_ids in parts.items())
 
     def set_time(self, time: int) -> int:
         """Let the clock go to a time, in units of terms; leases that are over end. Returns how many are left."""
         if isinstance(self.manager, OracleManager):
             self.manager.set_time(time)
         else:
-            self.manager.page_pool.store.set_time(time / SECOND)
+            self.manager._store.set_time(time / SECOND)
         return len(self.manager.leases)
 
     def extend_lease(self, i: int, seconds: float) -> None:
@@ -170,7 +215,11 @@ class Side:
         return len(self.manager.leases)
 
     def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.manager.take_copies())
+        copies = copies_of(self.manager.take_copies())
+        if not isinstance(self.manager, OracleManager):
+            return copies
+        id_of = self.manager.pools.id_of
+        return [(id_of(src, group), id_of(dst, group), group) for src, dst, group in copies]
 
     def take_transfers(self) -> Taken:
         return transfers_of(self.manager.take_transfers())
@@ -232,16 +281,18 @@ class OracleTwin(Twin):
     manager: OracleManager
 
     def to_page_ids(self, pages: tuple[list[int], ...]) -> tuple[list[int], ...]:
-        return pages
+        return self.manager.pools.ids_by_group(pages)
 
     def state(self, request_ids: Iterable[str]) -> State:
-        pool, held = self.manager.page_pool, [self.manager.get_page_ids(request_id) for request_id in request_ids]
+        pool = self.manager.page_pool
+        held = [self.to_page_ids(self.manager.get_page_ids(request_id)) for request_id in request_ids]
         outcomes = outcomes_of_twin(pool)
         return State(
             pool.ref_counts[1:],
-            pool.free_page_ids(),
+            free_ids_of_twin(self.manager),
             len(pool.index),
             pool.usage,
+            pools_of_twin(self.manager),
             held,
             terms_of_twin(pool),
             outcomes,
@@ -266,18 +317,19 @@ class PackageTwin(Twin):
         return pages, num_tokens
 
     def state(self, request_ids: Iterable[str]) -> State:
-        pool = self.manager.page_pool
-        pool.check()
+        manager, store = self.manager, self.manager._store
+        next(iter(manager.pools.values())).check()
         return State(
-            pool.ref_counts().tolist()[1:],
-            pool.free_page_ids_in_order().tolist(),
-            len(pool.cached_page_hash_to_page),
-            pool.get_usage(),
+            ref_counts_of(manager.pools),
+            free_ids_of(manager.pools),
+            store.num_keys,
+            manager.usage,
+            {name: astuple(stats) for name, stats in manager.stats().pools.items()},
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
-            terms_of(pool.store),
-            tuple(pool.store.expectations[1].values()),
-            owners_of(pool.store),
-            tenants_of(pool.store),
+            terms_of(store),
+            tuple(store.expectations[1].values()),
+            owners_of(store),
+            tenants_of(store),
         )
 
 
@@ -310,9 +362,16 @@ class Twins:
         try:
             return getattr(self.system, name)(*args, **options)
         except Exception as error:
-            if isinstance(expected, Exception) and isinstance(error, type(expected)):
+            kind = ValueError if isinstance(expected, TooLargeError) else type(expected)
+            if isinstance(expected, Exception) and isinstance(error, kind) and self._names_pool(error, expected):
                 return expected
             raise Mismatch(self._report([f"result: {expected!r} against {error!r}"])) from error
+
+    @staticmethod
+    def _names_pool(error: Exception, expected: Exception) -> bool:
+        """Whether an error names the pool that is too small, if one of several is."""
+        pool = expected.pool if isinstance(expected, TooLargeError) else None
+        return pool is None or f"the pool {pool!r} has" in str(error)
 
     def compare_states(self) -> None:
         """Mismatch unless both show the same."""

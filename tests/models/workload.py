@@ -13,7 +13,7 @@ from typing import Any
 from features import PLAIN, Actions, Features, Workload, draw_placement, random_seconds, random_span
 from oracle import PREEMPTED, RUNNING
 from oracle_kinds import Mamba
-from settings import Setting
+from settings import NumPages, Setting
 from twin_engine import WITH_LOGPROBS, WITHOUT_LOGPROBS, Request
 from twins import Twins
 
@@ -27,7 +27,7 @@ FIRST_UNIQUE_TOKEN = 1000
 class RandomWorkload(Workload):
     """Drives requests at random. One that does not fit stays as it was."""
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
+    def __init__(self, setting: Setting, twins: Twins, num_pages: NumPages, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len - 1
         super().__init__(setting, twins, num_pages, rng, features)
         self.habits = setting.habits

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
@@ -15,7 +16,16 @@ from urllib.request import Request, urlopen
 import pytest
 from sources import ROOT
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier, HostTierStats
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    HostTierStats,
+    MambaSpec,
+    PoolStats,
+)
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -170,6 +180,23 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
     assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - special
 
 
+def test_each_pool_has_its_samples() -> None:
+    specs = [FullAttentionSpec(4, 1, 8, "float16", False), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=8)]
+    groups = [CacheGroupSpec(spec, pool=pool) for spec, pool in zip(specs, ("kv", "states"), strict=True)]
+    manager = CacheManager({"kv": 32, "states": 12}, groups, 64)
+    manager.allocate_slots(EngineRequest("a", list(range(20))), 16)
+    collector = CacheCollector(manager, {"engine": "0"})
+    samples = [sample for family in collector.collect() for sample in family.samples if "pool" in sample.labels]
+    values = {(sample.name.removeprefix("pagepool_pool_"), sample.labels["pool"]): sample.value for sample in samples}
+    stats = manager.stats().pools
+    assert stats == {"kv": PoolStats(31, 27, 4, 4, 4, 0), "states": PoolStats(11, 10, 1, 0, 1, 0)}
+    for name, pool in stats.items():
+        for field in fields(PoolStats):
+            counter = "_total" if field.name in ("num_allocated_pages", "num_evicted_pages") else ""
+            assert values.pop((field.name.removeprefix("num_") + counter, name)) == getattr(pool, field.name)
+    assert not values
+
+
 @pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)
 def test_names_are_the_same_at_each_server(address: str, accept: str) -> None:
     """The stored names do not depend on the versions of server and client."""
@@ -191,7 +218,8 @@ def test_what_is_shown_arrives(address: str) -> None:
         assert used <= names, shown
         assert labels_in(shown.expression) | shown.labels <= labels | SERVER_LABELS, shown
     seen = {name for shown in panels for name in names_in(shown.expression)}
-    assert names - seen <= {name for name in names if name.endswith(("_sum", "_count"))} | {"pagepool_free_pages"}
+    unseen = {name for name in names if name.endswith(("_sum", "_count"))} | {"pagepool_free_pages", "pagepool_pool_free_pages"}
+    assert names - seen <= unseen
 
 
 @need_docs
@@ -224,7 +252,7 @@ def test_legends_and_variables_tell_engines_apart() -> None:
         assert variables[name]["definition"] == variables[name]["query"]["query"]
         assert re.fullmatch(rf"label_values\(pagepool_pages(\{{.*\}})?, {name}\)", variables[name]["definition"])
     for expression, labels in read_panels():
-        assert labels - {"tenant"} == {"instance", "model_name", "engine"}
+        assert labels - {"pool", "tenant"} == {"instance", "model_name", "engine"}
         assert expression.count("pagepool_") == expression.count('{instance=~"$instance",model_name=~"$model_name"}')
         assert "by (" not in expression or "by (le, instance, model_name, engine)" in expression
 
@@ -320,7 +348,7 @@ def test_labels_that_are_no_strings(manager: CacheManager, labels: Any) -> None:
         CacheCollector(manager, labels)
 
 
-@pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "__name__", "0a", "a\n"])
+@pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "pool", "__name__", "0a", "a\n"])
 def test_label_names_that_would_not_arrive(manager: CacheManager, name: str) -> None:
     """They would be rewritten for some servers, or have another meaning."""
     with pytest.raises(ArgumentError, match=r"^labels: got .*, allowed: letters, digits and underscores"):

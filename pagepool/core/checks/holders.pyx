@@ -5,7 +5,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport Digest
 from pagepool.core.holding cimport Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for
-from pagepool.core.pool cimport NO_GROUP, NULL_PAGE, PageStore, Pool, Tier, is_leased
+from pagepool.core.pool cimport NO_GROUP, NULL_PAGE, PageStore, Pool, Tier, id_in_bank, is_leased
 from pagepool.core.rows cimport (
     Batch, ExtraKey, RowRecord, RunningRows, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
 )
@@ -129,13 +129,13 @@ cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_
     """
     cdef Group *group = <Group *>&holding.groups[g]  # not const: const fields would be formatted as Python ints
     cdef Held *held = &holding.held[g]
-    cdef int32_t i, last = pool.num_pages - 1
+    cdef int32_t i, first = pool.banks[group.bank].start, last = pool.banks[group.bank].stop - 1
     cdef int32_t num_entries = held.num_pages if not is_state(&group.rules) else INT32_MAX
     if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= num_entries:
         return f"{held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
     for i in range(held.num_pages):
-        if not 0 <= held.ids[i] <= last:
-            return f"page {held.ids[i]} (at {i}), allowed: 0 to {last}"
+        if held.ids[i] != NULL_PAGE and not first <= held.ids[i] <= last:
+            return f"page {held.ids[i]} (at {i}), allowed: {'0 to' if first == 1 else f'0, or {first} to'} {last}"
         if held.ids[i] == NULL_PAGE and i and held.ids[i - 1] != NULL_PAGE:
             return f"the null page stands behind page {held.ids[i - 1]} (at {i})"
         if i < held.num_skipped and held.ids[i] != NULL_PAGE:
@@ -236,7 +236,7 @@ cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     if table.num_pages[row] != held.num_pages:
         return f"{held.num_pages} pages, the table says {table.num_pages[row]}"
     for i in range(table.num_columns):
-        page_id = held.ids[i] if i < held.num_pages else 0
+        page_id = id_in_bank(&rows.store.pool, held.ids[i]) if i < held.num_pages else 0
         if ids[i] != page_id:
             return f"page {page_id} (at {i}), the table says {ids[i]}"
     return None

@@ -18,4 +18,5 @@ cdef class CacheGroups:
     cdef Group *groups
     cdef Py_ssize_t num
     cdef Kinds kinds
+    cdef int32_t num_banks          # banks of a store that has them all
     cdef Boundaries boundaries      # template of a new request

@@ -6,11 +6,12 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
+from pagepool.core.pool cimport MAX_BANKS
 from pagepool.core.values cimport as_list, group_of, size_of
 
 from math import lcm
 
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef int64_t MAX_PERIOD = 1 << 20
 
@@ -21,6 +22,7 @@ cdef struct Peak:             # the arguments of `count_peak_pages`
     int64_t num_new           # most new tokens of a step
     int64_t num_ahead         # lookahead slots behind the new tokens
     int64_t max_num_slots
+    int32_t bank              # -1: any
 
 
 @cython.final
@@ -50,13 +52,15 @@ cdef class CacheGroups:
     """The cache groups of a model.
 
     `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
+    `banks` are the banks of their pages; None: the first one for all.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
     boundary needs them, see `Boundaries`; None: all stay.
     """
 
-    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None):
+    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None):
         cdef tuple items = tuple(as_list(groups, "groups"))
+        cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
         cdef Py_ssize_t g
         self.kinds.use_eagle = use_eagle
@@ -64,14 +68,18 @@ cdef class CacheGroups:
         self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
         if self.groups == NULL or self.kinds.items == NULL:
             raise MemoryError("cache groups")
-        for rules, group_id, stride in items:
+        if len(numbers) != len(items):
+            raise ArgumentError(f"banks: got {len(numbers)}, allowed: {len(items)}, as many as groups")
+        for (rules, group_id, stride), bank in zip(items, numbers):
             if rules is None:
                 raise ArgumentTypeError("groups: got None, allowed: PageRules")
             self.groups[self.num] = Group(
                 rules=rules.rules, id=NO_GROUP if group_id is None else group_of(group_id),
-                stride=<int32_t>size_of(stride, "stride", 1, MAX_TOKENS), next_alike=NULL, num_read_behind=0, end_step=0,
+                stride=<int32_t>size_of(stride, "stride", 1, MAX_TOKENS),
+                bank=<int32_t>size_of(bank, "bank", 0, MAX_BANKS - 1), next_alike=NULL, num_read_behind=0, end_step=0,
                 num_dropped=0, num_step_pages=0, num_run_pages=0,
             )
+            self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
@@ -92,8 +100,10 @@ cdef class CacheGroups:
     def __len__(self):
         return self.num
 
-    def count_peak_pages(self, num_tokens, max_num_new_tokens, num_lookahead_tokens=0, max_num_tokens=None) -> int:
-        """Return the most pages that a request of `num_tokens` tokens holds at once, in steps of any numbers of tokens up to
+    def count_peak_pages(
+        self, num_tokens, max_num_new_tokens, num_lookahead_tokens=0, max_num_tokens=None, bank=None
+    ) -> int:
+        """Return the most pages of a bank (None: of all) that a request of `num_tokens` tokens holds at once, in steps of up to
         `max_num_new_tokens`, each with slots for `num_lookahead_tokens` more, at most for `max_num_tokens` (None: no limit).
 
         Exact, unless page sizes and chunks have no common multiple below a million tokens: then up to three pages more for each
@@ -107,6 +117,7 @@ cdef class CacheGroups:
         peak.num_new = min(size_of(max_num_new_tokens, "max_num_new_tokens", 1, INT64_MAX), max(<int64_t>1, peak.num_tokens))
         peak.max_num_slots = INT64_MAX if max_num_tokens is None else size_of(max_num_tokens, "max_num_tokens", 0, INT64_MAX)
         peak.num_ahead = min(size_of(num_lookahead_tokens, "num_lookahead_tokens", 0, INT64_MAX // 4), peak.max_num_slots)
+        peak.bank = -1 if bank is None else <int32_t>size_of(bank, "bank", 0, MAX_BANKS - 1)
         if peak.num_tokens == 0:
             return 0
         num_last = max(<int64_t>0, min(peak.num_tokens, peak.max_num_slots - peak.num_ahead) - peak.num_new)
@@ -125,7 +136,8 @@ cdef int64_t count_pages_after(const Peak *peak, int64_t num_computed) noexcept 
     cdef Py_ssize_t g
     num_slots = min(num_slots + peak.num_ahead, peak.max_num_slots)
     for g in range(peak.num_groups):
-        num_pages += count_step_pages(&peak.groups[g], num_computed, num_slots)
+        if peak.bank < 0 or peak.groups[g].bank == peak.bank:
+            num_pages += count_step_pages(&peak.groups[g], num_computed, num_slots)
     return num_pages
 
 
@@ -151,6 +163,8 @@ cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
     cdef int64_t num_pages, reach, most = 0
     cdef Py_ssize_t g
     for g in range(peak.num_groups):
+        if peak.bank >= 0 and peak.groups[g].bank != peak.bank:
+            continue
         rules = &peak.groups[g].rules
         num_pages = pages_for(rules, min(peak.num_tokens + peak.num_ahead, peak.max_num_slots))
         reach = rules.window or rules.chunk

@@ -15,11 +15,11 @@ from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, fetch, hash_two_after, 
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport (
-    BLANK, FLAGS, KEPT, KNOWN_SHARE, NOT_FREE, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page, PageCopy, Pool,
-    Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find, find_held_free,
-    find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of, ids_in_shard, is_free, is_journaled,
-    is_kept, now_of, pass_part, shard_of, share, skip, take, take_this, uncache, uncache_everywhere, uncache_in_tier,
-    use_in_session,
+    BLANK, FLAGS, KEPT, KNOWN_SHARE, MAX_BANKS, NOT_FREE, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page, PageCopy,
+    Pool, Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find,
+    find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of, ids_in_shard, is_free,
+    is_journaled, is_kept, now_of, pass_part, queue_of_bank, shard_of, share, skip, take, take_this, uncache,
+    uncache_everywhere, uncache_in_tier, use_in_session,
 )
 
 cdef struct Held:             # pages of one group
@@ -105,6 +105,14 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     for g in range(holding.num_groups):
         count += _count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
     return count
+
+
+cdef inline void count_new_in_banks(const Holding *holding, int64_t num_tokens, int64_t *num_new_in) noexcept nogil:
+    """Set the pages that `num_tokens` tokens need beyond those held, by bank."""
+    cdef Py_ssize_t g
+    memset(num_new_in, 0, MAX_BANKS * sizeof(int64_t))
+    for g in range(holding.num_groups):
+        num_new_in[holding.groups[g].bank] += _count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
 
 
 # Pages that no further token attends to are skipped: they are given back, and the null page takes their place. If windows stay
@@ -371,12 +379,48 @@ cdef struct Hits:             # leading pages of a group found by a look-up, nul
 cdef struct Demand:
     const Hits *hits          # [num_groups]; NULL: none
     int64_t num_tokens        # tokens that need slots
-    Py_ssize_t num_reserved   # pages to leave free
+    Py_ssize_t num_reserved   # pages to leave free, in the first bank
     int32_t shard             # shard of new pages; -1: any
     int64_t num_new           # new pages behind the hits; `price` and `fit_or_adopt` compute this and the rest
     Py_ssize_t num_free_hits  # hits in the free queue
     int64_t num_taken         # sum of the last two: pages that leave the free queue, if no checkpoint is adopted
+    int64_t[MAX_BANKS] num_new_in    # `num_new` of each bank
+    int64_t[MAX_BANKS] num_taken_in  # `num_taken` of each bank
     Py_ssize_t num_adopted    # checkpoints that become working pages, because no pages are left for copies
+    int32_t short_bank        # bank with too few pages, where the demand does not fit
+
+
+cdef inline int32_t queue_for(const Group *group, int32_t shard) noexcept nogil:
+    """Return the queue from which a group takes pages: its bank's, or a shard's."""
+    return shard if shard >= 0 else queue_of_bank(group.bank)
+
+
+cdef struct Shortage:         # why a row or request got no pages
+    int64_t num_needed        # pages that would leave the free queue
+    int64_t num_free
+    Py_ssize_t num_reserved
+    Py_ssize_t num_hit_tokens
+    int32_t queue             # of the bank or shard that has too few
+    bint can_wait             # some of its pages are held
+
+
+cdef inline Shortage shortage_in(
+    const Pool *pool, int64_t num_needed, Py_ssize_t num_reserved, Py_ssize_t num_hit_tokens, int32_t queue
+) noexcept nogil:
+    """Return the shortage of a bank or shard as it is now."""
+    return Shortage(
+        num_needed=num_needed, num_free=count_free_in(pool, queue), num_reserved=num_reserved, num_hit_tokens=num_hit_tokens,
+        queue=queue, can_wait=count_free_in(pool, queue) < count_pages_in(pool, queue),
+    )
+
+
+cdef inline Shortage shortage_of(const Pool *pool, const Demand *demand, Py_ssize_t num_hit_tokens) noexcept nogil:
+    """Return the shortage of a priced demand that did not fit."""
+    cdef int32_t queue = demand.shard if demand.shard >= 0 else queue_of_bank(demand.short_bank)
+    cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[demand.short_bank]
+    if demand.num_taken <= count_free_in(pool, queue) and demand.shard >= 0:  # the pool lacks the reserved pages
+        queue = -1
+    return shortage_in(pool, num_needed, demand.num_reserved if demand.short_bank == 0 else 0, num_hit_tokens, queue)
 
 
 cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
@@ -426,9 +470,15 @@ cdef inline bint price(
     """
     cdef const Hits *hits
     cdef Py_ssize_t g, num_free, num_hits = 0
-    demand.num_new = demand.num_free_hits = demand.num_adopted = 0
+    cdef int64_t num_new
+    demand.num_new = demand.num_free_hits = demand.num_adopted = demand.short_bank = 0
+    memset(demand.num_new_in, 0, sizeof(demand.num_new_in))
+    memset(demand.num_taken_in, 0, sizeof(demand.num_taken_in))
     for g in range(holding.num_groups):
-        demand.num_new += min(count_needed(holding, demand, g), (INT64_MAX >> 1) - demand.num_new)
+        num_new = min(count_needed(holding, demand, g), (INT64_MAX >> 1) - demand.num_new)
+        demand.num_new += num_new
+        demand.num_new_in[holding.groups[g].bank] += num_new
+        demand.num_taken_in[holding.groups[g].bank] += num_new
         num_hits += demand.hits[g].num if demand.hits != NULL else 0
     for g in range(holding.num_groups if demand.hits != NULL else 0):
         hits = &demand.hits[g]
@@ -438,6 +488,7 @@ cdef inline bint price(
         if num_free < 0:
             return False
         demand.num_free_hits += num_free
+        demand.num_taken_in[holding.groups[g].bank] += num_free
     demand.num_taken = demand.num_new + demand.num_free_hits
     return True
 
@@ -472,9 +523,42 @@ cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, 
     return count
 
 
+cdef inline int32_t _find_short_bank(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Return the first bank with too few free pages for a priced demand; -1: each has enough."""
+    cdef int64_t[MAX_BANKS] num_adopted
+    cdef int32_t bank
+    cdef Py_ssize_t g, num_reserved
+    memset(num_adopted, 0, sizeof(num_adopted))
+    for g in range(holding.num_groups if demand.num_adopted else 0):
+        num_adopted[holding.groups[g].bank] += is_state(&holding.groups[g].rules) and demand.hits[g].num > 0
+    for bank in range(pool.num_banks):
+        num_reserved = demand.num_reserved if bank == 0 else 0
+        if demand.num_taken_in[bank] and not has_free_pages(
+            pool, demand.num_taken_in[bank] - num_adopted[bank], num_reserved, queue_of_bank(bank)
+        ):
+            return bank
+    return -1
+
+
+cdef inline Fit _fit_in_banks(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+    """`fit_or_adopt` in a pool of several banks."""
+    demand.num_adopted = 0
+    demand.short_bank = _find_short_bank(pool, holding, demand)
+    if demand.short_bank < 0:
+        return FITS
+    demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
+    if _find_short_bank(pool, holding, demand) < 0:
+        return FITS
+    demand.num_adopted = 0
+    return SHORT
+
+
 cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
     """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise."""
-    cdef int64_t num_inside = demand.num_taken - _count_outside(pool, holding, demand)
+    cdef int64_t num_inside
+    if rare(pool.num_banks > 1):
+        return _fit_in_banks(pool, holding, demand)
+    num_inside = demand.num_taken - _count_outside(pool, holding, demand)
     demand.num_adopted = 0
     if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
         demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
@@ -497,32 +581,50 @@ cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize
 
 
 cdef inline int64_t find_excess(
-    const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t shard
+    const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t queue
 ) noexcept nogil:
-    """Count the pages that a request would hold with its hits and `num_new` new pages, without those that no token from
-    `num_computed` on attends to. Return 0 if a shard (-1: the pool) has as many pages in all, so that waiting may help.
+    """Count the pages that a request would hold of a bank or shard with its hits and `num_new` new pages, without those that no
+    token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that waiting may help.
     """
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t num_cached
     cdef int64_t count = num_new
     for g in range(holding.num_groups):
+        if queue < 0 and queue_of_bank(holding.groups[g].bank) != queue:
+            continue
         count += holding.held[g].num_pages
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += hits[g].num
-    if count <= count_pages_in(pool, shard):  # null pages included
+    if count <= count_pages_in(pool, queue):  # null pages included
         return 0
     count = num_new
     for g in range(holding.num_groups):
+        if queue < 0 and queue_of_bank(holding.groups[g].bank) != queue:
+            continue
         held = &holding.held[g]
         num_cached = held.num_cached and max(held.num_cached, full_pages(&holding.groups[g].rules, num_computed))
         count += _count_inside(
             held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages,
-            ids_in_shard(pool, shard),
+            ids_in_shard(pool, queue),
         )
         if hits != NULL and not is_state(&holding.groups[g].rules):
-            count += _count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, shard))
-    return count if count > count_pages_in(pool, shard) else 0
+            count += _count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, queue))
+    return count if count > count_pages_in(pool, queue) else 0
+
+
+cdef inline int64_t find_excess_in_banks(
+    const Pool *pool, const Holding *holding, const Hits *hits, const int64_t *num_new_in, int32_t num_computed, int32_t *queue
+) noexcept nogil:
+    """Return `find_excess` of the first bank that has fewer pages, and set `queue` to its queue; 0: none has."""
+    cdef int64_t num_excess = 0
+    cdef int32_t bank
+    for bank in range(pool.num_banks):
+        queue[0] = queue_of_bank(bank)
+        num_excess = find_excess(pool, holding, hits, num_new_in[bank], num_computed, queue[0])
+        if num_excess:
+            break
+    return num_excess
 
 
 cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
@@ -569,10 +671,10 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
 
 
 cdef inline void _take_into(
-    Pool *pool, Held *held, int32_t place, int32_t n, int32_t shard, int32_t session
+    Pool *pool, Held *held, int32_t place, int32_t n, int32_t queue, int32_t session
 ) noexcept nogil:
-    """Take pages for the places from `place` on."""
-    take(pool, held.ids + place, n, shard, session)
+    """Take pages of a queue for the places from `place` on."""
+    take(pool, held.ids + place, n, queue, session)
     record_taken(pool, held)
 
 
@@ -583,7 +685,7 @@ cdef inline int32_t take_missing(
     cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
     assert n >= 0 and held.num_skipped <= held.num_pages
     if n:
-        _take_into(pool, held, held.num_pages, n, shard, session)
+        _take_into(pool, held, held.num_pages, n, queue_for(group, shard), session)
         held.num_pages += n
     return n
 
@@ -801,10 +903,10 @@ cdef inline bint keep_state(
     page_id = held.ids[0]
     if keeps and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
         _note_checkpoint(holding, num_computed)
-    keeps = keeps and has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
+    keeps = keeps and has_free_pages(pool, 1, num_reserved, queue_for(group, shard)) and find_held_free(pool, 1) == NULL_PAGE
     keeps = keeps and _cache_state(pool, group, held, contents, num_computed)
     if keeps:
-        _take_into(pool, held, 0, 1, shard, holding.session)
+        _take_into(pool, held, 0, 1, queue_for(group, shard), holding.session)
         _queue_copy(pool, page_id, held, 0, g)
         assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
     held.num_cached = full_entries(&group.rules, num_computed)
@@ -1118,10 +1220,12 @@ cdef inline bint _has_open_page(const Group *group, const Held *held, int32_t nu
     return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
 
 
-cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
+cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed, int32_t bank) noexcept nogil:
+    """Count the pages of a bank, or with -1 of all, that a fork copies."""
     cdef Py_ssize_t g, count = 0
     for g in range(holding.num_groups):
-        count += _has_open_page(&holding.groups[g], &holding.held[g], num_computed)
+        if bank < 0 or holding.groups[g].bank == bank:
+            count += _has_open_page(&holding.groups[g], &holding.held[g], num_computed)
     return count
 
 
@@ -1129,9 +1233,12 @@ cdef inline ForkOutcome prepare_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
     """Check whether a fork can be made, and make room for its copies."""
-    cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
-    if num_new > count_free_in(pool, shard):
-        return SHORT_OF_PAGES
+    cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed, -1) * num_targets
+    cdef int32_t bank, queue
+    for bank in range(pool.num_banks):
+        queue = shard if shard >= 0 else queue_of_bank(bank)
+        if count_open_pages(source, num_computed, bank) * num_targets > count_free_in(pool, queue):
+            return SHORT_OF_PAGES
     if find_held_free(pool, num_new) != NULL_PAGE:
         return UNSHAREABLE
     for g in range(source.num_groups):
@@ -1168,7 +1275,7 @@ cdef inline void fork_group(
     target.read_list = 0
     if _has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
-        _take_into(pool, target, n, 1, shard, new.session)
+        _take_into(pool, target, n, 1, queue_for(group, shard), new.session)
         target.num_pages += 1
         _queue_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list

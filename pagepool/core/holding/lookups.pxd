@@ -1,5 +1,5 @@
-# Look-ups of prefixes, and refused requests. A `Query` asks for the longest prefix that hits in all groups. A `Refusal` tells
-# whether a request that lacked pages certainly lacks them again.
+# Look-ups of prefixes, and refused requests. A `Query` asks for the longest prefix that hits in all groups. A `RefusedRequest`
+# tells whether a request that lacked pages certainly lacks them again.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -46,7 +46,7 @@ cdef struct Tokens:           # token counts of a request for a row
 
 
 @cython.final
-cdef class Refusal:
+cdef class RefusedRequest:
     cdef readonly tuple hits
     cdef readonly Py_ssize_t num_tokens
     cdef readonly Py_ssize_t num_hit_tokens
@@ -81,7 +81,7 @@ cdef class RequestHashes:
     cdef public bint is_counted
     cdef public bint is_short
     cdef public bint are_unsure
-    cdef public Refusal refusal
+    cdef public RefusedRequest refusal
 
 
 cdef Query query_of(

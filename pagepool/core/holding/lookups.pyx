@@ -241,7 +241,7 @@ cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except 
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class Refusal:
+cdef class RefusedRequest:
     """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, have `num_hit_tokens` tokens; both shrink
     as the last hits are evicted.
 
@@ -250,7 +250,7 @@ cdef class Refusal:
     """
 
     def __init__(self):
-        raise TypeError("a Refusal is what a refused request leaves")
+        raise TypeError("a RefusedRequest is what a refused request leaves")
 
     def __reduce__(self):
         raise ArgumentTypeError("a refusal cannot be pickled")
@@ -318,7 +318,11 @@ cdef class Refusal:
         return True
 
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether too few pages are free for `num_pages` pages, hits included. `finds_hits` is True before. O(1)."""
+        """Whether too few pages are free for `num_pages` pages, hits included. `finds_hits` is True before. False in a pool of
+        several banks, whose pages a refusal does not tell apart. O(1).
+        """
+        if pool.num_banks > 1:
+            return False
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
 
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:

@@ -64,6 +64,7 @@ cdef class RequestPages:
 
 
 cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
+cdef int require_banks(PageStore store, CacheGroups groups) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
 cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept

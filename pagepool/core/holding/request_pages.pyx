@@ -34,6 +34,13 @@ cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
     )
 
 
+cdef int require_banks(PageStore store, CacheGroups groups) except -1:
+    """Raise ArgumentError unless a store has the banks of all groups."""
+    if groups.num_banks > store.pool.num_banks:
+        raise ArgumentError(f"groups: got {groups.num_banks} banks, allowed: the {store.pool.num_banks} of the store")
+    return 0
+
+
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
     if chain is None:
@@ -184,6 +191,8 @@ cdef class RequestPages:
         for g in range(0 if store.enable_caching else groups.num):
             if groups.groups[g].id != NO_GROUP:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
+        if store.pool.num_banks > 1 or groups.num_banks > 1:
+            require_banks(store, groups)
         self.store, self.groups = store, groups
         self.holding = Holding(
             groups=groups.groups, held=<Held *>calloc(max(1, groups.num), sizeof(Held)), num_groups=groups.num, boundaries=NULL,
@@ -433,9 +442,9 @@ cdef class RequestPages:
         if outcome == WRONG_HIT:
             refuse_hits(self, hits, chain)
         if outcome == LOST_PAGE:
-            raise DoubleFreeError(f"page {step.wrong_page} is freed more often than it is held")
+            raise DoubleFreeError(f"{self.store.shown_page(step.wrong_page)} is freed more often than it is held")
         if outcome == CACHED_OTHERWISE:
-            page = f"page {step.wrong_page} (at {step.wrong_at} of {step.wrong_num})"
+            page = f"{self.store.shown_page(step.wrong_page)} (at {step.wrong_at} of {step.wrong_num})"
             raise PageHashError(
                 f"{page} has a hash already: it was entered by hand, or tokens that it was cached for have changed since; then "
                 "free the request with num_computed_tokens"
@@ -494,7 +503,7 @@ cdef class RequestPages:
         self.store.lock.release()
         unlock_chain(chain)
         if overdrawn != NULL_PAGE:
-            raise DoubleFreeError(f"page {overdrawn} of the request is freed more often than it is held")
+            raise DoubleFreeError(f"{self.store.shown_page(overdrawn)} of the request is freed more often than it is held")
         if not has_room:
             raise MemoryError("the page ids of a request, or their terms")
         if bad >= 0:
@@ -582,8 +591,10 @@ cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noe
     cdef const Demand *demand = &step.demand
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
     step.wrong_num, step.wrong_shard = 0, -1
-    if demand.num_taken > pool.num_free:  # else it may fit, or wait
-        step.wrong_num = find_excess(pool, holding, demand.hits, demand.num_new, num_computed, -1)
+    if demand.num_taken > pool.num_free or pool.num_banks > 1:  # else it may fit, or wait
+        step.wrong_num = find_excess_in_banks(
+            pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
+        )
     if step.wrong_num == 0 and pool.num_shards:
         step.wrong_shard = demand.shard
         if step.stays_in_shard:
@@ -710,10 +721,11 @@ cdef void keep_states(
     """
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
     cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
-    cdef Py_ssize_t g
+    cdef Py_ssize_t g, num_reserved
     for g in range(holding.num_groups):
+        num_reserved = 0 if holding.groups[g].bank else step.demand.num_reserved
         if keep_state(
-            pool, holding, <int32_t>g, contents if is_known else NULL, num_computed, step.demand.shard, step.demand.num_reserved
+            pool, holding, <int32_t>g, contents if is_known else NULL, num_computed, step.demand.shard, num_reserved
         ):
             (<PageIds>new[g]).put(holding.held[g].ids, 1)
 
@@ -815,5 +827,7 @@ cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -
             break
     if flaw == UNTOUCHABLE:
         request.store.refuse_touch(ids.ids[i])
-    page = f"page {ids[i]} (at {i} of group {group.id})" if flaw < 0 else "a page"  # none is wrong any more
+    page = "a page"  # none is wrong any more
+    if flaw < 0:
+        page = f"{request.store.shown_page(ids[i])} (at {i} of group {group.id})"
     raise PageHashError(f"{page} does not hold this prefix: look it up again, right before allocate_slots")

@@ -16,6 +16,7 @@ cdef struct Group:            # layers that need the same pages
     Rules rules
     int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
     int32_t stride            # hashes per page
+    int32_t bank              # source of its pages
     const Group *next_alike   # next group of the same kind, in `CacheGroups`
     int32_t num_read_behind   # tokens behind a hit that its look-up reads and drops, with eagle
     int32_t end_step          # another request can resume at multiples of this many tokens; 0: no pages are held for that

@@ -12,7 +12,7 @@ from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_pages cimport *
 from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport CachePage
-from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, lists_of, new_ids, size_of
+from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, new_ids, size_of
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -301,6 +301,7 @@ cdef class SlotAllocator:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
+            self.store.require_one_bank("data_parallel_size")
             found = find_shard(self.store.pool.num_pages, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
@@ -318,7 +319,7 @@ cdef class SlotAllocator:
             request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
         )
 
-    cdef bint is_refused_still(self, Refusal refusal, tuple hits, const Counts *counts) except -1:
+    cdef bint is_refused_still(self, RefusedRequest refusal, tuple hits, const Counts *counts) except -1:
         """Whether a request with the same hits is refused as it was the last time."""
         cdef int64_t num_pages
         if refusal.hits is not hits:
@@ -502,12 +503,12 @@ cdef class SlotAllocator:
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Remember the hits of a refused request."""
         cdef Py_ssize_t g
-        cdef Refusal refusal
+        cdef RefusedRequest refusal
         if self.on_too_large is not None:
             attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
             self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)
         if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
-            refusal = Refusal.__new__(Refusal)
+            refusal = RefusedRequest.__new__(RefusedRequest)
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
             hashes.refusal = refusal if is_watched else None
@@ -557,7 +558,7 @@ cdef class CachePages:
     def get_page_ids(self) -> tuple:
         """Return one list of page ids for each group. O(pages)."""
         if self.store is not None:
-            return lists_of(self.groups)
+            return self.store.lists_in_banks(self.groups)
         return tuple([[page.page_id for page in group] for group in self.groups])
 
     def get_ids(self, PageStore store not None) -> tuple:

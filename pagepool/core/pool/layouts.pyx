@@ -84,7 +84,7 @@ cdef void list_items(const Pool *pool, Items *items) noexcept nogil:
 
 
 cdef void list_pages(const Pool *pool, Items *items) noexcept nogil:
-    add_array(items, b"pages", PAGE, pool.pages, pool.num_pages + pool.num_parts)
+    add_array(items, b"pages", PAGE, pool.pages, pool.num_pages + pool.num_banks * (1 + pool.num_parts) - 1)
     add_array(items, b"slots", SLOT, pool.slots, num_slots_of(pool))
     add_array(items, b"twins", LINKS, pool.twins, pool.num_pages)
     add_array(items, b"page_tokens", INT32, pool.page_tokens, pool.num_pages * pool.tokens_width)
@@ -195,8 +195,14 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         values = array[start:start + items.items[i].size].view(TYPES[items.items[i].type])
         copied[items.items[i].name.decode()] = values[0].item() if items.items[i].is_number else values
         start += items.items[i].size
+    banks = [
+        (pool.banks[i].start, pool.banks[i].stop, pool.banks[i].num_free, pool.banks[i].num_entries)
+        for i in range(pool.num_banks)
+    ]
+    ends = [end_of_queue(&pool, queue_of_bank(<int32_t>i)) for i in range(pool.num_banks)]
     return dict(
-        copied, is_pool=store.is_pool, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool), counters=pool.counters,
+        copied, banks=banks, ends=ends, is_pool=store.is_pool, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool),
+        counters=pool.counters,
     )
 
 

@@ -40,6 +40,8 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
         pool.tier.save_evicted(pool, page_id)
     uncache(pool, page_id)
     pool.counters.num_evicted_pages += 1
+    if rare(pool.num_banks > 1):
+        pool.banks[bank_of(pool, page_id)].num_evicted_pages += 1
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -85,18 +87,19 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
         _claim(pool, out[i])
 
 
-cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t queue) noexcept nogil:
     """Pull up to `n` pages that need no choice, and return their number: blank pages, then cached ones if there is no policy
-    and no term. A pool without parts, or with shards, has none.
+    and no term. A pool with shards has none.
     """
     cdef Py_ssize_t count
-    if pool.num_shards or pool.num_parts == 0:
+    if pool.num_shards:
         return 0
-    count = _pull_behind(pool, start_of_part(pool, BLANK, -1), out, n)
+    count = _pull_behind(pool, start_of_part(pool, BLANK, queue) if pool.num_parts else end_of_queue(pool, queue), out, n)
     if pool.policy != NULL:
         pool.policy.num_in_part[BLANK] -= count
-    elif pool.expected.terms == NULL:
-        count += _pull_behind(pool, start_of_part(pool, NEW, -1), out + count, n - count)
+    elif pool.expected.terms == NULL and pool.num_parts:
+        count += _pull_behind(pool, start_of_part(pool, NEW, queue), out + count, n - count)
+    count_in_bank(pool, queue, <int32_t>-count)
     return count
 
 
@@ -126,7 +129,7 @@ cdef inline void _claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
     cdef Supply supply = begin_supply(pool, tenant_of(pool, session))
-    cdef Py_ssize_t i, num_unpicked = _pull_unpicked(pool, out, n)
+    cdef Py_ssize_t i, num_unpicked = _pull_unpicked(pool, out, n, shard)
     for i in range(num_unpicked if pool.tenants.of_pages != NULL else 0):
         begin_charge(pool, out[i])
         charge(pool, out[i], supply.taker)
@@ -139,6 +142,8 @@ cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sh
         fetch_entry(pool, out[i])
     for i in range(n):
         _claim_picked(pool, out[i])
+    if rare(pool.num_banks > 1):
+        pool.banks[-1 - shard].num_allocated_pages += n
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
@@ -148,6 +153,8 @@ cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcep
     if rare(pool.tenants.of_pages != NULL):
         charge(pool, page_id, tenant_of(pool, session))
     _claim_picked(pool, page_id)
+    if rare(pool.num_banks > 1):
+        pool.banks[bank_of(pool, page_id)].num_allocated_pages += 1
 
 
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
@@ -415,14 +422,17 @@ cdef inline bint cache(
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
-    """Whether a tier, the queue's parts, the journal or kept tokens have to hear of each cached page."""
-    return (pool.tier != NULL) | (pool.num_parts != 0) | (pool.journal.notes != NULL) | (pool.page_tokens != NULL)
+    """Whether banks, a tier, the queue's parts, the journal or kept tokens have to hear of each cached page."""
+    cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL)
+    return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays
 
 
 cdef inline void _on_cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
     """Tell the features of the pool that a page was just cached."""
+    if pool.num_banks > 1:
+        pool.banks[bank_of(pool, page_id)].num_entries += 1
     if pool.tier != NULL:
         pool.tier.record_cached(pool, page_id)
     if pool.num_parts:
@@ -509,6 +519,8 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
     remove_entry(pool, page_id)
     pool.num_dropped += 1
+    if rare(pool.num_banks > 1):
+        pool.banks[bank_of(pool, page_id)].num_entries -= 1
     if rare(pool.num_parts != 0):
         _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):

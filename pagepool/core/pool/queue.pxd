@@ -1,5 +1,5 @@
-# The free queue of the pool, and that of each shard: a ring of records, which the null page, or the shard's end, closes. With
-# parts there is one more record before each part, its divider:
+# The free queue of each bank, and that of each shard: a ring of records. The null page closes the first bank's; a record of its
+# own closes any other. With parts there is one more record before each part, its divider:
 #
 # * With a policy the plain parts, those for pages without a term, are the policy's. Without one they are a blank part and one
 #   of cached pages; pools of models that keep states have these two from the start.
@@ -41,13 +41,17 @@ cdef struct Supply:           # state of a call that takes pages
 
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
-    """Return the record that closes the queue of a shard; -1 means the whole pool."""
+    """Return the record that closes a queue."""
+    if shard < -1:
+        return start_of_part(pool, -1, shard)
     return NULL_PAGE if shard < 0 else pool.num_pages + shard * (1 + pool.num_parts)
 
 
 cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """Return the record before the pages of a part."""
-    return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
+    if shard < 0:
+        return pool.num_pages + (-1 - shard) * (1 + pool.num_parts) + part
+    return pool.num_pages + shard * (1 + pool.num_parts) + 1 + part
 
 
 cdef inline int32_t _end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
@@ -141,11 +145,26 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Append a page to its part of the queue, and of its shard's."""
+    """Append a page to its part of its bank's queue, and of its shard's."""
+    cdef int32_t queue
     if pool.num_parts > NEW + 1 or pool.num_shards:
         push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     else:
-        link_page(pool, page_id, _end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, -1))
+        queue = _queue_for(pool, page_id)
+        link_page(pool, page_id, _end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
+        count_in_bank(pool, queue, 1)
+
+
+cdef inline int32_t _queue_for(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the queue of a page's bank."""
+    return queue_of_bank(bank_of(pool, page_id)) if pool.num_banks > 1 else -1
+
+
+cdef inline void count_in_bank(Pool *pool, int32_t queue, int32_t change) noexcept nogil:
+    """Count pages that enter a bank's queue, or with a negative change leave it."""
+    if pool.num_banks > 1:
+        pool.banks[-1 - queue].num_free += change
+        assert 0 <= pool.banks[-1 - queue].num_free <= count_pages_in(pool, queue)
 
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
@@ -162,6 +181,7 @@ cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
     """Link a page in at the back of its part, and of its shard's part."""
     cdef int32_t shard, part = _part_of(pool, page_id)
+    assert pool.num_banks == 1
     count_in_part(pool, page_id, 1)
     link_page(pool, page_id, _end_of_part(pool, part, -1))
     if pool.num_shards:
@@ -180,11 +200,12 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry at the front of the blank part, if there are parts, and of its shard's."""
-    cdef int32_t shard
+    """Put a page without an entry at the front of the blank part of its bank, if there are parts, and of its shard's."""
+    cdef int32_t shard, queue = _queue_for(pool, page_id)
     _stamp_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, -1), -1))
+    link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, queue), queue))
+    count_in_bank(pool, queue, 1)
     if pool.num_shards:
         shard = shard_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, record_behind(pool, _front_of_blank(pool, shard), shard))
@@ -299,7 +320,8 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page out of its shard's queue and the count of its part, and begin its charge."""
+    """Take a page out of its shard's queue and the counts of its part and bank, and begin its charge."""
+    count_in_bank(pool, _queue_for(pool, page_id), -1)
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
@@ -316,16 +338,20 @@ cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
     pull(pool, page_id)
 
 
-cdef inline void begin_parts(Pool *pool) noexcept nogil:
-    """Link the dividers of all parts into an empty queue."""
-    cdef int32_t part
-    assert pool.num_free == 0
-    for part in range(pool.num_parts):
-        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+cdef inline void begin_queues(Pool *pool) noexcept nogil:
+    """Make an empty queue for each bank, with the dividers of all parts."""
+    cdef int32_t bank, part, end
+    pool.num_free = 0
+    for bank in range(pool.num_banks):
+        pool.banks[bank].num_free = 0
+        end = end_of_queue(pool, queue_of_bank(bank))
+        pool.pages[end] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=end, next_free=end, group=NO_GROUP)
+        for part in range(pool.num_parts):
+            _link_divider(pool.pages, start_of_part(pool, part, queue_of_bank(bank)), end)
 
 
 cdef inline void _link_divider(Page *pages, int32_t divider, int32_t end) noexcept nogil:
-    """Insert a part's divider into the pool's queue, before the record `end`."""
+    """Insert a part's divider into a queue, before the record `end`."""
     cdef int32_t last = pages[end].prev_free
     pages[divider] = Page(key_lo=0, key_hi=0, ref_cnt=0, prev_free=last, next_free=end, group=NO_GROUP)
     pages[last].next_free = divider
@@ -333,19 +359,25 @@ cdef inline void _link_divider(Page *pages, int32_t divider, int32_t end) noexce
 
 
 cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
-    """Divide the pool's queue, which has no parts, into a blank part and one of cached pages. O(num_pages)."""
+    """Divide the queue of each bank, which has no parts, into a blank part and one of cached pages. O(num_pages)."""
     cdef Page *pages = pool.pages
-    cdef int32_t part, page_id, following
+    cdef int32_t[MAX_BANKS] first
+    cdef int32_t bank, page_id, following
+    for bank in range(pool.num_banks):
+        first[bank] = pages[end_of_queue(pool, queue_of_bank(bank))].next_free
     pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
-    for part in range(NEW, BLANK - 1, -1):
-        _link_divider(pages, start_of_part(pool, part, -1), pages[NULL_PAGE].next_free)
-    page_id = pages[start_of_part(pool, NEW, -1)].next_free
-    while is_page(pool, page_id):
-        following = pages[page_id].next_free
-        if pages[page_id].group == NO_GROUP:
-            pull(pool, page_id)
-            link_page(pool, page_id, start_of_part(pool, NEW, -1))
-        page_id = following
+    begin_queues(pool)
+    for bank in range(pool.num_banks):
+        page_id = first[bank]
+        while is_page(pool, page_id):
+            following = pages[page_id].next_free
+            pages[page_id].prev_free = NOT_FREE
+            link_page(
+                pool, page_id,
+                _end_of_part(pool, BLANK if pages[page_id].group == NO_GROUP else NEW, queue_of_bank(bank)),
+            )
+            count_in_bank(pool, queue_of_bank(bank), 1)
+            page_id = following
 
 
 cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
@@ -421,8 +453,11 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
         page_id = pool.pages[page_id].next_free
 
 
-cdef inline int32_t count_free_in(const Pool *pool, int32_t shard) noexcept nogil:
-    return pool.num_free if shard < 0 else pool.shard_num_free[shard]
+cdef inline int32_t count_free_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the free pages of a bank or shard."""
+    if queue < 0:
+        return pool.num_free if pool.num_banks == 1 else pool.banks[-1 - queue].num_free
+    return pool.shard_num_free[queue]
 
 
 cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
@@ -435,9 +470,10 @@ cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard
 
 
 cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Return the page before `page_id` in the pool's queue, whatever its part, or NULL_PAGE."""
+    """Return the page before `page_id` in its bank's queue, whatever its part. If there is none: the end of the queue."""
+    cdef int32_t end = end_of_queue(pool, _queue_for(pool, page_id))
     page_id = pool.pages[page_id].prev_free
-    while page_id >= pool.num_pages:
+    while page_id >= pool.num_pages and page_id != end:
         page_id = pool.pages[page_id].prev_free
     return page_id
 
@@ -668,7 +704,7 @@ cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogi
     """
     cdef int32_t page_id, shard
     cdef Py_ssize_t _
-    for shard in range(-1, pool.num_shards if pool.num_held_free else -1):
+    for shard in range(-pool.num_banks, pool.num_shards if pool.num_held_free else -pool.num_banks):
         page_id = end_of_queue(pool, shard)
         for _ in range(count_free_in(pool, shard) if pool.num_parts else min(n, count_free_in(pool, shard))):
             page_id = page_behind(pool, page_id, shard)
@@ -701,8 +737,8 @@ cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) 
 
 
 cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
-    """Whether `num_pages` can be taken from a shard (-1: the whole pool), with `num_reserved` left in the pool."""
-    if num_pages and num_pages + num_reserved > pool.num_free:
+    """Whether `num_pages` can be taken from a bank or shard, with `num_reserved` left in the bank, or in the pool."""
+    if num_pages and num_pages + num_reserved > count_free_in(pool, min(shard, -1)):
         return False
     return num_pages <= count_free_in(pool, shard)
 

@@ -10,6 +10,14 @@
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
 # * A page with a term has a prefix entry.
 # * A leased page has a reference for each lease, and is outside the free queue.
+#
+# If kinds of groups have pools of their own, the pages are divided into banks, one behind another. Each bank has a free queue,
+# and a group takes pages of its bank alone. Ids of users count from 0 in each bank; the core uses places of records, and record
+# 0 is the null page of all banks. A number names a queue: `-1 - b` the queue of bank `b`, so -1 the queue of a pool with one
+# bank; `s` the queue of shard `s`. Always:
+#
+# * The first bank starts at record 1, the last stops at `num_pages`, and each starts where the one before it stops.
+# * `num_free` of a pool is the sum of `num_free` of its banks, where it has several; a single bank's is not kept.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
@@ -34,6 +42,7 @@ cdef enum:
     COMMON = 0                # tenant of pages that belong to no tenant
     MAX_TENANTS = 64          # the common one included
     NO_TENANT = 255           # a free page without an entry is charged to nobody
+    MAX_BANKS = 4
     NUM_BUCKETS = 24          # histogram buckets: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -59,6 +68,14 @@ cdef struct Links:
 cdef struct Range:            # half-open range of page ids or places
     int32_t start
     int32_t stop
+
+cdef struct Bank:             # records from `start` on, before `stop`; the rest is kept where a pool has several
+    int32_t start
+    int32_t stop
+    int32_t num_free
+    int32_t num_entries
+    int64_t num_allocated_pages
+    int64_t num_evicted_pages
 
 cdef struct Stay:             # times of a sampled page in nanoseconds of the residency clock
     int64_t start             # when it was handed out
@@ -239,7 +256,7 @@ cdef struct Pool:
     Policy *policy            # NULL: pages are evicted in the order of their release, unless terms say otherwise
     int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
     int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
-    bint is_divided           # there are shards or parts
+    bint is_divided           # there are several banks, shards or parts
     int32_t *shard_newest     # [num_shards, NUM_PARTS] in the same memory: as `Policy.newest`, for each shard
     Links *shard_twins        # in the same memory: rings of the twins within each shard; NULL without shards or caching
     Links *shard_firsts       # in the same memory: ring of each shard's first twins; NOT_FIRST for the others
@@ -250,6 +267,8 @@ cdef struct Pool:
     uint32_t home_shift       # shifts a tag to the slot where a look-up begins
     int32_t num_pages
     int32_t num_free
+    int32_t num_banks
+    Bank banks[MAX_BANKS]
     int32_t num_shards        # 0: there are no shards
     int32_t pages_per_shard
     int32_t num_keys          # distinct pairs of key and group in the index
@@ -290,6 +309,24 @@ cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
 cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
     assert pool.num_shards > 0 and pool.num_shards * pool.pages_per_shard == pool.num_pages
     return page_id // pool.pages_per_shard
+
+
+cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the bank of a page. O(banks)."""
+    cdef int32_t bank = pool.num_banks - 1
+    while page_id < pool.banks[bank].start and bank:
+        bank -= 1
+    return bank
+
+
+cdef inline int32_t queue_of_bank(int32_t bank) noexcept nogil:
+    """Return the number of a bank's queue."""
+    return -1 - bank
+
+
+cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the id of a page that users see; 0 for the null page."""
+    return page_id - pool.banks[bank_of(pool, page_id)].start + 1 if page_id != NULL_PAGE else <int32_t>NULL_PAGE
 
 
 cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -337,9 +374,11 @@ cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
 
 
-cdef inline int32_t count_pages_in(const Pool *pool, int32_t shard) noexcept nogil:
-    """Count the pages of a shard, held or free, without the null page; -1 means the whole pool."""
-    cdef Range ids = ids_in_shard(pool, shard)
+cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the pages of a bank or shard, held or free, without the null page."""
+    cdef Range ids = ids_in_shard(pool, queue)
+    if queue < 0:
+        return pool.banks[-1 - queue].stop - pool.banks[-1 - queue].start
     return ids.stop - max(1, ids.start)
 
 

@@ -128,6 +128,7 @@ cdef class PageSessions:
         """
         cdef object number = self.numbers.get(require_name("session_id", session_id), {}).get(None)
         cdef int32_t term = term_of_seconds(seconds)
+        self.store.require_one_bank("expect_session")
         return 0 if number is None else self.expect_number(number, term)
 
     cdef int32_t expect_number(self, int32_t number, int32_t term) except -1:
@@ -159,6 +160,7 @@ cdef class PageSessions:
         """Set the shares of tenants by name; other tenants share the rest. O(num_pages + sessions)."""
         cdef Pool *pool = &self.store.pool
         cdef dict checked = checked_shares(shares)
+        self.store.require_one_bank("set_shares")
         cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
         cdef list removed = [number for name, number in self.tenants.items() if name not in checked]
         cdef double[MAX_TENANTS] values

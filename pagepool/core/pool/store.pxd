@@ -19,6 +19,7 @@ cdef class CachePage
 @cython.auto_pickle(False)
 cdef class PageStore:
     cdef Pool pool
+    cdef readonly tuple bank_names
     cdef readonly bint is_pool          # False for a queue, which can grow and has no prefix index
     cdef readonly bint enable_caching
     cdef readonly object eviction       # name of the policy, a str
@@ -39,6 +40,8 @@ cdef class PageStore:
     cdef Page record(self, int32_t page_id) noexcept
     cdef int32_t checked_id(self, object page_id) except -1
     cdef PageIds checked(self, object page_ids)
+    cdef int32_t checked_bank(self, object bank) except -1
+    cpdef tuple lists_in_banks(self, tuple groups)
     cdef int check_range(self, int32_t page_id) except -1
     cdef Range range_of(self, first_id, stop_id) except *
     cdef int check_fixed(self) except -1
@@ -48,7 +51,9 @@ cdef class PageStore:
     cdef int32_t count_holders(self, int32_t page_id) noexcept
     cdef int refuse_touch(self, int32_t page_id) except -1
     cdef int check_untaken(self, int32_t bad) except -1
-    cdef int refuse_size(self, str what, int64_t num_pages, int32_t shard) except -1
+    cdef str shown_queue(self, int32_t queue)
+    cdef str shown_page(self, int32_t page_id)
+    cdef int refuse_size(self, str what, int64_t num_pages, int32_t queue) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=*) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1

@@ -16,12 +16,12 @@ from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.queue cimport *
 from pagepool.core.values cimport (
-    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, page_id_of, size_of,
+    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, lists_of, page_id_of, size_of,
 )
 
 import os
 
-from pagepool.arguments import require_flag
+from pagepool.arguments import require_flag, require_name
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError,
     RequestTooLargeError, shown,
@@ -119,12 +119,13 @@ cdef bint add_records(PageStore store, Py_ssize_t num_pages) noexcept:
             key_lo=0, key_hi=0, ref_cnt=0, prev_free=NULL_PAGE, next_free=NULL_PAGE, group=NO_GROUP,
         )
     store.pool.num_pages = <int32_t>num_pages
+    store.pool.banks[store.pool.num_banks - 1].stop = <int32_t>num_pages
     assert is_free(&store.pool, NULL_PAGE) and store.pool.pages[NULL_PAGE].group == NO_GROUP
     return True
 
 
 cdef int make_queue(PageStore store) except -1:
-    """Divide the empty queue into the parts of the policy. Allocate room for all other parts, so that records never move."""
+    """Make the empty queues, with the parts of the policy. Allocate room for all other parts, so that records never move."""
     cdef Pool *pool = &store.pool
     cdef size_t num_records
     assert pool.num_free == 0 and pool.num_parts == 0
@@ -133,11 +134,31 @@ cdef int make_queue(PageStore store) except -1:
         if pool.policy == NULL:
             raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
         pool.num_parts, pool.num_parts_each, pool.is_divided = NUM_PARTS, NUM_PARTS, True
-    num_records = <size_t>pool.num_pages + MAX_TENANTS * (count_plain_parts(pool) + NEVER)
+    num_records = <size_t>pool.num_pages + MAX_BANKS
+    if store.enable_caching:  # otherwise all pages are worth the same, and nothing divides a queue
+        num_records += MAX_TENANTS * (count_plain_parts(pool) + NEVER)
     if not resize(<void **>&pool.pages, num_records * sizeof(Page)):
         raise MemoryError(f"{pool.num_pages} page records")
-    begin_parts(pool)
+    begin_queues(pool)
     return 0
+
+
+cdef int32_t add_banks(Pool *pool, Py_ssize_t num_pages, object further_banks) except -1:
+    """Set the banks of a pool without records: one of `num_pages` pages with the null page, and further ones of these sizes.
+    Return the number of all pages.
+    """
+    cdef list sizes = as_list(further_banks, "further_banks")
+    cdef int64_t stop = num_pages
+    cdef Py_ssize_t bank
+    if len(sizes) >= MAX_BANKS:
+        raise ArgumentError(f"further_banks: got {len(sizes)}, allowed: {MAX_BANKS - 1}")
+    pool.banks[0].start, pool.banks[0].stop = 1, <int32_t>num_pages
+    for bank in range(1, 1 + len(sizes)):
+        pool.banks[bank].start = <int32_t>stop
+        stop = size_of(stop + size_of(sizes[bank - 1], "further_banks"), "num_pages of all pools")
+        pool.banks[bank].stop = <int32_t>stop
+    pool.num_banks, pool.is_divided = 1 + <int32_t>len(sizes), len(sizes) > 0
+    return <int32_t>stop
 
 
 cdef bint make_index(Pool *pool) noexcept:
@@ -252,7 +273,9 @@ cdef class PageStore:
     the first expectation, or once shares are set.
     """
 
-    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru"):
+    def __cinit__(
+        self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru", further_banks=(), bank_names=("kv",)
+    ):
         cdef int32_t page_id, num_records
         self.views, self.leases = {}, {}
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
@@ -261,13 +284,16 @@ cdef class PageStore:
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
-        num_records = size_of(num_pages, "num_pages", 1)
+        num_records = add_banks(&self.pool, size_of(num_pages, "num_pages", 1), further_banks)
         if not add_records(self, num_records) or (self.enable_caching and not make_index(&self.pool)):
             raise MemoryError(f"{num_records} page records")
         if is_pool:
             sample_residency(&self.pool)
         self.eviction = checked_policy(eviction)
-        if self.enable_caching:  # otherwise all pages are worth the same
+        self.name_banks(bank_names)
+        if self.eviction != "lru":
+            self.require_one_bank(f"eviction={self.eviction!r}")
+        if self.enable_caching or self.pool.num_banks > 1:
             make_queue(self)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
@@ -321,7 +347,7 @@ cdef class PageStore:
         cdef Links *links = NULL
         cdef uint32_t *stamps = pool.expected.stamps
         cdef bint by_entry = pool.num_parts == 0
-        by_terms = by_terms and stamps == NULL
+        by_terms = by_terms and stamps == NULL and pool.num_banks == 1  # the façade refuses terms in several banks
         by_tenants = by_tenants and pool.tenants.of_pages == NULL
         assert not by_tenants or by_terms or stamps != NULL
         if not self.enable_caching or not (by_entry or by_terms or by_tenants):
@@ -493,6 +519,82 @@ cdef class PageStore:
             self.check_range(ids.ids[bad])
         return ids
 
+    cdef int32_t checked_bank(self, object bank) except -1:
+        return <int32_t>size_of(bank, "bank", 0, self.pool.num_banks - 1)
+
+    def name_banks(self, names) -> None:
+        """Name the pools of the store in errors and refusals."""
+        cdef tuple checked = tuple([require_name("pool", name) for name in as_list(names, "names")])
+        if len(checked) != self.pool.num_banks:
+            raise ArgumentError(f"names: got {len(checked)}, allowed: {self.pool.num_banks}")
+        self.bank_names = checked
+
+    def count_pages(self, bank) -> int:
+        """Count the pages of a bank without the null page."""
+        return count_pages_in(&self.pool, queue_of_bank(self.checked_bank(bank)))
+
+    def count_entries(self, bank) -> tuple:
+        """Count the cached pages of a bank, and the pages that were ever handed out and evicted there."""
+        cdef int32_t checked = self.checked_bank(bank)
+        cdef Bank counted
+        with self.lock:
+            counted = self.pool.banks[checked]
+            if self.pool.num_banks == 1:
+                counted.num_entries = self.pool.num_entries
+                counted.num_allocated_pages = self.pool.counters.num_allocated_pages
+                counted.num_evicted_pages = self.pool.counters.num_evicted_pages
+        return counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages
+
+    def count_free(self, bank) -> int:
+        """Count the free pages of a bank."""
+        cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), count
+        with self.lock:
+            count = count_free_in(&self.pool, queue)
+        return count
+
+    def ids_in_banks(self, PageIds page_ids not None) -> PageIds:
+        """Return the ids of pages in their banks. O(n) with several banks, else O(1)."""
+        cdef PageIds ids = page_ids
+        cdef Py_ssize_t i
+        if self.pool.num_banks > 1:
+            ids = PageIds.__new__(PageIds)
+            ids.add(page_ids.ids, page_ids.num)
+            for i in range(ids.num):
+                ids.ids[i] = id_in_bank(&self.pool, ids.ids[i])
+        return ids
+
+    cpdef tuple lists_in_banks(self, tuple groups):
+        """Return the ids of pages in their banks, a list for each group."""
+        return lists_of(groups if self.pool.num_banks == 1 else tuple([self.ids_in_banks(ids) for ids in groups]))
+
+    def page_in_bank(self, page_id, bank) -> CachePage:
+        """Return the view of the page with this id in a bank. PageIdError for an id outside the bank."""
+        return self.page(page_id if self.pool.num_banks == 1 else self.records_in_bank([page_id], bank)[0])
+
+    def bounds_of(self, bank) -> tuple:
+        """Return the first page of a bank and the one behind its last, which is None in a store of one bank, for look-ups."""
+        cdef Bank *pages = &self.pool.banks[self.checked_bank(bank)]
+        return (0, None) if self.pool.num_banks == 1 else (pages.start, pages.stop)
+
+    def records_in_bank(self, page_ids, bank) -> PageIds:
+        """Return the pages with these ids in a bank. PageIdError for an id outside the bank. O(n) with several banks."""
+        cdef int32_t checked = self.checked_bank(bank)
+        cdef int32_t first = self.pool.banks[checked].start - 1, size = self.pool.banks[checked].stop - first
+        cdef PageIds ids = page_ids if isinstance(page_ids, PageIds) else PageIds(page_ids)
+        cdef PageIds records = PageIds.__new__(PageIds)
+        cdef Py_ssize_t i
+        if self.pool.num_banks == 1:
+            return ids
+        records.add(ids.ids, ids.num)
+        for i in range(records.num):
+            if not 0 <= records.ids[i] < size:
+                raise PageIdError(
+                    f"page id: got {records.ids[i]}, allowed in the pool {self.bank_names[checked]!r}: 0 to {size - 1}"
+                )
+            if records.ids[i] != NULL_PAGE:
+                records.ids[i] += first
+        return records
+
     cdef int check_range(self, int32_t page_id) except -1:
         if not 0 <= page_id < self.pool.num_pages:
             raise PageIdError(f"page id: got {page_id}, allowed: 0 to {self.pool.num_pages - 1}")
@@ -508,6 +610,11 @@ cdef class PageStore:
         if not self.is_pool:
             raise ArgumentError("the store of a queue has no shards, keeps no token ids and no journal")
         return 0
+
+    def require_one_bank(self, what) -> None:
+        """Raise ArgumentError in a store of several banks, which `what` does not support."""
+        if self.pool.num_banks > 1:
+            raise ArgumentError(f"{what}: not supported with several pools ({', '.join(self.bank_names)})")
 
     cdef int32_t checked_context(self, object context) except -1:
         """Return a context as a valid number."""
@@ -557,13 +664,15 @@ cdef class PageStore:
         """Count the references to a page except those of leases."""
         return self.pool.pages[page_id].ref_cnt - (self.pool.leases.counts[page_id] if is_leased(&self.pool, page_id) else 0)
 
-    def ref_counts(self):
-        """Return the ref counts of all pages, an int32 array ``[num_pages]``. O(num_pages)."""
+    def ref_counts(self, bank=0):
+        """Return the ref counts of the null page and all pages of a bank, an int32 array. O(pages of the bank)."""
         cdef PageIds counts = PageIds.__new__(PageIds)
-        cdef Py_ssize_t i, n = self.pool.num_pages
-        counts.reserve(n)
+        cdef Bank *pages = &self.pool.banks[self.checked_bank(bank)]
+        cdef Py_ssize_t i
+        counts.reserve(1 + pages.stop - pages.start)
         with self.lock:
-            for i in range(n):
+            counts.put(&self.pool.pages[NULL_PAGE].ref_cnt, 1)
+            for i in range(pages.start, pages.stop):
                 counts.put(&self.pool.pages[i].ref_cnt, 1)
         return counts.to_array()
 
@@ -591,27 +700,30 @@ cdef class PageStore:
     cdef int refuse_touch(self, int32_t page_id) except -1:
         cdef int32_t ref_cnt = self.record(page_id).ref_cnt
         where = f"allowed: fewer than {INT32_MAX}" if ref_cnt else "and it is not in the free queue"
-        raise PageIdError(f"page {page_id} cannot be touched: its ref count is {ref_cnt}, {where}")
+        raise PageIdError(f"{self.shown_page(page_id)} cannot be touched: its ref count is {ref_cnt}, {where}")
 
     # Pages taken, and given back.
 
-    def take(self, n, shard=None, num_shards=0) -> PageIds:
-        """Take `n` pages from the front of the queue, or of a shard. They get ref count 1 and lose their prefix entries. O(n).
+    def take(self, n, shard=None, num_shards=0, bank=0) -> PageIds:
+        """Take `n` pages from the front of a bank's queue, or of a shard. They get ref count 1 and lose their prefix entries.
+        O(n).
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t i, num = size_of(n, "num_pages")
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef int32_t checked_shard = as_shard(shard, divided)
+        cdef int32_t queue = as_shard(shard, divided)
         cdef int32_t num_free, bad = NULL_PAGE
         cdef void *thread
+        if queue < 0:
+            queue = queue_of_bank(self.checked_bank(bank))
         ids.reserve(min(num, self.pool.num_pages))
         self.lock_divided(divided)
-        num_free = count_free_in(&self.pool, checked_shard)
+        num_free = count_free_in(&self.pool, queue)
         if num <= num_free:
             bad = find_held_free(&self.pool, num)
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
-                take(&self.pool, ids.ids, num, checked_shard, NO_SESSION)
+                take(&self.pool, ids.ids, num, queue, NO_SESSION)
                 count_request(&self.pool)
                 go_on(thread)
                 ids.num = num
@@ -620,23 +732,36 @@ cdef class PageStore:
                     assert not is_free(&self.pool, ids.ids[i])
         self.lock.release()
         if num > num_free:
-            where = "" if checked_shard < 0 else f" in shard {checked_shard}"
+            where = "" if queue < 0 else f" in shard {queue}"
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free{where}")
         self.check_untaken(bad)
         return ids
 
-    cdef int refuse_size(self, str what, int64_t num_pages, int32_t shard) except -1:
-        """Raise the error for a request or row larger than its shard, or with -1 than the pool."""
+    cdef str shown_queue(self, int32_t queue):
+        """Name a pool or shard in an error."""
+        if queue >= 0:
+            return "its shard"
+        return "the pool" if self.pool.num_banks == 1 else f"the pool {self.bank_names[-1 - queue]!r}"
+
+    cdef str shown_page(self, int32_t page_id):
+        """Name a page in an error."""
+        cdef int32_t bank = bank_of(&self.pool, page_id)
+        where = "" if self.pool.num_banks == 1 else f" of the pool {self.bank_names[bank]!r}"
+        return f"page {id_in_bank(&self.pool, page_id)}{where}"
+
+    cdef int refuse_size(self, str what, int64_t num_pages, int32_t queue) except -1:
+        """Raise the error for a request or row larger than a shard or bank, given by its queue."""
         raise RequestTooLargeError(
-            f"{what} needs {num_pages:,} pages at once, {'the pool' if shard < 0 else 'its shard'} has "
-            f"{count_pages_in(&self.pool, shard):,}: no waiting helps, fewer tokens a step may "
+            f"{what} needs {num_pages:,} pages at once, {self.shown_queue(queue)} has "
+            f"{count_pages_in(&self.pool, queue):,}: no waiting helps, fewer tokens a step may "
             "(see CacheManager.require_capacity)"
         )
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """Raise IntegrityError for a free page with references; the null page means there is none."""
         if bad != NULL_PAGE:
-            raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
+            ref_cnt = self.pool.pages[bad].ref_cnt
+            raise IntegrityError(f"{self.shown_page(bad)} is in the free queue with ref count {ref_cnt}, allowed: 0")
         return 0
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
@@ -666,7 +791,7 @@ cdef class PageStore:
         return bad
 
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
-        raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
+        raise DoubleFreeError(f"{self.shown_page(ids[bad])} (at {bad} of {len(ids)}) is freed more often than it is held")
 
     # The free queue.
 
@@ -675,16 +800,17 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         return checked != NULL_PAGE and self.read(&self.pool.pages[checked].prev_free) != NOT_FREE
 
-    def free_ids(self) -> PageIds:
-        """Return the free queue, front first; with a policy, part by part. O(num_pages)."""
+    def free_ids(self, bank=0) -> PageIds:
+        """Return the free queue of a bank, front first; with a policy, part by part. O(pages of the bank)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef int32_t page_id = NULL_PAGE
+        cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), page_id = end_of_queue(&self.pool, queue), num_free
         cdef bint has_room
         with self.lock:
-            has_room = ids.try_reserve(self.pool.num_free)
-            while has_room and ids.num < self.pool.num_free:
-                page_id = page_behind(&self.pool, page_id, -1)
-                assert page_id != NULL_PAGE and (self.pool.pages[page_id].ref_cnt == 0 or self.pool.num_held_free)
+            num_free = count_free_in(&self.pool, queue)
+            has_room = ids.try_reserve(num_free)
+            while has_room and ids.num < num_free:
+                page_id = page_behind(&self.pool, page_id, queue)
+                assert is_page(&self.pool, page_id) and (self.pool.pages[page_id].ref_cnt == 0 or self.pool.num_held_free)
                 ids.put(&page_id, 1)
         if not has_room:
             raise MemoryError("the ids of free pages")
@@ -693,11 +819,12 @@ cdef class PageStore:
     def neighbours(self, page_id) -> tuple:
         """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
-        cdef int32_t before = NULL_PAGE, behind = NULL_PAGE
+        cdef int32_t before = NULL_PAGE, behind = NULL_PAGE, queue
         with self.lock:
             if checked != NULL_PAGE and is_free(&self.pool, checked):
-                before, behind = page_before(&self.pool, checked), page_behind(&self.pool, checked, -1)
-        return tuple([self.view(each) if each != NULL_PAGE else None for each in (before, behind)])
+                queue = queue_of_bank(bank_of(&self.pool, checked))
+                before, behind = page_before(&self.pool, checked), page_behind(&self.pool, checked, queue)
+        return tuple([self.view(each) if is_page(&self.pool, each) else None for each in (before, behind)])
 
     def pop(self, n) -> PageIds:
         """Take the first `n` pages out of the queue without changes to ref counts and prefix entries."""
@@ -707,7 +834,7 @@ cdef class PageStore:
         cdef bint has_room
         cdef Supply supply
         with self.lock:
-            num_free = self.pool.num_free
+            num_free = count_free_in(&self.pool, -1)
             has_room = num > num_free or ids.try_reserve(num)  # under the lock, because a queue may grow
             supply = begin_supply(&self.pool, COMMON)
             while has_room and num <= num_free and ids.num < num:
@@ -795,6 +922,7 @@ cdef class PageStore:
         if n == self.read(&pool.num_shards):
             return
         self.check_fixed()
+        self.require_one_bank("data_parallel_size")
         if pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {pool.num_pages} pages")
         with self.lock:
@@ -896,7 +1024,7 @@ cdef class PageStore:
                     entry = entry_of(chain, i, checked_group, first_page)
                     cache(&self.pool, ids.ids[i], &entry, &ranking, ids.ids, <int32_t>i)
         if bad >= 0:
-            raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
+            raise PageHashError(f"{self.shown_page(ids.ids[bad])} (at {bad} of {ids.num}) has a hash already")
 
     def drop(self, page_ids) -> int:
         """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
@@ -915,17 +1043,19 @@ cdef class PageStore:
         """Drop every prefix entry, in the tier too, unless pages are held, or swapped-out rows have pages in the tier. Return
         how many are. O(num_pages).
         """
-        cdef int32_t num_held, following, page_id
+        cdef int32_t num_held, following, page_id, bank, queue
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             if self.pool.tier != NULL:
                 num_held += <int32_t>self.pool.tier.num_swapped
-            page_id = page_behind(&self.pool, NULL_PAGE, -1) if num_held == 0 else <int32_t>NULL_PAGE
-            while page_id != NULL_PAGE:  # in the order of the queue, so that pages keep it
-                following = page_behind(&self.pool, page_id, -1)
-                if self.pool.pages[page_id].group != NO_GROUP:
-                    uncache(&self.pool, page_id)
-                page_id = following
+            for bank in range(self.pool.num_banks if num_held == 0 else 0):
+                queue = queue_of_bank(bank)
+                page_id = page_behind(&self.pool, end_of_queue(&self.pool, queue), queue)
+                while is_page(&self.pool, page_id):  # in the order of the queue, so that pages keep it
+                    following = page_behind(&self.pool, page_id, queue)
+                    if self.pool.pages[page_id].group != NO_GROUP:
+                        uncache(&self.pool, page_id)
+                    page_id = following
             if num_held == 0:
                 uncache_all(&self.pool)
                 assert self.pool.num_entries == 0 and self.pool.num_keys == 0
@@ -985,7 +1115,7 @@ cdef class PageStore:
         cdef CachePage view = self.views.get(page_id)
         if view is None:
             view = CachePage.__new__(CachePage)
-            view.store, view.index, view.page_id = self, page_id, page_id
+            view.store, view.index, view.page_id = self, page_id, id_in_bank(&self.pool, page_id)
             view = self.views.setdefault(page_id, view)  # another thread may have made one
         return view
 

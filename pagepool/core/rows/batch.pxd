@@ -22,14 +22,15 @@ from libc.string cimport memcmp, memcpy
 
 from pagepool.core.base cimport GUARDS, Digest, hash_after, rare, raw_free, signs_of
 from pagepool.core.holding cimport (
-    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Waiting, are_checkpoints_due, cache_full_pages,
-    cache_states, cache_waiting, can_restart, count_new_pages, empty, find_excess, find_load_number, find_lost_page,
-    find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from, has_copies_due, has_full_page,
-    is_state, keep_state, lacks_page, limits_of, restart_from, skip_pages, take_missing,
+    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
+    cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_excess, find_excess_in_banks,
+    find_load_number, find_lost_page, find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from,
+    has_copies_due, has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages,
+    take_missing,
 )
 from pagepool.core.pool cimport (
-    FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, digest_of, find_unheld, find_untouchable, find_within,
-    give_back, hit, ids_in_shard, is_journaled, uncache,
+    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, digest_of, find_unheld, find_untouchable,
+    find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
 )
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
@@ -99,6 +100,7 @@ cdef struct Batch:            # rows that run together
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     bint unifies_pages        # whether rows share pages with equal tokens
     int64_t num_admissions    # admissions, forks and exchanges of all rows
+    Py_ssize_t num_admitted   # admitted rows
 
 cdef struct Amounts:          # a number for each row
     const int32_t *values
@@ -118,7 +120,9 @@ cdef struct Growth:           # one call that grows rows
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     int64_t num_admissions    # the batch's count when the call ended
-    int64_t num_excess        # pages that a row would hold, where that is more than the pool has; else 0
+    int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
+    int32_t short_queue       # queue of that bank or shard
+    Shortage shortage         # why the first row that did not fit got no pages
     Py_ssize_t num_due        # due rows
     Py_ssize_t max_num_new    # upper bound on new pages
     Py_ssize_t num_new        # new pages
@@ -141,6 +145,11 @@ cdef inline Holding *holding_of(const Batch *batch, Py_ssize_t row) noexcept nog
 cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
     _assert_row(batch, row)
     return &batch.rows[row].holding.held[g]
+
+
+cdef inline int32_t _offset_of(const Batch *batch, Py_ssize_t g) noexcept nogil:
+    """Return the difference between the records of a group's pages and their ids."""
+    return batch.pool.banks[batch.groups[g].bank].start - 1
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -250,7 +259,7 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Write the row's pages to the tables."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
+        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages, _offset_of(batch, g))
     show_end(batch, row)
 
 
@@ -278,6 +287,8 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     drop_swapped(batch, row)
     empty(holding)
     show_end(batch, row)
+    batch.num_admitted -= batch.records[row].is_admitted
+    assert batch.num_admitted >= 0
     batch.records[row] = RowRecord(
         num_tokens=0, num_computed=0, next_event=0, stamp=0, num_hits=0, num_hashed=batch.records[row].num_hashed,
         num_external=0, is_admitted=0, is_claimed=0,
@@ -446,7 +457,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             uncache(batch.pool, page_id)  # undo and release drop entries of held pages only
             give_back(batch.pool, page_id)
             held.ids[place] = first
-            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
+            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first - _offset_of(batch, g)
             set_dirty(batch.tables[g], row, place, place + 1)
             batch.tables[g].version += 1
         if not is_state(&group.rules):
@@ -468,19 +479,29 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
             blank(batch.tables[g], row, start, holding.held[g].num_skipped)
 
 
+cdef inline Py_ssize_t _count_reserved_states(const Batch *batch, Py_ssize_t g) noexcept nogil:
+    """Count the pages of a group's bank to leave free, one for each free row and group of states; 0 in the first bank."""
+    cdef int32_t bank = batch.groups[g].bank
+    cdef Py_ssize_t i, num_state_groups = 0
+    for i in range(batch.num_groups if bank else 0):
+        num_state_groups += batch.groups[i].bank == bank and is_state(&batch.groups[i].rules)
+    return (batch.num_rows - batch.num_admitted) * num_state_groups
+
+
 cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens that are due as checkpoints, and write the new working pages to tables."""
     cdef Contents contents
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
-    cdef Py_ssize_t g
+    cdef Py_ssize_t g, num_reserved
     assert batch.keeps_states and num_computed <= batch.records[row].num_computed
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        if keep_state(batch.pool, holding, <int32_t>g, &contents, num_computed, batch.rows[row].shard, 0):
-            write_ids(batch.tables[g], row, 0, held.ids, 1)
+        num_reserved = _count_reserved_states(batch, g)
+        if keep_state(batch.pool, holding, <int32_t>g, &contents, num_computed, batch.rows[row].shard, num_reserved):
+            write_ids(batch.tables[g], row, 0, held.ids, 1, _offset_of(batch, g))
             batch.tables[g].version += 1
 
 
@@ -504,20 +525,54 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
         assert growth == NULL or growth.num_new + n <= growth.max_num_new
         if n:
-            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
+            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, _offset_of(batch, g))
             batch.tables[g].version += 1
         for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
-            growth.new_ids[growth.num_new] = held.ids[j]
+            growth.new_ids[growth.num_new] = held.ids[j] - _offset_of(batch, g)
             growth.new_rows[growth.num_new] = <int32_t>row
             growth.new_groups[growth.num_new] = <int32_t>g
             growth.num_new += 1
+
+
+cdef inline bint _has_pages_for(
+    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
+) noexcept nogil:
+    """Whether the pages that the row lacks for `num_tokens` tokens are free: `num_new` in all. Otherwise set the shortage."""
+    cdef int64_t[MAX_BANKS] num_new_in
+    cdef int32_t bank
+    if batch.pool.num_banks == 1:
+        if num_new <= count_free_in(batch.pool, batch.rows[row].shard):
+            return True
+        shortage[0] = shortage_in(batch.pool, num_new, 0, 0, batch.rows[row].shard)
+        return False
+    count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
+    for bank in range(batch.pool.num_banks):
+        if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
+            shortage[0] = shortage_in(batch.pool, num_new_in[bank], 0, 0, queue_of_bank(bank))
+            return False
+    return True
+
+
+cdef inline int64_t _find_row_excess(
+    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, int32_t *queue
+) noexcept nogil:
+    """Count the pages that the row would hold with slots for `num_tokens` tokens in a bank or shard, whose queue it sets, with
+    fewer pages; 0: waiting may help.
+    """
+    cdef int64_t[MAX_BANKS] num_new_in
+    cdef int32_t num_computed = batch.records[row].num_computed
+    queue[0] = batch.rows[row].shard
+    if queue[0] >= 0:
+        return find_excess(batch.pool, holding_of(batch, row), NULL, num_new, num_computed, queue[0])
+    count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
+    return find_excess_in_banks(batch.pool, holding_of(batch, row), NULL, num_new_in, num_computed, queue)
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
     """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
-    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef int32_t num_room_tokens, num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef bint is_next_step = num_tokens > num_before  # a further call for the same step comes before the step has run
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
@@ -528,11 +583,12 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         if rare(batch.skips_pages):
             _skip_row(batch, row, num_before)
     if due.num_new_pages:
-        if due.num_new_pages > count_free_in(batch.pool, batch.rows[row].shard):
+        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
+        if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
             return False
         if rare(batch.pool.tier != NULL):
             drop_swapped(batch, row)
-        take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
+        take_pages(batch, row, num_room_tokens, growth)
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
     cache_row(batch, row, num_tokens)
@@ -570,9 +626,11 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
     batch.due_rows[growth.num_due] = DueRow(
         at=<int32_t>i, num_new_pages=<int32_t>min(count_new_pages(holding, num_room_tokens), <int64_t>INT32_MAX)
     )
-    if rare(batch.due_rows[growth.num_due].num_new_pages > count_free_in(batch.pool, batch.rows[row].shard)):
-        growth.num_excess = find_excess(
-            batch.pool, holding, NULL, batch.due_rows[growth.num_due].num_new_pages, record.num_computed, batch.rows[row].shard
+    if rare(
+        not _has_pages_for(batch, row, batch.due_rows[growth.num_due].num_new_pages, num_room_tokens, &growth.shortage)
+    ):
+        growth.num_excess = _find_row_excess(
+            batch, row, batch.due_rows[growth.num_due].num_new_pages, num_room_tokens, &growth.short_queue
         )
         if growth.num_excess:
             return False
@@ -852,6 +910,15 @@ cdef inline Py_ssize_t _find_taken(const Growth *growth, Py_ssize_t stop, int32_
     return stop
 
 
+cdef inline bint _have_ids(const int32_t *pages, const int32_t *ids, Py_ssize_t n, int32_t offset) noexcept nogil:
+    """Whether pages have these ids, which are less by the offset of their bank."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if pages[i] != ids[i] + offset:
+            return False
+    return True
+
+
 cdef inline bint _is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
     """Whether a page from place `start` on has other holders."""
     cdef int32_t i
@@ -876,7 +943,7 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
         start = _find_taken(growth, stop[0], row, g)
         num_new = stop[0] - start
         num_kept = held.num_pages - num_new
-        if num_kept < 0 or (num_new and memcmp(held.ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
+        if num_kept < 0 or not _have_ids(held.ids + num_kept, growth.new_ids + start, num_new, _offset_of(batch, g)):
             return False
         if lacks_page(&batch.groups[g], held, _computed_before(growth, i), num_kept):
             return False

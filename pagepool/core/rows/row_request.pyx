@@ -8,7 +8,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, fit_or_adopt, list_hits, price, query_of,
+    count_junction_tokens, count_state_hits, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
 from pagepool.core.pool cimport QueryCounter, count_changes
 from pagepool.core.rows.batch cimport *
@@ -96,11 +96,12 @@ cdef class RowRequest:
         try:
             self.set_contents(keys)
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
-            is_admitted = type(result) is not Refusal
+            is_admitted = type(result) is not RefusedRequest
             if not is_admitted:
-                (<Refusal>result).interval, (<Refusal>result).num_external = self.tokens.interval, self.tokens.num_external
-                (<Refusal>result).options = self.options if type(self.options) is tuple else None
-                (<Refusal>result).source = self.source
+                (<RefusedRequest>result).interval = self.tokens.interval
+                (<RefusedRequest>result).num_external = self.tokens.num_external
+                (<RefusedRequest>result).options = self.options if type(self.options) is tuple else None
+                (<RefusedRequest>result).source = self.source
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
@@ -162,26 +163,28 @@ cdef class RowRequest:
         return 0
 
     cdef object try_start(self, bint takes_hits):
-        """Hit the request's prefix and take its pages. Return the number of hit tokens, or a `Refusal`, and nothing taken, if
-        too few pages are free.
+        """Hit the request's prefix and take its pages. Return the number of hit tokens; a `RefusedRequest`, with nothing taken,
+        if too few pages are free.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
-        cdef Refusal refusal = Refusal.__new__(Refusal)
+        cdef RefusedRequest refusal = RefusedRequest.__new__(RefusedRequest)
         cdef object num_hit_tokens = None
-        cdef int32_t held_free = NULL_PAGE
+        cdef int32_t held_free = NULL_PAGE, queue = self.shard
         cdef int64_t num_changes
         cdef int64_t num_excess = 0
         cdef Hits *array = NULL
         cdef Demand demand
+        cdef Shortage shortage
         cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.acquire_locks()
         try:
             batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
+            rows.set_shortage(NULL)
             if takes_hits:
                 has_room = self.load_hits(refusal, &array, &is_short)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
@@ -193,9 +196,11 @@ cdef class RowRequest:
                 has_pages = not is_short and fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
                 if not has_pages and not is_short:
-                    num_excess = find_excess(batch.pool, holding, array, demand.num_new, 0, self.shard)
+                    num_excess = self.find_excess(&demand, &queue)
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
+                    shortage = shortage_of(batch.pool, &demand, refusal.num_hit_tokens)
+                    rows.set_shortage(&shortage if not num_excess else NULL)
                 else:
                     held_free = find_held_free(batch.pool, demand.num_taken)
                     if held_free == NULL_PAGE and has_room:
@@ -209,10 +214,10 @@ cdef class RowRequest:
         if not has_room:
             raise MemoryError("the pages that were hit")
         if num_excess:
-            rows.store.refuse_size(f"row {self.row}", num_excess, self.shard)
+            rows.store.refuse_size(f"row {self.row}", num_excess, queue)
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint load_hits(self, Refusal refusal, Hits **array, bint *is_short) noexcept:
+    cdef bint load_hits(self, RefusedRequest refusal, Hits **array, bint *is_short) noexcept:
         """Find the hits and queue their loads from the tier; store them in the refusal. No hits if too few pages are free for
         the loads. False if memory is short. The locks are held.
         """
@@ -240,7 +245,15 @@ cdef class RowRequest:
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 
-    cdef void begin_refusal(self, Refusal refusal, const Demand *demand, int64_t num_changes) noexcept:
+    cdef int64_t find_excess(self, const Demand *demand, int32_t *queue) noexcept:
+        """Count the pages of the request where its bank or shard, whose queue it sets, has fewer; 0: waiting may help."""
+        cdef Batch *batch = &self.rows.batch
+        cdef Holding *holding = holding_of(batch, self.row)
+        if self.shard < 0:
+            return find_excess_in_banks(batch.pool, holding, demand.hits, demand.num_new_in, 0, queue)
+        return find_excess(batch.pool, holding, demand.hits, demand.num_new, 0, self.shard)
+
+    cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
@@ -287,3 +300,4 @@ cdef class RowRequest:
         assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known
         begin_admission(batch, self.row)
         batch.records[self.row].is_admitted = 1
+        batch.num_admitted += 1

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport MAX_TOKENS, LockNode, go_on, let_others_run
 from pagepool.core.holding cimport (
-    Boundaries, CacheGroups, Refusal, Tokens, count_room_tokens, count_tokens, last_hash, reserve_copies,
+    Boundaries, CacheGroups, RefusedRequest, Shortage, Tokens, count_room_tokens, count_tokens, last_hash, reserve_copies,
 )
 from pagepool.core.pool cimport PageStore, find, find_held_free, set_session, share
 from pagepool.core.rows.batch cimport *
@@ -21,7 +21,9 @@ cdef class RunningRows:
     cdef tuple lock_order           # the tables in locking order
     cdef tuple buffers              # arrays that `batch` points into
     cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
-    cdef list refusals              # for each row, the Refusal of its last request, or None
+    cdef Shortage shortage          # why the last refused admission got no pages
+    cdef bint is_short              # the last admission was refused
+    cdef list refusals              # for each row, the RefusedRequest of its last request, or None
     cdef bytes key
     cdef int32_t num_shards         # shards of the pool that rows are bound to; 0: none
     cdef readonly object num_tokens
@@ -32,6 +34,7 @@ cdef class RunningRows:
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
+    cdef void set_shortage(self, const Shortage *shortage) noexcept
     cdef void release_locks(self) noexcept
     cdef int check_made(self) except -1
     cdef int acquire_locks(self) except -1

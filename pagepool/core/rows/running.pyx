@@ -13,12 +13,12 @@ from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_open_pages, count_places,
     draw_references, drop_copies, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
     keeps_checkpoints, list_last_first, pages_for, prepare_fork, rate_and_list, rate_pages, record_loads, record_taken,
-    refuse_ahead, skip_unread, waits_for_loads,
+    refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
 from pagepool.core.pool cimport FILLED, FILLING, Ranking, Tier, Transfer, count_free, has_free_pages, take
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
-from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, lists_of, require_instance
+from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
 
 from numbers import Real
 
@@ -28,6 +28,7 @@ from pagepool.errors import (
     ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, PageIdError, RowIndexError,
     RowOverflowError,
 )
+from pagepool.refusal import Refusal
 
 cdef object ndarray = np.ndarray
 
@@ -83,6 +84,7 @@ cdef class StepResult:
     """
 
     cdef readonly Py_ssize_t num_grown
+    cdef PageStore store
     cdef RunningRows batch          # None once the call is taken back
     cdef PageIds num_new_tokens     # a number for each row, or one for all
     cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
@@ -109,8 +111,23 @@ cdef class StepResult:
         """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
         return array_of(self.growth.new_groups, self.growth.num_new)
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the row behind the first `num_grown` got no pages; None if all have their room. O(1)."""
+        return refusal_of(self.store, &self.growth.shortage) if self.num_grown < self.growth.num_rows else None
+
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef object refusal_of(PageStore store, const Shortage *shortage):
+    """Return a shortage as users see it."""
+    shard = shortage.queue if shortage.queue >= 0 else None
+    pool = store.bank_names[max(0, -1 - shortage.queue)]
+    return Refusal(
+        shortage.num_needed, shortage.num_free, shortage.num_reserved, shortage.num_hit_tokens, pool, shard,
+        shortage.can_wait,
+    )
 
 
 cdef int32_t ZERO = 0
@@ -175,6 +192,7 @@ cdef class RunningRows:
             raise ArgumentError(f"groups: got {checked.num} for {len(by_group)} tables, allowed: one each, at least 1")
         if num_hash_tokens and not store.enable_caching:
             raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
+        require_banks(store, checked)
         self.store, self.key, self.buffers, self.groups = store, key, (), checked
         self.tables, self.lock_order = by_group, in_lock_order(by_group)
         self.num_shards = <int32_t>num_pool_shards
@@ -206,6 +224,21 @@ cdef class RunningRows:
     def max_num_tokens(self) -> int:
         """The most tokens that a row can have: the model's limit, or the table's if that is less."""
         return self.batch.max_num_tokens
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the last `admit` returned None; None if it admitted its request, or raised an error. O(1)."""
+        cdef Shortage shortage
+        cdef bint is_short
+        with self.lock:
+            is_short, shortage = self.is_short, self.shortage
+        return refusal_of(self.store, &shortage) if is_short else None
+
+    cdef void set_shortage(self, const Shortage *shortage) noexcept:
+        """Set why an admission is refused; NULL: it was not. The batch's lock is held."""
+        self.is_short = shortage != NULL
+        if shortage != NULL:
+            self.shortage = shortage[0]
 
     # Locks: the batch's first, then the store's, then the tables'. No Python object is made while they are held.
 
@@ -383,6 +416,7 @@ cdef class RunningRows:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
             computed = amounts_in(counts)
         if seconds is not None:
+            self.store.require_one_bank("seconds")
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
         terms = amounts_in(row_terms)
         self.acquire_locks()
@@ -402,7 +436,7 @@ cdef class RunningRows:
         if not has_room:
             raise MemoryError("the pages of the rows, or their terms")
         if overdrawn != NULL_PAGE:
-            raise DoubleFreeError(f"page {overdrawn} is given back by a row more often than it is held")
+            raise DoubleFreeError(f"{self.store.shown_page(overdrawn)} is given back by a row more often than it is held")
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
@@ -548,7 +582,8 @@ cdef class RunningRows:
             drop_swapped(batch, source)
         self.release_locks()
         if overdrawn != NULL_PAGE:
-            raise DoubleFreeError(f"row {source}: page {overdrawn}, which it holds, was given back by somebody else")
+            page = self.store.shown_page(overdrawn)
+            raise DoubleFreeError(f"row {source}: {page}, which it holds, was given back by somebody else")
         if not is_running or is_due:
             refuse_unready(batch, source, is_due)
             raise ArgumentError(f"row {source} holds no computed tokens: there is nothing to swap out")
@@ -626,11 +661,12 @@ cdef class RunningRows:
         array over the same memory, where a sample is compared; O(tokens) for others.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
-        cdef Refusal refusal = self.refusals[checked]
+        cdef RefusedRequest refusal = self.refusals[checked]
         cdef Holding *holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
         cdef int32_t num_room
+        cdef Shortage shortage
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
@@ -646,6 +682,12 @@ cdef class RunningRows:
             is_refused = is_refused and refusal.is_short(
                 &self.store.pool, count_new_pages(holding, num_room), num_reserved
             )
+        if is_refused:
+            shortage = shortage_in(
+                &self.store.pool, count_new_pages(holding, num_room) - refusal.watch.num_held, num_reserved,
+                refusal.num_hit_tokens, refusal.shard,
+            )
+            self.set_shortage(&shortage)
         self.release_locks()
         return is_refused
 
@@ -676,7 +718,7 @@ cdef class RunningRows:
             has_room = copy_ids(holding, ids)
         if not has_room:
             raise MemoryError("the page ids of a row")
-        return lists_of(ids)
+        return self.store.lists_in_banks(ids)
 
 
 # Memory.
@@ -775,7 +817,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
-    result.batch, result.num_new_tokens = running, num_new_tokens
+    result.store, result.batch, result.num_new_tokens = running.store, running, num_new_tokens
     growth.rows, growth.num_rows = rows.ids, rows.num
     growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), num_ahead
     growth.token_ids = NULL if tokens is None else tokens.ids
@@ -1006,6 +1048,7 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
     record.stamp = batch.stamp
+    batch.num_admitted += 1
     batch.rows[row].shard = batch.rows[source].shard
     set_context(batch, row, batch.rows[source].context)
     set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
@@ -1329,7 +1372,7 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     cdef Holding *holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
     if growth.num_excess:
-        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, running.batch.rows[row].shard)
+        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
     if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
         raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
     if 0 <= num_new <= num_left and num_ahead > 0:
@@ -1398,8 +1441,8 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        num_new = count_open_pages(holding, batch.records[source].num_computed) * targets.num
-        num_free = count_free_in(batch.pool, batch.rows[source].shard)
+        num_new = count_open_pages(holding, batch.records[source].num_computed, -1) * targets.num
+        num_free = batch.pool.num_free if batch.rows[source].shard < 0 else count_free_in(batch.pool, batch.rows[source].shard)
         raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
     if outcome == UNSHAREABLE:
         raise PageIdError(

@@ -186,6 +186,7 @@ def term_of(seconds) -> int:
 
 def lease_pages(PageStore store not None, page_ids) -> Lease:
     """Lease held pages, or free cached ones: see `CacheManager.lease`. O(pages); the first call O(num_pages)."""
+    store.require_one_bank("lease")
     cdef PageIds ids = store.checked(as_own_ids(page_ids, "page_ids"))
     cdef Lease lease = new_lease(store)
     cdef bint is_held
@@ -369,6 +370,7 @@ cdef class TokenSpan:
         Return the number of pages. O(pages); the first call O(num_pages).
         """
         cdef int32_t term = term_of_seconds(seconds)
+        self.require_store().require_one_bank("expect")
         cdef PageIds found = PageIds.__new__(PageIds), terms = PageIds([term])
         cdef bint has_room
         cdef int64_t now
@@ -389,6 +391,7 @@ cdef class TokenSpan:
         need to resume at its end, and for a span without pages. O(pages).
         """
         cdef Py_ssize_t most = size_of(max_num_leased, "max_num_leased"), bad = -1
+        self.require_store().require_one_bank("lease")
         cdef int64_t num_leased, lost, lost_end, duration = duration_of(seconds)
         cdef Lease lease = new_lease(self.require_store())
         cdef bint is_listed, is_held = False

@@ -38,10 +38,16 @@ cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ss
         table.extent[row] = max(table.extent[row], <int32_t>stop)
 
 
-cdef inline void write_ids(Table *table, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Write ids into a row from column `start` on, and let the row end behind them."""
+cdef inline void write_ids(
+    Table *table, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n, int32_t offset
+) noexcept nogil:
+    """Write ids less an offset, null pages as they are, into a row from column `start` on, and let the row end behind them."""
+    cdef Py_ssize_t i
     assert 0 <= row < table.num_rows and 0 <= start and 0 <= n <= table.num_columns - start
-    if n == 1:
+    if offset:
+        for i in range(n):
+            table.page_ids[row * table.num_columns + start + i] = max(0, ids[i] - offset)
+    elif n == 1:
         table.page_ids[row * table.num_columns + start] = ids[0]
     elif n:  # without ids the pointer is NULL, which memcpy must not get
         memcpy(table.page_ids + row * table.num_columns + start, ids, n * sizeof(int32_t))

@@ -55,7 +55,7 @@ cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcep
             continue
         if replaces:
             clear_from(put.table, put.row, 0)
-        write_ids(put.table, put.row, put.start, put.ids, put.n)
+        write_ids(put.table, put.row, put.start, put.ids, put.n, 0)
         put.table.version += replaces or put.n > 0
     return num_fitting
 

@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.pool cimport PageStore, Pool, give_back
+from pagepool.core.pool cimport PageStore, Pool, give_back, id_in_bank
 
 import numpy as np
 
@@ -69,8 +69,8 @@ def take_copies(PageStore store not None) -> PageCopies:
             num_due = pool.copies.num
             if num == num_due:
                 for i in range(num):
-                    taken[0, i] = pool.copies.items[i].src
-                    taken[1, i] = pool.copies.items[i].dst
+                    taken[0, i] = id_in_bank(pool, pool.copies.items[i].src)
+                    taken[1, i] = id_in_bank(pool, pool.copies.items[i].dst)
                     taken[2, i] = pool.copies.items[i].group
                 end_copies(pool)
                 assert pool.copies.num == 0

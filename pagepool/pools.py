@@ -1,0 +1,80 @@
+"""Pools by kind of layer: their names and sizes, the groups that take pages from each, and what several do not support."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pagepool._core import PageStore
+from pagepool.arguments import MAX_SIZE, require_int, require_name
+from pagepool.errors import ArgumentError, shown
+from pagepool.page_pool import PagePool
+from pagepool.specs import CacheGroupSpec
+
+__all__ = ["PoolSizes", "make_pools", "read_sizes", "require_plain", "require_states"]
+
+MAX_POOLS = 4
+MIN_PAGES = 2  # the null page and one more
+
+
+class PoolSizes(NamedTuple):
+    """The pools of a manager in the core's order, each with its number of pages, and the number of each group's pool."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    pool_of_group: list[int]
+
+
+def read_sizes(num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSpec]) -> PoolSizes:
+    """Return the pools that `num_pages` names. Raise ArgumentError unless groups and sizes name the same pools; an int is the
+    size of one pool for all groups.
+
+    Pools with a group of attention come first.
+    """
+    names = [require_name("pool", getattr(group, "pool", "kv")) or "kv" for group in groups]
+    if not isinstance(num_pages, Mapping):
+        if len(set(names)) > 1:
+            allowed = f"a size for each pool, such as {dict.fromkeys(names, 1024)}"
+            raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed for groups of several pools: {allowed}")
+        return PoolSizes((names[0] if names else "kv",), (num_pages,), [0] * len(names))
+    if set(num_pages) != set(names):
+        raise ArgumentError(
+            f"num_pages: got pools {sorted(num_pages, key=str)}, allowed: those of the groups, {sorted(set(names))}"
+        )
+    if len(num_pages) > MAX_POOLS:
+        raise ArgumentError(f"num_pages: got {len(num_pages)} pools, allowed: {MAX_POOLS}")
+    of_attention = {name for name, group in zip(names, groups, strict=True) if not _has_state(group)}
+    ordered = sorted(num_pages, key=lambda name: name not in of_attention)
+    sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_SIZE) for name in ordered)
+    return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
+
+
+def _has_state(group: CacheGroupSpec) -> bool:
+    spec: Any = group.kv_cache_spec
+    return any(cls.__name__ == "MambaSpec" for cls in type(spec).__mro__)
+
+
+def make_pools(sizes: PoolSizes, enable_caching: bool) -> dict[str, PagePool]:
+    """Return several pools over one store, by name."""
+    first, *further = sizes.sizes
+    store = PageStore(first, enable_caching, further_banks=[size - 1 for size in further], bank_names=sizes.names)
+    return {name: PagePool.of_bank(store, bank) for bank, name in enumerate(sizes.names)}
+
+
+def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpec], num_rows: int) -> None:
+    """Raise ArgumentError if a pool of states is too small for a batch of `num_rows` rows. In each group it
+    needs a state for each row and one for a checkpoint, and the null page. One pool for all groups may be of any size.
+    """
+    for name, pool in pools.items() if len(pools) > 1 else ():
+        of_states = [_has_state(group) for group in groups if getattr(group, "pool", "kv") == name]
+        num_needed = (num_rows + 1) * len(of_states) + 1
+        if all(of_states) and pool.num_pages < num_needed:
+            raise ArgumentError(
+                f"num_pages[{name!r}]: got {pool.num_pages}, allowed for {num_rows} rows: at least {num_needed}"
+            )
+
+
+def require_plain(**options: Any) -> None:
+    """Raise ArgumentError for options that several pools do not support: their values must be None."""
+    for name, value in options.items():
+        if value is not None:
+            got = shown(value) if isinstance(value, str) else type(value).__name__
+            raise ArgumentError(f"{name}: got {got}, allowed with several pools: None")

@@ -1,0 +1,22 @@
+"""The answer to a call that got too few pages."""
+
+from typing import NamedTuple
+
+__all__ = ["Refusal"]
+
+
+class Refusal(NamedTuple):
+    """Why a call got no pages: `RunningBatch.refusal` and `StepResult.refusal`.
+
+    The pool ``pool``, or its shard ``shard`` (None: the whole pool), has ``num_free`` free pages. ``num_reserved`` of them had
+    to stay free, and the request needs ``num_needed``, including free ones that it hits. ``num_hit_tokens`` of its tokens were
+    cached. ``can_wait`` is False if no page of the pool is held: then nothing that runs can free one.
+    """
+
+    num_needed: int
+    num_free: int
+    num_reserved: int
+    num_hit_tokens: int
+    pool: str
+    shard: int | None
+    can_wait: bool
