@@ -26,6 +26,7 @@ ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "ins
 SECTIONS = (
     Section("Manager", "manager"),
     Section("Running batch", "running_batch"),
+    Section("Refusals", "refusal"),
     Section("Requests", "request"),
     Section("Cache groups", "specs"),
     Section("Page tables", "page_table"),
@@ -49,7 +50,7 @@ SECTIONS = (
 
 INTERNAL = {
     "PageTable": "copy_aligned count_dirty_segments cpu_version distrust find_unsent",
-    "PagePool": "store",
+    "PagePool": "of_bank store",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",
 }
