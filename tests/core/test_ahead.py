@@ -411,6 +411,19 @@ def test_tokens_from_elsewhere_count_for_lookahead() -> None:
     assert manager.allocate_slots(request, 0, num_lookahead_tokens=1, **options) is not None
 
 
+def test_lookahead_after_a_set_back_ends_at_checkpoints_that_were_made_before() -> None:
+    manager = make_manager(FULL, STATE)
+    request = EngineRequest("a", TOKENS[:30])
+    for num_tokens in (8, 8, 4):
+        assert manager.allocate_slots(request, num_tokens) is not None
+        manager.take_copies()
+        request.num_computed_tokens += num_tokens
+    request.num_computed_tokens = 5  # the engine has restored the state of 5 tokens
+    with refused(lambda: manager_state(manager), StateAheadError, "after 8,"):
+        manager.allocate_slots(request, 3, num_lookahead_tokens=4)
+    assert manager.allocate_slots(request, 2, num_lookahead_tokens=1) is not None
+
+
 def test_a_request_that_counts_tokens_of_steps_in_flight_may_go_on() -> None:
     """Its computed tokens include one that it does not know, so no checkpoint is made there."""
     manager, request = make_manager(), EngineRequest("a", TOKENS[:7])

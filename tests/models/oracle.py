@@ -436,10 +436,13 @@ class OracleManager:
 
     def _rewind(self, request: Any) -> None:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
-        for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
-            num_once = max(held.num_once_cached_pages, held.num_cached_pages)
-            held.go_back(kind.num_places(request.num_computed_tokens))
-            held.num_once_cached_pages = num_once
+        groups = list(zip(self.kinds, self.held.get(request.request_id, ()), strict=False))
+        num_once = max((self._entry_size(kind) * held.num_cached_pages for kind, held in groups), default=0)
+        num_once = max(num_once, *(held.num_once_cached_tokens for _, held in groups), 0)
+        if request.num_computed_tokens < num_once:
+            for kind, held in groups:
+                held.go_back(kind.num_places(request.num_computed_tokens))
+                held.num_once_cached_tokens = num_once
 
     def _skip_pages(self, request: Any) -> None:
         """Free the pages that no coming token attends to, and with which nobody resumes where the request may end, last one
@@ -785,12 +788,19 @@ class OracleManager:
             held.go_back(kind.num_places(num_computed_tokens))
         self.keys.cut(request.request_id, num_tokens)
 
+    def _entry_size(self, kind: Kind) -> int:
+        """Return the tokens of a group's prefix entry; 0 if it has none."""
+        if not self.enable_caching:
+            return 0
+        return (kind.interval or 0) if isinstance(kind, Mamba) else kind.page_size
+
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
         """Drop the entries that the request made for pages with tokens from there on. Which page a window has left, or which a
         checkpoint is, is not known any more: all with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
-            stop = max(held.num_cached_pages, held.num_once_cached_pages)
+            num_once = held.num_once_cached_tokens // self._entry_size(kind) if self._entry_size(kind) else 0
+            stop = max(held.num_cached_pages, num_once if isinstance(kind, Mamba) else min(num_once, len(held.pages)))
             keys = self.keys_of(request, kind) if stop else []
             for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), stop):
                 page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]

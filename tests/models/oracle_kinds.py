@@ -179,12 +179,11 @@ class HeldPages:
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
     holder: Holder = NOBODY
-    num_once_cached_pages: int = 0  # before the request was set back
+    num_once_cached_tokens: int = 0  # of the request, in any group, before it was set back
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""
         self.num_cached_pages = min(self.num_cached_pages, num_full_pages)
-        self.num_once_cached_pages = min(self.num_once_cached_pages, num_full_pages)
         self.num_hit_pages = min(self.num_hit_pages, num_full_pages)
         self.num_deduped_pages = min(self.num_deduped_pages, num_full_pages)
         self.ranking.num_ranked = min(self.ranking.num_ranked, num_full_pages)

@@ -150,7 +150,8 @@ class OracleStates:
         for kind, group in itertools.zip_longest(self.manager.kinds, held):
             if isinstance(kind, Mamba) and kind.interval:
                 num_kept = request.num_computed_tokens + num_hit_tokens
-                num_passed = max(group.num_cached_pages if group else 0, num_kept // step if num_kept < num_tokens else 0)
+                num_cached = group.num_cached_pages if group else 0  # too many after a set back
+                num_passed = num_kept // step if num_kept < num_tokens else num_cached
                 if any(num % step == 0 and num // step > num_passed for num in slots):
                     raise ValueError("slots behind a checkpoint")
 

@@ -849,14 +849,14 @@ cdef inline int64_t find_passed_checkpoint(
 ) noexcept nogil:
     """Return the number of tokens of the first checkpoint that the slots behind `num_counted` tokens pass; INT64_MAX: they pass
     none. A step would change the working page there before a later call keeps it. This call keeps states after `num_kept`
-    tokens. O(groups).
+    tokens, fewer than before if the request was set back; -1: it keeps none. O(groups).
     """
     cdef int64_t place, size, first = INT64_MAX
     cdef Py_ssize_t g
     for g in range(holding.num_groups if num_counted < num_slots else 0):
         if keeps_checkpoints(&holding.groups[g]):
             size = holding.groups[g].rules.entry_size
-            place = max(<int64_t>holding.held[g].num_cached, num_kept // size) + 1
+            place = (num_kept // size if num_kept >= 0 else <int64_t>holding.held[g].num_cached) + 1
             first = min(first, max(place, (num_counted + size - 1) // size) * size)
     return first if first < num_slots else INT64_MAX
 

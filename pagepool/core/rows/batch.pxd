@@ -604,7 +604,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     cdef Holding *holding = holding_of(batch, row)
     if batch.restores_states:
         return INT64_MAX
-    return find_passed_checkpoint(holding, num_computed if num_new else 0, num_computed + num_new, num_room_tokens)
+    return find_passed_checkpoint(holding, num_computed if num_new else -1, num_computed + num_new, num_room_tokens)
 
 
 cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
