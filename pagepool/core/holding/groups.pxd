@@ -3,7 +3,6 @@
 cimport cython
 
 from pagepool.core.holding.boundaries cimport *
-from pagepool.core.holding.rules cimport *
 
 cdef struct Kinds:            # groups of one kind have equal rules, and hit alike
     const Group **items       # [num] first group of each kind; full attention first: it bounds the others at the least cost

@@ -13,7 +13,6 @@ from libc.string cimport memcpy, memset
 
 from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, fetch, hash_two_after, rare, reserve_items
 from pagepool.core.holding.boundaries cimport *
-from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport (
     BLANK, FLAGS, KEPT, KNOWN_SHARE, MAX_BANKS, NOT_FREE, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page, PageCopy,
     Pool, Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find,

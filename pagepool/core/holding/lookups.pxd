@@ -6,7 +6,6 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport Digest
 from pagepool.core.holding.groups cimport *
-from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport PageStore, Pool
 from pagepool.core.values cimport HashChain, PageIds
 

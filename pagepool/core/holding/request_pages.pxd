@@ -6,10 +6,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.holding.boundaries cimport *
 from pagepool.core.holding.groups cimport *
 from pagepool.core.holding.holding cimport *
-from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport PageStore
 from pagepool.core.values cimport HashChain, PageIds
 

@@ -6,11 +6,8 @@ from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.base cimport GIL_DISABLED
-from pagepool.core.holding.groups cimport *
-from pagepool.core.holding.holding cimport *
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_pages cimport *
-from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport CachePage
 from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, new_ids, size_of
 

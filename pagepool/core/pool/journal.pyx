@@ -10,7 +10,6 @@ from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.base cimport go_on, let_others_run, resize
 from pagepool.core.pool.index cimport *
-from pagepool.core.pool.records cimport *
 from pagepool.core.pool.store cimport *
 from pagepool.core.values cimport int_of_digest
 

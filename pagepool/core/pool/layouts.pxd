@@ -2,7 +2,6 @@
 
 from libc.stdint cimport int32_t
 
-from pagepool.core.pool.records cimport *
 from pagepool.core.pool.store cimport *
 
 cdef enum:

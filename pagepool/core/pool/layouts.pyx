@@ -4,7 +4,6 @@ from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy, strcmp
 
 from pagepool.core.base cimport MAX_GROUP
-from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.queue cimport *
 
 from types import SimpleNamespace

@@ -9,8 +9,6 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.pool.pool cimport *
-from pagepool.core.pool.queue cimport *
-from pagepool.core.pool.records cimport *
 
 
 cdef inline void begin_lease(

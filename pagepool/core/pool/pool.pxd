@@ -15,10 +15,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport GUARDS, exceptional, fetch
 from pagepool.core.pool.index cimport *
-from pagepool.core.pool.owners cimport *
-from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.queue cimport *
-from pagepool.core.pool.records cimport *
 from pagepool.core.pool.residency cimport *
 
 

@@ -23,8 +23,6 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
 from pagepool.core.base cimport LAST_TERM, coarse_time, highest_bit
 from pagepool.core.pool.owners cimport *
-from pagepool.core.pool.policy cimport *
-from pagepool.core.pool.records cimport *
 
 
 cdef enum:

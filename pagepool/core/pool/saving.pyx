@@ -5,11 +5,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport MAX_GROUP
 from pagepool.core.pool.layouts cimport *
-from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.pool cimport *
-from pagepool.core.pool.queue cimport *
-from pagepool.core.pool.records cimport *
-from pagepool.core.pool.store cimport *
 from pagepool.core.values cimport as_list, as_own_ids, as_page_ids, require_matrix, size_of
 
 import numpy as np

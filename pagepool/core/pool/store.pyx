@@ -10,11 +10,7 @@ from libc.string cimport memcpy
 from pagepool.core.base cimport (
     GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, delist_lock, enlist_lock, go_on, let_others_run, reserve_items, resize,
 )
-from pagepool.core.pool.index cimport *
 from pagepool.core.pool.leases cimport *
-from pagepool.core.pool.policy cimport *
-from pagepool.core.pool.pool cimport *
-from pagepool.core.pool.queue cimport *
 from pagepool.core.values cimport (
     as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, lists_of, page_id_of, size_of,
 )

@@ -11,7 +11,6 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from pagepool.core.router.duplicates cimport *
-from pagepool.core.router.event_batch cimport *
 from pagepool.core.router.space cimport *
 
 cdef enum:

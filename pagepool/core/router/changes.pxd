@@ -10,9 +10,6 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
 from pagepool.core.router.block_table cimport *
-from pagepool.core.router.duplicates cimport *
-from pagepool.core.router.event_batch cimport *
-from pagepool.core.router.space cimport *
 
 cdef enum:
     MAX_BLOCKS = 1 << 30      # blocks of a group

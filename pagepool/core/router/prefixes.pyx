@@ -5,9 +5,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from pagepool.core.base cimport INDEX_LOCK, MAX_TOKENS, LockNode, delist_lock, enlist_lock, go_on, let_others_run
-from pagepool.core.router.block_table cimport *
 from pagepool.core.router.changes cimport *
-from pagepool.core.router.event_batch cimport *
 from pagepool.core.router.search cimport *
 from pagepool.core.values cimport HashChain, array_of, as_list, index_of, size_of
 

@@ -11,8 +11,6 @@ from libc.string cimport memset
 
 from pagepool.core.holding cimport Rules, count_run_pages
 from pagepool.core.router.block_table cimport *
-from pagepool.core.router.event_batch cimport *
-from pagepool.core.router.space cimport *
 
 cdef struct SearchedGroup:    # a cache group of a search
     Rules rules

@@ -11,7 +11,6 @@ from pagepool.core.holding cimport (
     count_junction_tokens, count_state_hits, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
 from pagepool.core.pool cimport QueryCounter, count_changes
-from pagepool.core.rows.batch cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load
 from pagepool.core.values cimport as_shard

@@ -8,7 +8,6 @@ from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page
 from pagepool.core.pool cimport (
     NOBODY, SECOND, LeasedSpan, begin_lease, end_lease, end_leases, expect_page, has_key, is_free, now_of, set_end,
 )
-from pagepool.core.rows.batch cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
 
