@@ -79,6 +79,20 @@ SETTINGS = [
 assert len(SETTINGS) == len(HABITS) + 8
 
 
+class OracleBeside(OracleTwin):
+    """The oracle beside the engine, which has no figures of pools."""
+
+    def state(self, request_ids: Iterable[str]) -> State:
+        return super().state(request_ids)._replace(pools={})
+
+
+class PackageBeside(PackageTwin):
+    """The package beside the engine."""
+
+    def state(self, request_ids: Iterable[str]) -> State:
+        return super().state(request_ids)._replace(pools={})
+
+
 class ReferenceTwin(Twin):
     """The engine's own manager."""
 
@@ -89,9 +103,10 @@ class ReferenceTwin(Twin):
         pool = self.manager.page_pool
         return State(
             [page.ref_cnt for page in pool.pages[1:]],
-            [page.page_id for page in pool.free_page_queue.get_all_free_pages()],
+            [[page.page_id for page in pool.free_page_queue.get_all_free_pages()]],
             len(pool.cached_page_hash_to_page),
             self.manager.usage,
+            {},
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             {},
             (0, 0, 0),
@@ -132,14 +147,14 @@ class EngineOracle(OracleManager):
 
 
 def oracle_against_reference(setting: Setting, num_pages: int) -> Twins:
-    oracle = OracleTwin(setting.manager(EngineOracle, setting.cache_groups(reference_specs), num_pages))
+    oracle = OracleBeside(setting.manager(EngineOracle, setting.cache_groups(reference_specs), num_pages))
     return Twins(oracle, reference_twin(setting, num_pages))
 
 
 def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]:
     def make(setting: Setting, num_pages: int) -> Twins:
         groups = setting.cache_groups(pagepool)
-        package = PackageTwin(setting.manager(easydel.CacheManager, groups, num_pages, **options))
+        package = PackageBeside(setting.manager(easydel.CacheManager, groups, num_pages, **options))
         return Twins(reference_twin(setting, num_pages), package)
 
     return make
