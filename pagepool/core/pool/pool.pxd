@@ -13,7 +13,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport GUARDS, exceptional, fetch
+from pagepool.core.base cimport GUARDS, fetch
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.residency cimport *
@@ -76,7 +76,7 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
     """
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if rare(pool.is_divided):
+    if exceptional(pool.is_divided):
         _take_picked(pool, out, n, shard, session)
         return
     _pull_behind(pool, NULL_PAGE, out, n)

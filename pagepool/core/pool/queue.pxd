@@ -21,7 +21,7 @@
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base cimport LAST_TERM, coarse_time, highest_bit
+from pagepool.core.base cimport LAST_TERM, coarse_time, exceptional, highest_bit
 from pagepool.core.pool.owners cimport *
 
 
@@ -136,7 +136,7 @@ cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept no
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     """Append a page to the queue; if that has parts, to the part in which the page belongs."""
-    if rare(pool.is_divided):
+    if exceptional(pool.is_divided):
         _push_to_divisions(pool, page_id)
     else:
         link_page(pool, page_id, NULL_PAGE)
@@ -191,7 +191,7 @@ cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the queue; if that has parts, of its blank part."""
     assert pool.pages[page_id].group == NO_GROUP and term_of(pool, page_id) == UNKNOWN
-    if rare(pool.is_divided):
+    if exceptional(pool.is_divided):
         _push_first_to_divisions(pool, page_id)
     else:
         link_page(pool, page_id, record_behind(pool, NULL_PAGE, -1))
@@ -313,7 +313,7 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     page.prev_free = NOT_FREE
     page.next_free = NOT_FREE
     pool.num_free -= 1
-    if rare(pool.is_divided):
+    if exceptional(pool.is_divided):
         _leave_divisions(pool, page_id)
 
 

@@ -20,7 +20,7 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy
 
-from pagepool.core.base cimport GUARDS, Digest, hash_after, rare, raw_free, signs_of
+from pagepool.core.base cimport GUARDS, Digest, exceptional, hash_after, rare, raw_free, signs_of
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
     cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_excess, find_excess_in_banks,
@@ -538,11 +538,20 @@ cdef inline bint _has_pages_for(
     const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
 ) noexcept nogil:
     """Whether the pages that the row lacks for `num_tokens` tokens are free: `num_new` in all. Otherwise set the shortage."""
+    cdef int32_t shard = batch.rows[row].shard
+    cdef int32_t num_free = batch.pool.num_free if shard < 0 else batch.pool.shard_num_free[shard]
+    if exceptional((batch.pool.num_banks > 1) | (num_new > num_free)):
+        return _has_pages_in_banks(batch, row, num_new, num_tokens, shortage)
+    return True
+
+
+cdef inline bint _has_pages_in_banks(
+    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
+) noexcept nogil:
+    """Compare the pages that a row lacks with each bank, or with its shard, and set the shortage where they are too few."""
     cdef int64_t[MAX_BANKS] num_new_in
     cdef int32_t bank
     if batch.pool.num_banks == 1:
-        if num_new <= count_free_in(batch.pool, batch.rows[row].shard):
-            return True
         shortage[0] = shortage_in(batch.pool, num_new, 0, 0, batch.rows[row].shard)
         return False
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
