@@ -148,14 +148,14 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.num_parts > NEW + 1 or pool.num_shards:
         push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     else:
-        queue = _queue_for(pool, page_id)
+        queue = queue_of(pool, page_id)
         link_page(pool, page_id, _end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
         count_in_bank(pool, queue, 1)
 
 
-cdef inline int32_t _queue_for(const Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline int32_t queue_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the queue of a page's bank."""
-    return queue_of_bank(bank_of(pool, page_id)) if pool.num_banks > 1 else -1
+    return queue_of_bank(bank_of(pool, page_id))
 
 
 cdef inline void count_in_bank(Pool *pool, int32_t queue, int32_t change) noexcept nogil:
@@ -199,7 +199,7 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the blank part of its bank, if there are parts, and of its shard's."""
-    cdef int32_t shard, queue = _queue_for(pool, page_id)
+    cdef int32_t shard, queue = queue_of(pool, page_id)
     _stamp_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
     count_in_part(pool, page_id, 1)
     link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, queue), queue))
@@ -319,7 +319,7 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of its shard's queue and the counts of its part and bank, and begin its charge."""
-    count_in_bank(pool, _queue_for(pool, page_id), -1)
+    count_in_bank(pool, queue_of(pool, page_id), -1)
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
@@ -469,7 +469,7 @@ cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard
 
 cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the page before `page_id` in its bank's queue, whatever its part. If there is none: the end of the queue."""
-    cdef int32_t end = end_of_queue(pool, _queue_for(pool, page_id))
+    cdef int32_t end = end_of_queue(pool, queue_of(pool, page_id))
     page_id = pool.pages[page_id].prev_free
     while page_id >= pool.num_pages and page_id != end:
         page_id = pool.pages[page_id].prev_free

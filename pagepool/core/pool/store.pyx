@@ -663,7 +663,7 @@ cdef class PageStore:
     def ref_counts(self, bank=0):
         """Return the ref counts of the null page and all pages of a bank, an int32 array. O(pages of the bank)."""
         cdef PageIds counts = PageIds.__new__(PageIds)
-        cdef Bank *pages = &self.pool.banks[self.checked_bank(bank)]
+        cdef Bank pages = self.pool.banks[self.checked_bank(bank)]  # a copy: the store of a queue may grow
         cdef Py_ssize_t i
         counts.reserve(1 + pages.stop - pages.start)
         with self.lock:
@@ -799,10 +799,10 @@ cdef class PageStore:
     def free_ids(self, bank=0) -> PageIds:
         """Return the free queue of a bank, front first; with a policy, part by part. O(pages of the bank)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), page_id = end_of_queue(&self.pool, queue), num_free
+        cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), page_id, num_free
         cdef bint has_room
         with self.lock:
-            num_free = count_free_in(&self.pool, queue)
+            page_id, num_free = end_of_queue(&self.pool, queue), count_free_in(&self.pool, queue)
             has_room = ids.try_reserve(num_free)
             while has_room and ids.num < num_free:
                 page_id = page_behind(&self.pool, page_id, queue)
@@ -818,7 +818,7 @@ cdef class PageStore:
         cdef int32_t before = NULL_PAGE, behind = NULL_PAGE, queue
         with self.lock:
             if checked != NULL_PAGE and is_free(&self.pool, checked):
-                queue = queue_of_bank(bank_of(&self.pool, checked))
+                queue = queue_of(&self.pool, checked)
                 before, behind = page_before(&self.pool, checked), page_behind(&self.pool, checked, queue)
         return tuple([self.view(each) if is_page(&self.pool, each) else None for each in (before, behind)])
 
