@@ -43,7 +43,7 @@ class PagePool:
 
     A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
     its methods see its pages alone, but for the prefix index, which all pools share. Shards, `snapshot`, `stats`,
-    `reset_prefix_cache` and `free_page_queue` raise ArgumentError there.
+    `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -206,14 +206,10 @@ class PagePool:
         return self._ids(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        self._require_undivided(data_parallel_size)
-        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
-        return self.store.take(num_pages, bank=self._bank) if shard is None else self.store.take(num_pages, *shard)
-
-    def _require_undivided(self, data_parallel_size: int | None) -> None:
-        """Raise ArgumentError for shards of one of several pools."""
         if data_parallel_size is not None:
             self.store.require_one_bank("data_parallel_size")
+        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
+        return self.store.take(num_pages, bank=self._bank) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Release one reference to each page, except null pages. O(pages).
@@ -290,8 +286,10 @@ class PagePool:
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
         """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash with
-        token ids hits only a page with equal token ids.
+        token ids hits only a page with equal token ids. Raise ArgumentError for one of several pools; `get_cached_page_ids`
+        looks there.
         """
+        self.store.require_one_bank("find_page_id")
         return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
 
     def cache_full_pages(
