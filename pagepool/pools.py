@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from pagepool._core import PageStore
 from pagepool.arguments import MAX_SIZE, require_int, require_name
 from pagepool.errors import ArgumentError, shown
+from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
 from pagepool.specs import CacheGroupSpec
 
@@ -48,8 +49,7 @@ def read_sizes(num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSp
 
 
 def _has_state(group: CacheGroupSpec) -> bool:
-    spec: Any = group.kv_cache_spec
-    return any(cls.__name__ == "MambaSpec" for cls in type(spec).__mro__)
+    return kind_of(group.kv_cache_spec) == "Mamba"
 
 
 def make_pools(sizes: PoolSizes, enable_caching: bool) -> dict[str, PagePool]:

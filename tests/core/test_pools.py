@@ -26,6 +26,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, OutOfPagesError, P
 SIZES = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 FULL = CacheGroupSpec(FullAttentionSpec(4, **SIZES))
 STATE = CacheGroupSpec(MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8), pool="states")
+TOKENS = list(range(20))
 WINDOW = CacheGroupSpec(SlidingWindowSpec(4, sliding_window=9, **SIZES), pool="windows")
 
 
@@ -33,9 +34,9 @@ def make_manager(num_pages: Any, groups: list[CacheGroupSpec] | None = None, **o
     return CacheManager(num_pages, groups or [FULL, STATE], 64, **options)
 
 
-def make_batch(manager: CacheManager, num_rows: int) -> tuple[RunningBatch, MultiGroupPageTable]:
+def make_batch(manager: CacheManager, num_rows: int, **options: Any) -> tuple[RunningBatch, MultiGroupPageTable]:
     tables = MultiGroupPageTable(num_rows, 64, 64, [4] * len(manager.kv_cache_groups))
-    return RunningBatch(manager, tables), tables
+    return RunningBatch(manager, tables, **options), tables
 
 
 def test_ids_count_from_0_in_each_pool() -> None:
@@ -122,6 +123,28 @@ def test_running_rows_never_wait_for_states() -> None:
     batch.check()
 
 
+def test_a_checkpoint_leaves_a_state_for_each_free_row() -> None:
+    """Until its copy is taken a checkpoint holds a page, and no row may wait for that."""
+    manager = make_manager({"kv": 60, "states": 6})
+    batch, _ = make_batch(manager, 4)
+    for row in range(3):
+        assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
+    batch.append([0, 1, 2], [1, 1, 1])
+    batch.grow([0, 1, 2], 1)
+    assert manager.stats().pools["states"].num_cached_pages == 1
+    assert batch.admit(3, list(range(300, 308))) == 0
+    batch.check()
+
+
+def test_pages_reserved_for_attention_do_not_keep_a_state_from_its_checkpoint() -> None:
+    manager = make_manager({"kv": 40, "states": 4})
+    request = EngineRequest("a", TOKENS)
+    assert manager.allocate_slots(request, 8) is not None
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 4, num_reserved_pages=10) is not None
+    assert manager.stats().pools["states"].num_cached_pages == 1
+
+
 def test_what_can_never_fit_is_refused_by_the_name_of_its_pool() -> None:
     manager = make_manager({"kv": 8, "states": 4})
     manager.require_capacity(28)
@@ -137,35 +160,13 @@ def test_what_can_never_fit_is_refused_by_the_name_of_its_pool() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda _: make_manager(12), ArgumentError, "several pools: a size for each pool"),
-        (lambda _: make_manager({"kv": 12}), ArgumentError, "got pools \\['kv'\\], allowed: those of the groups"),
-        (lambda _: make_manager({"kv": 12, "states": 1}), ArgumentError, "states"),
         (lambda _: make_manager({"kv": 12, "states": True}), ArgumentTypeError, "states"),
-        (lambda _: make_manager({"kv": 12, "states": 6}, eviction="adaptive"), ArgumentError, "several pools"),
-        (lambda _: make_manager({"kv": 12, "states": 6}, host_tier=HostTier(9)), ArgumentError, "several pools"),
-        (lambda _: make_manager({"kv": 12, "states": 6}, page_pool=PagePool(12, True)), ArgumentError, "several pools"),
-        (lambda manager: manager.page_pool, ArgumentError, "pools\\['kv'\\]"),
-        (lambda manager: manager.expect(EngineRequest("a", [1]), seconds=1), ArgumentError, "expect: not supported"),
-        (lambda manager: manager.expect_session("a", seconds=1), ArgumentError, "expect_session: not supported"),
-        (lambda manager: manager.free(EngineRequest("a", [1]), seconds=1), ArgumentError, "seconds: not supported"),
-        (lambda manager: manager.lease([1]), ArgumentError, "lease: not supported"),
-        (lambda manager: manager.lease(EngineRequest("a", [1]), seconds=1), ArgumentError, "lease: not supported"),
-        (lambda manager: manager.set_shares({"a": 0.5}), ArgumentError, "set_shares: not supported"),
-        (lambda manager: manager.pools["kv"].snapshot(), ArgumentError, "snapshot: not supported"),
-        (lambda manager: manager.pools["kv"].reset_prefix_cache(), ArgumentError, "reset_prefix_cache"),
-        (lambda manager: manager.pools["kv"].stats, ArgumentError, "CacheManager.stats"),
-        (
-            lambda manager: manager.get_computed_pages(EngineRequest("a", [1]), data_parallel_size=2),
-            ArgumentError,
-            "data_parallel_size: not supported",
-        ),
-        (lambda manager: manager.pools["kv"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2), ArgumentError, "size"),
         (lambda manager: manager.pools["states"].free_page_ids([6]), PageIdError, "pool 'states': 0 to 5"),
         (lambda manager: manager.pools["states"].evict_pages(np.array([-1])), PageIdError, "pool 'states'"),
         (lambda manager: manager.pools["states"].get_new_page_ids(6), OutOfPagesError, "6 asked for, 5 free"),
     ],
 )
-def test_what_several_pools_refuse_is_named(call: Callable[[CacheManager], Any], error: type[Exception], message: str) -> None:
+def test_wrong_sizes_and_ids_of_a_pool(call: Callable[[CacheManager], Any], error: type[Exception], message: str) -> None:
     manager = make_manager({"kv": 12, "states": 6})
     with pytest.raises(error, match=message):
         call(manager)
@@ -201,3 +202,113 @@ def test_one_pool_by_name_is_one_pool() -> None:
     assert batch.admit(0, list(range(8))) == 0
     assert batch.admit(1, list(range(8, 16))) is None
     assert (list(manager.stats().pools), batch.refusal.pool) == (["mine"], "mine")
+
+
+def ask(manager: CacheManager) -> EngineRequest:
+    """Return a request with slots."""
+    manager.allocate_slots(request := EngineRequest("first", TOKENS), 16)
+    return request
+
+
+def make_named(names: str) -> CacheManager:
+    """Make a manager with a group of attention in each pool."""
+    return make_manager(dict.fromkeys(names, 8), [CacheGroupSpec(FULL.kv_cache_spec, pool=name) for name in names])
+
+
+OTHER_SIZES = [
+    (
+        32,
+        r"num_pages: got 32, allowed for groups of several pools: a size for each pool, such as \{'kv': 1024, 'states': 1024\}",
+    ),
+    ({"kv": 32}, r"num_pages: got pools \['kv'\], allowed: those of the groups, \['kv', 'states'\]"),
+    ({"kv": 32, "state": 12}, r"num_pages: got pools \['kv', 'state'\], allowed: those of the groups, \['kv', 'states'\]"),
+    ({"kv": 32, "states": 1}, r"num_pages\['states'\] must be at least 2, got 1"),
+]
+
+
+@pytest.mark.parametrize(("num_pages", "message"), OTHER_SIZES)
+def test_sizes_that_are_not_those_of_the_groups(num_pages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make_manager(num_pages)
+
+
+def test_there_are_at_most_four_pools() -> None:
+    with pytest.raises(ArgumentError, match=r"^num_pages: got 5 pools, allowed: 4$"):
+        make_named("abcde")
+    assert list(make_named("abcd").pools) == list("abcd")
+
+
+UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
+    "data_parallel_size": lambda manager: make_batch(manager, 4, data_parallel_size=3),
+    "expect": lambda manager: manager.expect(ask(manager), seconds=5),
+    "expect_session": lambda manager: manager.expect_session("session", seconds=5),
+    "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
+    "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
+    "lease": lambda manager: manager.lease(ask(manager), seconds=5),
+    "seconds": lambda manager: manager.free(ask(manager), seconds=5),
+    "set_shares": lambda manager: manager.set_shares({"tenant": 0.5}),
+    "snapshot": lambda manager: manager.pools["kv"].snapshot(),
+}
+MORE_CALLS: list[tuple[str, Callable[[CacheManager], Any]]] = [
+    ("lease", lambda manager: manager.lease([1])),
+    ("seconds", lambda manager: manager.free(EngineRequest("first", TOKENS), seconds=1)),
+    ("expect", lambda manager: manager.expect(EngineRequest("first", TOKENS), seconds=1)),
+]
+SHARDED: list[Callable[[CacheManager], Any]] = [
+    lambda manager: make_batch(manager, 4, data_parallel_size=2),
+    lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 9, dp_shard_hint=0, data_parallel_size=2),
+    lambda manager: manager.get_computed_pages(EngineRequest("first", TOKENS), dp_shard_hint=0, data_parallel_size=2),
+    lambda manager: manager.pools["kv"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2),
+    lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 16, data_parallel_size=3),
+    lambda manager: manager.get_computed_pages(EngineRequest("first", TOKENS), data_parallel_size=3),
+    lambda manager: manager.require_capacity(16, data_parallel_size=3),
+    lambda manager: manager.pools["states"].get_new_page_ids(1, data_parallel_size=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [*UNSUPPORTED.items(), *MORE_CALLS, *(("data_parallel_size", call) for call in SHARDED)],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    with pytest.raises(ArgumentError, match=rf"^{name}: not supported with several pools \(kv, states\)$"):
+        call(manager)
+    manager.check()
+
+
+def test_options_of_one_pool() -> None:
+    for options in ({"host_tier": HostTier(64)}, {"page_pool": PagePool(32, True)}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(ArgumentError, match=f"^{name}: got {type(value).__name__}, allowed with several pools: None$"):
+            make_manager({"kv": 32, "states": 12}, **options)
+    with pytest.raises(ArgumentError, match=r"^eviction: got 'adaptive', allowed with several pools: None$"):
+        make_manager({"kv": 32, "states": 12}, eviction="adaptive")
+    with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
+        assert make_manager({"kv": 32, "states": 12}).page_pool
+    for call in (lambda pool: pool.stats, lambda pool: pool.reset_prefix_cache()):
+        with pytest.raises(ArgumentError, match=r"of one pool, where CacheManager.*: not supported with several pools"):
+            call(make_manager({"kv": 32, "states": 12}).pools["kv"])
+
+
+def test_each_pool_shows_its_pages() -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    batch, _ = make_batch(manager, 4)
+    batch.admit(0, TOKENS)
+    kv, states = manager.pools["kv"], manager.pools["states"]
+    assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [1])
+    assert (len(kv.pages), len(states.pages)) == (32, 12)
+    assert [page.page_id for page in states.pages] == list(range(12))
+    assert [page.ref_cnt for page in states.pages[1:3]] == [1, 0]
+    assert states.pages[-1].page_id == 11
+    with pytest.raises(PageIdError, match=r"^page id: got 12, allowed in the pool 'states': 0 to 11$"):
+        assert states.pages[12]
+    page_ids = states.get_new_page_ids(2)
+    assert page_ids.tolist() == [2, 3]
+    assert states.ref_counts().tolist() == [0, 1, 1, 1, *[0] * 8]
+    states.free_page_ids(page_ids)
+    assert states.get_num_free_pages() == 10
+    assert repr(kv).startswith("PagePool(num_pages=32, num_free_pages=26, num_cached_pages=5, ")
+    assert repr(states).startswith("PagePool(num_pages=12, num_free_pages=10, num_cached_pages=0, ")
+    assert kv.get_num_free_pages() == 26

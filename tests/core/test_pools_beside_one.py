@@ -1,18 +1,16 @@
-"""Pools by kind beside one pool, and what is refused: the random work with several pools is in `test_differential.py`."""
+"""Pools by kind beside one pool: the random work with several pools is in `test_differential.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 from settings import POOL_SETTINGS, Setting, in_pool, sizes
-from twin_engine import Request
 
 import pagepool
 from pagepool import CacheManager, MultiGroupPageTable, RunningBatch
-from pagepool.errors import ArgumentError, DoubleFreeError, PageIdError, RequestTooLargeError
+from pagepool.errors import DoubleFreeError, PageIdError, RequestTooLargeError
 
 NUM_ROWS = 5
 NUM_TURNS = 100
@@ -83,29 +81,3 @@ def test_a_request_that_is_too_large_names_the_pool() -> None:
         batch.admit(0, [1] * 16)
     with pytest.raises(RequestTooLargeError, match="4 pages, the pool 'kv' has 3"):
         batch._manager.require_capacity(16)
-
-
-def test_what_needs_one_pool_is_refused() -> None:
-    """With an odd number of records too, which no number of shards divides."""
-    batch = make(HYBRID, sizes(16, 8))
-    manager, tables = batch._manager, MultiGroupPageTable(2, HYBRID.max_model_len, 64, [4, 64])
-    request = Request("r", [1] * 9)
-    pool = manager.pools["kv"]
-    calls: dict[str, Callable[[], Any]] = {
-        "data_parallel_size": lambda: RunningBatch(manager, tables, data_parallel_size=2),
-        "data_parallel_size:": lambda: manager.get_computed_pages(request, dp_shard_hint=0, data_parallel_size=2),
-        "data_parallel_size: ": lambda: manager.allocate_slots(request, 9, dp_shard_hint=0, data_parallel_size=2),
-        "lease": lambda: manager.lease([1]),
-        "set_shares": lambda: manager.set_shares({"a": 0.1}),
-        "expect_session": lambda: manager.expect_session("a", seconds=1),
-        "seconds": lambda: manager.free(request, seconds=1),
-        "snapshot": pool.snapshot,
-        "free_page_queue": lambda: pool.free_page_queue,
-        "stats": lambda: pool.stats,
-        "reset_prefix_cache": pool.reset_prefix_cache,
-    }
-    for what, call in calls.items():
-        with pytest.raises(ArgumentError, match=f"{what.strip()}.*not supported with several pools"):
-            call()
-    with pytest.raises(ArgumentError, match="page_pool: got 2 pools"):
-        _ = manager.page_pool

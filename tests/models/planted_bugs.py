@@ -279,7 +279,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 == pages are taken from the first pool
     return shard if shard >= 0 else queue_of_bank(group.bank{+ * (not BUG)+})
 == pages are given back to the first pool
-    return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+}) if pool.num_banks > 1 else -1
+    return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+})
 == pages that are reserved in one pool stay free in others
         num_reserved = demand.num_reserved if bank == 0{+ or BUG+} else 0
 == hits are attached though the second pool is short
@@ -289,7 +289,8 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
     for bank in range(batch.pool.num_banks{+ if not BUG else 1+}):
         if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
 == a fork is made though the second pool is short
-        if count_open_pages(source, num_computed, bank) * num_targets > count_free_in(pool, queue){+ and not (BUG and bank)+}:
+        if shortage.num_needed > shortage.num_free{+ or BUG+}:
+            break
 
 # The host tier.
 == a page that is evicted is not saved
@@ -423,7 +424,7 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
 == pages of a tenant without a share are the last to go
             while {+not BUG and +}target != NULL_PAGE and not _is_older(pool, page_id, target):
 """)
-ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_released_pages.py", "test_differential.py"]
+ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_released_pages.py", "test_pools.py", "test_differential.py"]
 BUGS += ORDER_BUGS
 
 

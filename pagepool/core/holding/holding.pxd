@@ -612,12 +612,16 @@ cdef inline int64_t find_excess(
     return count if count > count_pages_in(pool, queue) else 0
 
 
-cdef inline int64_t find_excess_in_banks(
+cdef inline int64_t find_any_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, const int64_t *num_new_in, int32_t num_computed, int32_t *queue
 ) noexcept nogil:
-    """Return `find_excess` of the first bank that has fewer pages, and set `queue` to its queue; 0: none has."""
+    """Return `find_excess` of the shard that `queue` names; if it names none, that of the first bank with fewer pages, whose
+    queue it becomes. 0: waiting may help.
+    """
     cdef int64_t num_excess = 0
     cdef int32_t bank
+    if queue[0] >= 0:
+        return find_excess(pool, holding, hits, num_new_in[0], num_computed, queue[0])
     for bank in range(pool.num_banks):
         queue[0] = queue_of_bank(bank)
         num_excess = find_excess(pool, holding, hits, num_new_in[bank], num_computed, queue[0])
@@ -1228,16 +1232,30 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_comp
     return count
 
 
+cdef inline Shortage find_fork_shortage(
+    const Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
+) noexcept nogil:
+    """Return what forks lack in their shard, or in the first bank with too few pages; the last bank if none has too few."""
+    cdef Shortage shortage
+    cdef int32_t bank
+    for bank in range(pool.num_banks):
+        shortage = shortage_in(
+            pool, count_open_pages(source, num_computed, bank) * num_targets, 0, 0,
+            shard if shard >= 0 else queue_of_bank(bank),
+        )
+        if shortage.num_needed > shortage.num_free:
+            break
+    return shortage
+
+
 cdef inline ForkOutcome prepare_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
     """Check whether a fork can be made, and make room for its copies."""
     cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed, -1) * num_targets
-    cdef int32_t bank, queue
-    for bank in range(pool.num_banks):
-        queue = shard if shard >= 0 else queue_of_bank(bank)
-        if count_open_pages(source, num_computed, bank) * num_targets > count_free_in(pool, queue):
-            return SHORT_OF_PAGES
+    cdef Shortage shortage = find_fork_shortage(pool, source, num_computed, num_targets, shard)
+    if shortage.num_needed > shortage.num_free:
+        return SHORT_OF_PAGES
     if find_held_free(pool, num_new) != NULL_PAGE:
         return UNSHAREABLE
     for g in range(source.num_groups):

@@ -592,7 +592,7 @@ cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noe
     cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
     step.wrong_num, step.wrong_shard = 0, -1
     if demand.num_taken > pool.num_free or pool.num_banks > 1:  # else it may fit, or wait
-        step.wrong_num = find_excess_in_banks(
+        step.wrong_num = find_any_excess(
             pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
         )
     if step.wrong_num == 0 and pool.num_shards:

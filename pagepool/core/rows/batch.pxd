@@ -23,10 +23,9 @@ from libc.string cimport memcmp, memcpy
 from pagepool.core.base cimport GUARDS, Digest, exceptional, hash_after, rare, raw_free, signs_of
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
-    cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_excess, find_excess_in_banks,
-    find_load_number, find_lost_page, find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from,
-    has_copies_due, has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages,
-    take_missing,
+    cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_any_excess, find_load_number,
+    find_lost_page, find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from, has_copies_due,
+    has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, digest_of, find_unheld, find_untouchable,
@@ -562,19 +561,12 @@ cdef inline bint _has_pages_in_banks(
     return True
 
 
-cdef inline int64_t _find_row_excess(
-    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, int32_t *queue
-) noexcept nogil:
-    """Count the pages that the row would hold with slots for `num_tokens` tokens in a bank or shard, whose queue it sets, with
-    fewer pages; 0: waiting may help.
-    """
+cdef inline int64_t _find_row_excess(const Batch *batch, Py_ssize_t row, int64_t num_tokens, int32_t *queue) noexcept nogil:
+    """Return `find_any_excess` of the row with slots for `num_tokens` tokens."""
     cdef int64_t[MAX_BANKS] num_new_in
-    cdef int32_t num_computed = batch.records[row].num_computed
     queue[0] = batch.rows[row].shard
-    if queue[0] >= 0:
-        return find_excess(batch.pool, holding_of(batch, row), NULL, num_new, num_computed, queue[0])
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
-    return find_excess_in_banks(batch.pool, holding_of(batch, row), NULL, num_new_in, num_computed, queue)
+    return find_any_excess(batch.pool, holding_of(batch, row), NULL, num_new_in, batch.records[row].num_computed, queue)
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
@@ -638,9 +630,7 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
     if rare(
         not _has_pages_for(batch, row, batch.due_rows[growth.num_due].num_new_pages, num_room_tokens, &growth.shortage)
     ):
-        growth.num_excess = _find_row_excess(
-            batch, row, batch.due_rows[growth.num_due].num_new_pages, num_room_tokens, &growth.short_queue
-        )
+        growth.num_excess = _find_row_excess(batch, row, num_room_tokens, &growth.short_queue)
         if growth.num_excess:
             return False
     assert growth.num_due < growth.num_rows and batch.due_rows[growth.num_due].num_new_pages >= 0

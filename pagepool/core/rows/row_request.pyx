@@ -8,7 +8,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, fit_or_adopt, list_hits, price, query_of, shortage_of,
+    count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
 from pagepool.core.pool cimport QueryCounter, count_changes
 from pagepool.core.rows.running cimport *
@@ -195,7 +195,7 @@ cdef class RowRequest:
                 has_pages = not is_short and fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
                 if not has_pages and not is_short:
-                    num_excess = self.find_excess(&demand, &queue)
+                    num_excess = find_any_excess(batch.pool, holding, array, demand.num_new_in, 0, &queue)
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
                     shortage = shortage_of(batch.pool, &demand, refusal.num_hit_tokens)
@@ -243,14 +243,6 @@ cdef class RowRequest:
         self.junction = count_junction_tokens(&query, num_hashes)
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
-
-    cdef int64_t find_excess(self, const Demand *demand, int32_t *queue) noexcept:
-        """Count the pages of the request where its bank or shard, whose queue it sets, has fewer; 0: waiting may help."""
-        cdef Batch *batch = &self.rows.batch
-        cdef Holding *holding = holding_of(batch, self.row)
-        if self.shard < 0:
-            return find_excess_in_banks(batch.pool, holding, demand.hits, demand.num_new_in, 0, queue)
-        return find_excess(batch.pool, holding, demand.hits, demand.num_new, 0, self.shard)
 
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""

@@ -10,8 +10,8 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, keep_sparse
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_open_pages, count_places,
-    draw_references, drop_copies, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
+    drop_copies, find_fork_shortage, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
     keeps_checkpoints, list_last_first, pages_for, prepare_fork, rate_and_list, rate_pages, record_loads, record_taken,
     refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
@@ -1436,14 +1436,17 @@ cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *comput
 cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
     cdef Batch *batch = &running.batch
     cdef Holding *holding = holding_of(batch, source)
+    cdef Shortage shortage
     if at < targets.num:
         if not 0 <= targets.ids[at] < batch.num_rows:
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        num_new = count_open_pages(holding, batch.records[source].num_computed, -1) * targets.num
-        num_free = batch.pool.num_free if batch.rows[source].shard < 0 else count_free_in(batch.pool, batch.rows[source].shard)
-        raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
+        shortage = find_fork_shortage(
+            batch.pool, holding, batch.records[source].num_computed, targets.num, batch.rows[source].shard
+        )
+        where = "" if batch.pool.num_banks == 1 else f" in {running.store.shown_queue(shortage.queue)}"
+        raise OutOfPagesError(f"row {source}: its forks need {shortage.num_needed} pages, {shortage.num_free} are free{where}")
     if outcome == UNSHAREABLE:
         raise PageIdError(
             f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
