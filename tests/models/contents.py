@@ -620,7 +620,7 @@ class Simulation:
         holds = self.holds
         of_features: dict[str, list[tuple[Callable[[], Any], float]]] = {
             "swaps": [(self.swap, 0.4)],
-            "forks": [(self.fork, 0.25)],
+            "forks": [(self.fork, 1.0)],
             "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
             "expectations": [
                 (lambda: holds.with_any(holds.lease_span), 0.1),
@@ -660,12 +660,14 @@ class Simulation:
             front.move()
 
     def fork(self) -> None:
-        """Let jobs go on where another one is, sometimes several times before their copies are taken."""
+        """Let jobs go on where another one is, sometimes several times before their copies are taken. A page that is copied
+        while it is loaded is rare, so such a job is mostly forked.
+        """
         jobs = [job for job in self.jobs if not job.loading and job.num_computed_tokens and job.front.free_rows()]
-        if not jobs:
-            return
         coming = [job for job in jobs if self.books.is_loading(job)]
-        job = self.rng.choice(coming if coming and self.rng.random() < 0.7 else jobs)
+        if not jobs or self.rng.random() >= (0.8 if coming else 0.25):
+            return
+        job = self.rng.choice(coming or jobs)
         rows = job.front.free_rows()
         rows = self.rng.sample(rows, self.rng.randint(1, len(rows)))
         forked = job.front.fork(job, rows)
