@@ -24,6 +24,7 @@ from pagepool._core import (
     RowRequest,
     RunningRows,
     TableRows,
+    TokenSpan,
     check_holders,
     find_prefix,
     pack_dirty_segments,
@@ -347,3 +348,13 @@ def test_hashes_are_not_cut_before_the_first() -> None:
         hashes.cut(-2)
     hashes.cut(1)
     assert len(chain) == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"), [(None, "^start and stop: got 0 and the end"), (2**61, "the page at token 0 is not")]
+)
+def test_a_lease_of_more_tokens_than_are_hashed_ends_its_search_with_the_hashes(stop: int | None, message: str) -> None:
+    store = PagePool(8, enable_caching=True).store
+    span = TokenSpan(0, stop).of_request(store, CacheGroups([(PageRules(4), 0, 1)]), HashChain(4, KEY, 0), 2**62)
+    with pytest.raises(ArgumentError, match=message):
+        span.lease(20, 1.0)

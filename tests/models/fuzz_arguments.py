@@ -264,6 +264,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "failed": live(_core.FailedLoads),
     "failed_loads failed_saves": constant((), (), [0]),
     "targets": constant([1], [2], [3], [1, 2], [0]),
+    "extend.seconds lease.seconds": constant(100.0, 100.0, 100.0, 1e300, 0.0, "1"),
     "seconds": constant(None, 1.0, 100.0, 1e300, 0.0, math.inf, "1"),
     "max_num_leased": constant(20, 20, 2, 0),
     "term": constant(0, 0, 1, 18, 19, 20),

@@ -316,17 +316,21 @@ cdef class TokenSpan:
         """
         cdef const Group *group
         cdef Py_ssize_t g
-        cdef int64_t i, size, lost, first = INT64_MAX
+        cdef int64_t i, size, start, stop, num_hashed, lost, first = INT64_MAX
         for g in range(self.groups.num):
             group, lost = &self.groups.groups[g], INT64_MAX
             size = group.rules.entry_size
             if not hits_leading_pages(group):
                 continue
-            for i in range(self.start // size + (self.start % size > 0), min(self.stop, self.num_tokens) // size):
-                if (i + 1) * group.stride > self.num_digests or self.find_cached_page(g, i) == NULL_PAGE:
+            start, stop = self.start // size + (self.start % size > 0), min(self.stop, self.num_tokens) // size
+            num_hashed = max(start, min(stop, self.num_digests // max(1, group.stride)))
+            for i in range(start, num_hashed):
+                if self.find_cached_page(g, i) == NULL_PAGE:
                     lost = min(lost, i * size)
                 elif lost < INT64_MAX and self.stop == INT64_MAX:
                     return lost
+            if num_hashed < stop:
+                lost = min(lost, num_hashed * size)
             if self.stop < INT64_MAX:
                 first = min(first, lost)
         return first if first < INT64_MAX else -1
