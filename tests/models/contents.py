@@ -632,7 +632,7 @@ class Simulation:
             "snapshots": [(self.save, 0.05), (self.restore, 0.01)],
         }
         chances: list[tuple[Callable[[], Any], float]] = [
-            (self.evict, 0.05),
+            (self.evict, 1.0),
             (self.move, 0.1),
             (self.rewind, 0.15),
             (self.cancel, 0.03),
@@ -651,9 +651,10 @@ class Simulation:
             front.swap()
 
     def evict(self) -> None:
-        """Drop the prefix entries of some pages, or of those that are equal to one that is being loaded."""
-        page_ids = self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3))
-        self._evict(self.books.list_loaded_twins() or page_ids)
+        """Drop the prefix entries of some pages, or of those that are equal to one that is being loaded, which are rare."""
+        twins = self.books.list_loaded_twins()
+        if self.rng.random() < (0.3 if twins else 0.05):
+            self._evict(twins or self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
 
     def move(self) -> None:
         for front in self.batches:
