@@ -458,6 +458,14 @@ cdef inline int32_t count_free_in(const Pool *pool, int32_t queue) noexcept nogi
     return pool.shard_num_free[queue]
 
 
+cdef inline int32_t count_least_free(const Pool *pool) noexcept nogil:
+    """Count the free pages of the bank or shard that has the fewest."""
+    cdef int32_t queue, count = pool.num_free
+    for queue in range(-pool.num_banks if pool.num_banks > 1 else 0, pool.num_shards):
+        count = min(count, count_free_in(pool, queue))
+    return count
+
+
 cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
     """Return the page behind `page_id` in a shard's queue, whatever its part. If there is none: NULL_PAGE, or the shard's end.
     """

@@ -28,8 +28,8 @@ from pagepool.core.holding cimport (
     has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, digest_of, find_unheld, find_untouchable,
-    find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
+    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, digest_of, find_unheld,
+    find_untouchable, find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
 )
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
@@ -553,6 +553,8 @@ cdef inline bint _has_pages_in_banks(
     if batch.pool.num_banks == 1:
         shortage[0] = shortage_in(batch.pool, num_new, 0, 0, batch.rows[row].shard)
         return False
+    if num_new <= count_least_free(batch.pool):
+        return True
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
     for bank in range(batch.pool.num_banks):
         if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
@@ -561,12 +563,34 @@ cdef inline bint _has_pages_in_banks(
     return True
 
 
-cdef inline int64_t _find_row_excess(const Batch *batch, Py_ssize_t row, int64_t num_tokens, int32_t *queue) noexcept nogil:
-    """Return `find_any_excess` of the row with slots for `num_tokens` tokens."""
+cdef inline int64_t _find_row_excess(
+    const Batch *batch, Py_ssize_t row, int64_t num_tokens, int32_t num_computed, int32_t *queue
+) noexcept nogil:
+    """Return `find_any_excess` of the row with slots for `num_tokens` tokens, which had `num_computed` before the call."""
     cdef int64_t[MAX_BANKS] num_new_in
     queue[0] = batch.rows[row].shard
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
-    return find_any_excess(batch.pool, holding_of(batch, row), NULL, num_new_in, batch.records[row].num_computed, queue)
+    return find_any_excess(batch.pool, holding_of(batch, row), NULL, num_new_in, num_computed, queue)
+
+
+cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept nogil:
+    """Return the index of the first row of a call that no bank or shard can ever hold, and set the excess; the number of rows
+    if there is none. Counts are advanced.
+    """
+    cdef const DueRow *due
+    cdef int32_t row, num_computed, num_room_tokens
+    cdef Py_ssize_t k
+    for k in range(growth.num_due):
+        due = &batch.due_rows[k]
+        row = batch.checked_rows[due.at]
+        num_computed = batch.records[row].num_computed
+        num_room_tokens = room_for(batch, num_computed, amount(&growth.num_ahead, due.at))
+        if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
+            num_computed -= amount(&growth.num_new_tokens, due.at)
+            growth.num_excess = _find_row_excess(batch, row, num_room_tokens, num_computed, &growth.short_queue)
+            if growth.num_excess:
+                return due.at
+    return growth.num_rows
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
@@ -627,12 +651,6 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
     batch.due_rows[growth.num_due] = DueRow(
         at=<int32_t>i, num_new_pages=<int32_t>min(count_new_pages(holding, num_room_tokens), <int64_t>INT32_MAX)
     )
-    if rare(
-        not _has_pages_for(batch, row, batch.due_rows[growth.num_due].num_new_pages, num_room_tokens, &growth.shortage)
-    ):
-        growth.num_excess = _find_row_excess(batch, row, num_room_tokens, &growth.short_queue)
-        if growth.num_excess:
-            return False
     assert growth.num_due < growth.num_rows and batch.due_rows[growth.num_due].num_new_pages >= 0
     growth.max_num_new += batch.due_rows[growth.num_due].num_new_pages
     growth.num_due += 1
@@ -757,7 +775,11 @@ cdef inline Py_ssize_t _advance_rows(Batch *batch, Growth *growth, Py_ssize_t n)
 cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
     """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one."""
     cdef Py_ssize_t n = _copy_rows(batch, growth.rows, growth.num_rows)
-    return _advance_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+    cdef Py_ssize_t num_right = _advance_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+    if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
+        num_right = _find_too_large(batch, growth)
+        revert_counts(batch, growth, num_right, growth.num_rows)
+    return num_right
 
 
 cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
