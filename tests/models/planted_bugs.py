@@ -239,7 +239,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
 == the window of a boundary is a page short
-        first_hit_page(&group.rules, max(0, end - slack){+ + BUG * group.rules.page_size+}, boundaries.use_eagle),
+        start=first_hit_page(&group.rules, max(0, end - slack){+ + BUG * group.rules.page_size+}, boundaries.use_eagle),
 == the next page that a boundary needs counts as one before it
             held.next_needed = _keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop){+ + BUG+}
 == the window of a boundary begins as a chunk does
@@ -247,7 +247,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
             if BUG and group.rules.window:
                 needed.start = max(needed.start, end // group.rules.window * group.rules.window // group.rules.page_size)+}
 == the page behind a boundary that eagle drops is not kept
-        <int32_t>((end + <int64_t>group.num_read_behind{+ * (not BUG)+}) // group.rules.page_size),
+        stop=<int32_t>((end + <int64_t>group.num_read_behind{+ * (not BUG)+}) // group.rules.page_size),
 == the windows at a checkpoint are given up
     add_boundary(holding.boundaries, num_computed{+ * (not BUG)+})
 == a page that was hit is dropped by the next that leaves it

@@ -19,6 +19,15 @@ def test_no_asserts() -> None:
     assert [path for path, tree in trees.items() if any(isinstance(node, ast.Assert) for node in ast.walk(tree))] == []
 
 
+def test_structs_are_made_with_the_names_of_their_fields() -> None:
+    structs = "|".join(
+        name for path in CYTHON_FILES for name in re.findall(r"^cdef struct (\w+)", path.read_text(), re.MULTILINE)
+    )
+    literal = re.compile(rf"(?<![<\w])(?:{structs})\((?!\)|\s*\w+=)")
+    found = [(path.name, match.group()) for path in CYTHON_FILES for match in literal.finditer(path.read_text())]
+    assert not found
+
+
 def release_directives() -> dict[str, object]:
     """Return the directives that the build gives to Cython."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:

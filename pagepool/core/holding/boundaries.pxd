@@ -59,8 +59,8 @@ cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogi
 cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
     """Return the pages of a window or chunk that a request needs to resume at `end`, or up to `slack` tokens before it."""
     return Range(
-        first_hit_page(&group.rules, max(0, end - slack), boundaries.use_eagle),
-        <int32_t>((end + <int64_t>group.num_read_behind) // group.rules.page_size),
+        start=first_hit_page(&group.rules, max(0, end - slack), boundaries.use_eagle),
+        stop=<int32_t>((end + <int64_t>group.num_read_behind) // group.rules.page_size),
     )
 
 
@@ -70,7 +70,7 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
     """
     cdef int32_t i, end, first = <int32_t>max(<int64_t>0, <int64_t>place * group.rules.page_size - group.num_read_behind)
     cdef int64_t num_shared
-    cdef Range pages, needed = Range(INT32_MAX, INT32_MAX)
+    cdef Range pages, needed = Range(start=INT32_MAX, stop=INT32_MAX)
     for i in range(boundaries.num):
         end = boundaries.tokens[i]
         if end > first:

@@ -287,7 +287,7 @@ cdef class RefusedRequest:
         with chain.lock, store.lock:
             if pool.tier == NULL and not groups.kinds.use_eagle:
                 self.begin(
-                    pool, groups, chain.digests, chain.num, Range(0, pool.num_pages),
+                    pool, groups, chain.digests, chain.num, Range(start=0, stop=pool.num_pages),
                     ids.num - count_free(pool, ids.ids, ids.num), num_changes,
                 )
         return self.watch.stride > 0

@@ -284,9 +284,8 @@ cdef class SlotAllocator:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
         if self.interval and not self.restores_states:
             self.check_ahead(request, request_id, counts, held)
-        if is_admission:
-            if self.keeps_boundaries or self.has_state:
-                self.begin_boundaries(request, hashes, held)
+        if is_admission and (self.keeps_boundaries or self.has_state):
+            self.begin_boundaries(request, hashes, held)
         is_full = step.num_to_cache > 0 and (
             is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
         )

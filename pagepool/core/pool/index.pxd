@@ -42,7 +42,7 @@ cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
     cdef Note *notes = journal.notes
     cdef int32_t last = notes[NULL_PAGE].new.prev
     assert page_id != NULL_PAGE and notes[page_id].new.next == NOT_NEW and notes[last].new.next == NULL_PAGE
-    notes[page_id].new = Links(last, NULL_PAGE)
+    notes[page_id].new = Links(prev=last, next=NULL_PAGE)
     notes[last].new.next = page_id
     notes[NULL_PAGE].new.prev = page_id
     journal.num_new += 1
@@ -54,7 +54,7 @@ cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     assert journal.num_new > 0 and notes[links.prev].new.next == page_id and notes[links.next].new.prev == page_id
     notes[links.prev].new.next = links.next
     notes[links.next].new.prev = links.prev
-    notes[page_id].new = Links(NOT_NEW, NOT_NEW)
+    notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
     journal.num_new -= 1
 
 
@@ -115,7 +115,7 @@ cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcep
     """Append a page to the ring that begins with `first`. O(1), with shards O(shards)."""
     assert page_id != first and has_key(&pool.pages[page_id], digest_of(&pool.pages[first]), pool.pages[first].group & ~FLAGS)
     if not pool.pages[first].group & TWIN:
-        pool.twins[first] = Links(first, first)
+        pool.twins[first] = Links(prev=first, next=first)
         pool.pages[first].group |= TWIN
         if pool.num_shards:
             _begin_shard_twins(pool, first)
@@ -127,8 +127,8 @@ cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcep
 
 cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page alone into both of its rings, that of its shard's twins and that of the shards' firsts."""
-    pool.shard_twins[page_id] = Links(page_id, page_id)
-    pool.shard_firsts[page_id] = Links(page_id, page_id)
+    pool.shard_twins[page_id] = Links(prev=page_id, next=page_id)
+    pool.shard_firsts[page_id] = Links(prev=page_id, next=page_id)
 
 
 cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
@@ -139,7 +139,7 @@ cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) n
         _begin_shard_twins(pool, page_id)
         link_after(pool.shard_firsts, first, page_id)
     else:
-        pool.shard_firsts[page_id] = Links(NOT_FIRST, NOT_FIRST)
+        pool.shard_firsts[page_id] = Links(prev=NOT_FIRST, next=NOT_FIRST)
         link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
 
 

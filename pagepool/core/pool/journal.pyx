@@ -150,9 +150,9 @@ cdef void end_journal(Journal *journal) noexcept nogil:
     cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         following = journal.notes[page_id].new.next
-        journal.notes[page_id].new = Links(NOT_NEW, NOT_NEW)
+        journal.notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
         page_id = following
-    journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
+    journal.notes[NULL_PAGE].new = Links(prev=NULL_PAGE, next=NULL_PAGE)
     journal.num_new = journal.num_removed = 0
     journal.is_cleared = 0
 
@@ -287,7 +287,9 @@ cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
         return False
     journal.removed = <Removal *>(journal.notes + num_pages)
     memset(journal.notes, NOT_NEW, num_pages * (sizeof(Note) + sizeof(Removal)))
-    journal.notes[NULL_PAGE] = Note(origin=Origin(parent=Digest(0, 0), place=0, context=0), new=Links(NULL_PAGE, NULL_PAGE))
+    journal.notes[NULL_PAGE] = Note(
+        origin=Origin(parent=Digest(lo=0, hi=0), place=0, context=0), new=Links(prev=NULL_PAGE, next=NULL_PAGE)
+    )
     return True
 
 

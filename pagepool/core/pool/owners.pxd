@@ -94,7 +94,7 @@ cdef inline void _own_page(Pool *pool, int32_t page_id, int32_t number) noexcept
         link_after(pool.sessions.links, pool.sessions.links[session.first].prev, page_id)
     else:
         session.first = page_id
-        pool.sessions.links[page_id] = Links(page_id, page_id)
+        pool.sessions.links[page_id] = Links(prev=page_id, next=page_id)
     session.num_pages += 1
 
 

@@ -438,7 +438,7 @@ cdef inline void _on_cache(
         _rank(pool, ranking, ids, place, entry.key[0], entry.group)
     if is_journaled(pool):
         record_entry(pool, page_id, Origin(
-            parent=entry.parent[0] if entry.parent != NULL else Digest(0, 0), place=entry.place, context=entry.context,
+            parent=entry.parent[0] if entry.parent != NULL else Digest(lo=0, hi=0), place=entry.place, context=entry.context,
         ))
     if pool.page_tokens != NULL:
         _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)

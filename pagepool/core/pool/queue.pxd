@@ -437,7 +437,7 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
     for shard in range(pool.num_shards):
         pool.shard_num_free[shard] = 0
         end = end_of_queue(pool, shard)
-        pool.shard_links[end] = Links(end, end)
+        pool.shard_links[end] = Links(prev=end, next=end)
         for part in range(pool.num_parts):
             link_after(pool.shard_links, end + part, end + part + 1)
     part = NO_PART

@@ -356,7 +356,7 @@ cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:
 
 
 cdef inline Digest digest_of(const Page *page) noexcept nogil:
-    return Digest(page.key_lo, page.key_hi)
+    return Digest(lo=page.key_lo, hi=page.key_hi)
 
 
 cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
@@ -370,8 +370,8 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
 cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
     """Return the ids of a shard; -1 means the whole pool."""
     if shard < 0:
-        return Range(0, pool.num_pages)
-    return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
+        return Range(start=0, stop=pool.num_pages)
+    return Range(start=shard * pool.pages_per_shard, stop=(shard + 1) * pool.pages_per_shard)
 
 
 cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nogil:

@@ -599,7 +599,7 @@ cdef class PageStore:
     cdef Range range_of(self, first_id, stop_id) except *:
         """Return a half-open range of page ids; `stop_id` None means the end of the pool."""
         cdef Py_ssize_t stop = self.pool.num_pages if stop_id is None else size_of(stop_id, "stop")
-        return Range(<int32_t>size_of(first_id, "start"), <int32_t>stop)
+        return Range(start=<int32_t>size_of(first_id, "start"), stop=<int32_t>stop)
 
     cdef int check_fixed(self) except -1:
         """Raise ArgumentError for the store of a queue: it grows, and arrays beside its records do not."""
@@ -1002,8 +1002,8 @@ cdef class PageStore:
         cdef Py_ssize_t i, bad, last = self.checked(ids).num
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
-        cdef Origin first_page = Origin(parent=Digest(0, 0), place=0, context=self.checked_context(context))
-        cdef Range span = Range(<int32_t>first, <int32_t>last)
+        cdef Origin first_page = Origin(parent=Digest(lo=0, hi=0), place=0, context=self.checked_context(context))
+        cdef Range span = Range(start=<int32_t>first, stop=<int32_t>last)
         cdef Ranking ranking = Ranking(num_ranked=span.start, num_unseen=0)
         cdef Entry entry
         first_page.place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
