@@ -202,7 +202,8 @@ class OracleStates:
         if dedupes:
             self.dedupe(request, shard)
         for target in targets:
-            holder = held[0].holder if target.session_id is None else self.pool.tenants.holder_of(target)
+            own = self.pool.tenants.holder_of(target)
+            holder = held[0].holder if own.session_id is None else own
             forked = [self._fork_group(i, *group, num_computed, shard, holder) for i, group in enumerate(groups)]
             self.manager.held[target.request_id] = forked
             if self.manager.windows is not None:
