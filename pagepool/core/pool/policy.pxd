@@ -38,7 +38,7 @@ cdef enum:
     HALF_LIFE_REQUESTS = 512  # requests that must come meanwhile, too
     REQUESTS_A_WEIGHT = 4     # a prior weighs as much as the pages of this many requests
     REGRET_A_POOL = 12        # LRU takes over for a while once it would have had num_pages / 12 more hits
-    MAX_PAUSE = 64            # longest such while, in pools of released pages
+    MAX_PAUSE = 64            # LRU decides at most while 64 times as many pages are released as the pool has
     KNOWN_SHARE = 75          # a request goes on with one that was seen if this percentage of its pages is known
     MAX_VALUE = 2             # value of a page that is surely used again within an epoch
     STAMP_SHIFT = 2           # a mark is part, call and epoch, from the lowest bits up
@@ -76,7 +76,7 @@ cdef struct Learned:          # saved in snapshots
     double values[NUM_CLASSES][NUM_AGES]
     int64_t lru_age           # age in epochs at which LRU would have lost a page
     int64_t regret            # hits that LRU would have had, less the actual ones; at least 0
-    int64_t pause             # pools of released pages for which LRU decides
+    int64_t pause             # LRU decides while this many times num_pages pages are released
     int64_t paused_until      # LRU decides while `num_released` is below this
     Decision decision
 

@@ -408,8 +408,8 @@ cdef struct Entry:            # of a page that is cached
 cdef inline bint cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
-    """Give a page without an entry this one. The policy ranks it at a place of the pages `ids` of a request; without a ranking
-    it does not. Whether no other page has the key.
+    """Cache a page under an entry, and let the policy rank it at a place of the pages `ids` of a request, if there is a
+    ranking. The page has no entry yet. Return whether no other page has the key.
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1

@@ -39,7 +39,7 @@ cdef struct Worker:
     bint is_lossy             # batches were lost, so duplicates are not counted
     GainedBlock *gained       # [num_gained] blocks gained since it last had none
     Py_ssize_t num_gained
-    Py_ssize_t capacity       # room in `gained`
+    Py_ssize_t capacity       # blocks for which `gained` has room
     bint is_incomplete        # `gained` was too short for all of them
 
 cdef struct BlockTable:
