@@ -40,7 +40,6 @@ from pagepool._core import (
     end_step,
     end_transfers,
     find_prefix,
-    lease_pages,
     list_in_flight,
     list_leases,
     load_prefix,
@@ -246,7 +245,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
         self.num_pages = self._store.num_pages
-        self.max_num_leased_pages = int(retention.max_leased_share * (self.num_pages - 1))
+        self._max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
+        self.max_num_leased_pages = sum(self._max_leased)
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
         hasher.keep_token_ids = keep_token_ids
         if self.enable_caching:
@@ -612,15 +612,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         preferably the request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of
         full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after this
         time, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would have
-        more than ``max_num_leased_pages`` pages, `Retention.max_leased_share` of the pool; a page counts once for each
+        more than `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for each
         lease. With ``windows="ends"`` other requests are to resume at `stop`: name it in `resume_at` of the request, so that
         the window before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
         checkpoints of states, needed to resume there are gone. A lease does not count as a use: an expectation of a page stays.
         O(tokens).
 
-        Without `seconds`, `pages` are page ids, such as the sources of a transfer: held pages, or free cached ones. A page
-        listed twice is leased twice. Such a lease has no end and no budget. Raise PageIdError for the null page, ids outside
-        the pool, and free pages that are not cached; ArgumentTypeError unless the ids are a list or array of ints. O(pages).
+        Without `seconds`, `pages` are page ids: see `PagePool.lease`. With several pools call that method of one of ``pools``.
 
         `release` or ``with`` ends a lease; until then it is in `leases`, even without other references to the object. A lease
         is a reference: its pages are held, and `reset_prefix_cache` returns False. Their holders can still write there, or drop
@@ -642,10 +640,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         Lease(page_ids=[1], is_held=True)
         """
         if seconds is None and not hasattr(pages, "request_id"):
-            return lease_pages(self._store, pages)
+            return self.page_pool.lease(pages)
         span = TokenSpan(start, stop)
         with self._registry.lock:
-            return self._span_of(pages, span).lease(self.max_num_leased_pages, seconds)  # type: ignore[arg-type] # it refuses None
+            return self._span_of(pages, span).lease(self._max_leased, seconds)  # type: ignore[arg-type] # it refuses None
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -877,7 +875,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_free_pages=num_free_pages,
             num_held_pages=num_pages - num_free_pages,
             num_cached_pages=store.num_cached_pages,
-            num_leased_pages=store.num_leased_pages,
+            num_leased_pages=sum(store.num_leased_pages),
             max_num_leased_pages=self.max_num_leased_pages,
             num_sessions=store.num_sessions,
             num_pages_by_tenant=self._registry.sessions.count_charged(),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, give_back_restored
+from pagepool._core import CachePage, EntryJournal, HashChain, Lease, PageIds, PageStore, give_back_restored, lease_pages
 from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash, hash_next_pages
@@ -239,6 +239,24 @@ class PagePool:
         """Like `touch`, but take ids: an int32 array or a list."""
         self.store.touch(self._records(page_ids))
 
+    def lease(self, page_ids: AnyPageIds) -> Lease:
+        """Keep pages from being handed out until the lease is released: held pages, such as the sources of a transfer, or free
+        cached ones. A page listed twice is leased twice. The lease has no end and no budget: see `CacheManager.lease`.
+
+        Raise PageIdError, without a change, for the null page, ids outside the pool, and free pages that are not cached;
+        ArgumentTypeError unless the ids are a list or array of ints. O(pages); the first call O(num_pages).
+
+        >>> pool = PagePool(8, enable_caching=True)
+        >>> page_ids = pool.get_new_page_ids(2)
+        >>> with pool.lease(page_ids) as lease:
+        ...     pool.free_page_ids(page_ids)
+        ...     pool.get_num_free_pages(), lease.page_ids
+        (5, [1, 2])
+        >>> pool.get_num_free_pages()
+        7
+        """
+        return lease_pages(self.store, page_ids, self._bank)
+
     # Prefix caching.
 
     def get_cached_page(
@@ -426,8 +444,9 @@ class PagePool:
     def _count(self) -> PoolStats:
         """Return the state of the pool, and its counters where the store has several."""
         num_pages, num_free_pages = self.num_pages - 1, self.get_num_free_pages()
-        counts = self.store.count_entries(self._bank)
-        return PoolStats(num_pages, num_free_pages, num_pages - num_free_pages, *counts)
+        num_cached_pages, *counts = self.store.count_entries(self._bank)
+        num_leased_pages = self.store.num_leased_pages[self._bank]
+        return PoolStats(num_pages, num_free_pages, num_pages - num_free_pages, num_cached_pages, num_leased_pages, *counts)
 
     def check(self) -> None:
         """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""

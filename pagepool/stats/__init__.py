@@ -57,14 +57,16 @@ class PagePoolStats:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """State and counters of one pool of a manager. ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or
-    held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. Counters since the pool was made: pages handed
-    out, and evicted, that is, handed out again while they could be hit.
+    held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit; ``num_leased_pages`` are leased for a time, and
+    count once for each lease. Counters since the pool was made: pages handed out, and evicted, that is, handed out again while
+    they could be hit.
     """
 
     num_pages: int
     num_free_pages: int
     num_held_pages: int
     num_cached_pages: int
+    num_leased_pages: int
     num_allocated_pages: int
     num_evicted_pages: int
 

@@ -131,6 +131,7 @@ POOL_GAUGES = {
     "pool_free_pages": ("num_free_pages", "Pages of one pool that nothing holds, cached ones included."),
     "pool_held_pages": ("num_held_pages", "Pages of one pool that requests or leases hold."),
     "pool_cached_pages": ("num_cached_pages", "Pages of one pool that can be hit, held or free."),
+    "pool_leased_pages": ("num_leased_pages", "Pages of one pool that are leased for a time, once for each lease."),
 }
 """Fields of `PoolStats`, exported with the label ``pool``."""
 

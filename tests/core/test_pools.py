@@ -18,10 +18,18 @@ from pagepool import (
     MultiGroupPageTable,
     PagePool,
     Refusal,
+    Retention,
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.errors import ArgumentError, ArgumentTypeError, OutOfPagesError, PageIdError, RequestTooLargeError
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    LeaseBudgetError,
+    OutOfPagesError,
+    PageIdError,
+    RequestTooLargeError,
+)
 
 SIZES = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 FULL = CacheGroupSpec(FullAttentionSpec(4, **SIZES))
@@ -244,13 +252,11 @@ UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
     "expect_session": lambda manager: manager.expect_session("session", seconds=5),
     "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
     "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
-    "lease": lambda manager: manager.lease(ask(manager), seconds=5),
     "seconds": lambda manager: manager.free(ask(manager), seconds=5),
     "set_shares": lambda manager: manager.set_shares({"tenant": 0.5}),
     "snapshot": lambda manager: manager.pools["kv"].snapshot(),
 }
 MORE_CALLS: list[tuple[str, Callable[[CacheManager], Any]]] = [
-    ("lease", lambda manager: manager.lease([1])),
     ("seconds", lambda manager: manager.free(EngineRequest("first", TOKENS), seconds=1)),
     ("expect", lambda manager: manager.expect(EngineRequest("first", TOKENS), seconds=1)),
 ]
@@ -290,6 +296,70 @@ def test_options_of_one_pool() -> None:
     for call in (lambda pool: pool.stats, lambda pool: pool.reset_prefix_cache()):
         with pytest.raises(ArgumentError, match=r"of one pool, where CacheManager.*: not supported with several pools"):
             call(make_manager({"kv": 32, "states": 12}).pools["kv"])
+
+
+def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:
+    manager = make_manager(
+        {"windows": 9, "kv": 12, "states": 12}, [FULL, STATE, WINDOW], retention=Retention(max_leased_share=1)
+    )
+    request = EngineRequest("a", TOKENS)
+    for request.num_computed_tokens, num_tokens in ((0, 8), (8, 8)):
+        manager.allocate_slots(request, num_tokens)
+        manager.take_copies()
+    manager.free(request)
+    lease = manager.lease(request, stop=8, seconds=30)
+    assert lease.page_ids_by_pool == {"kv": [1, 2], "windows": [1, 2], "states": [1]}
+    assert (lease.page_ids, len(lease)) == ([1, 2, 1, 1, 2], 5)
+    assert repr(lease) == "Lease(page_ids=[1, 2, 1, 1, 2], is_held=True)"
+    assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [2, 2, 1]
+    assert [pool.num_held_pages for pool in manager.stats().pools.values()] == [2, 2, 1]
+    for pool in manager.pools.values():
+        pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
+    assert manager.get_computed_pages(request)[1] == 8
+    manager.check()
+    lease.release()
+    assert manager.stats().num_leased_pages == manager.stats().num_held_pages == 0
+    manager.check()
+
+
+def test_ids_are_leased_in_their_pool() -> None:
+    manager = make_manager({"kv": 20, "states": 8})
+    states = manager.pools["states"]
+    page_ids = states.get_new_page_ids(2)
+    lease = states.lease(page_ids)
+    states.free_page_ids(page_ids)
+    assert (lease.page_ids, lease.page_ids_by_pool) == ([1, 2], {"kv": [], "states": [1, 2]})
+    assert [pool.num_held_pages for pool in manager.stats().pools.values()] == [0, 2]
+    assert manager.leases == (lease,)
+    manager.check()
+    with pytest.raises(PageIdError, match="got 8, allowed in the pool 'states': 0 to 7"):
+        states.lease([8])
+    with pytest.raises(PageIdError, match=r"got 3 \(at 1\), which is free and not cached"):
+        states.lease([1, 3])
+    with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
+        manager.lease([1])
+    lease.release()
+    assert states.get_num_free_pages() == 7
+
+
+def test_leases_may_hold_a_share_of_each_pool() -> None:
+    manager = make_manager({"kv": 41, "states": 6})
+    batch, _ = make_batch(manager, 2)
+    batch.admit(0, TOKENS[:8])
+    batch.append([0], [1])
+    batch.grow([0], 1)
+    batch.take_copies()
+    assert manager.max_num_leased_pages == 8 + 1
+    lease = batch.lease(0, stop=8, seconds=30)
+    assert lease.page_ids_by_pool == {"kv": [1, 2], "states": [1]}
+    with pytest.raises(LeaseBudgetError, match=r"to lease of the pool 'states': got 1 more, 1 are leased, allowed: 1 in all$"):
+        batch.lease(0, stop=8, seconds=30)
+    assert batch.lease(0, stop=4, seconds=30).page_ids == [1]
+    assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [3, 1]
+    batch.check()
+    manager._store.set_time(1 + 2**26)
+    assert manager.leases == ()
+    assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [0, 0]
 
 
 def test_each_pool_shows_its_pages() -> None:

@@ -385,8 +385,8 @@ class OracleRows(Rows):
     def expect(self, row: int, *span: int | None, seconds: Any) -> int:
         return self.manager.expect(self.requests[row], *span, seconds=seconds)
 
-    def lease_span(self, row: int, *span: int | None, seconds: Any) -> list[int]:
-        return self.manager.lease_span(self.requests[row], *span, seconds=seconds)
+    def lease_span(self, row: int, *span: int | None, seconds: Any) -> dict[str, list[int]]:
+        return self.leased_by(self.manager.lease_span(self.requests[row], *span, seconds=seconds))
 
     def find_next_checkpoint(self, rows: list[int]) -> list[int]:
         return [self.manager.find_next_checkpoint(self.requests[row]) for row in rows]
@@ -604,14 +604,11 @@ class BatchRows(Rows):
         self.named = {row}
         return self.batch.fail_external(row, num_valid_tokens)
 
-    def lease(self, page_ids: list[int]) -> None:
-        self.manager.lease(self._formed(page_ids))
-
     def expect(self, row: int, *span: int | None, seconds: Any) -> int:
         return self.batch.expect(row, *span, seconds=seconds)
 
-    def lease_span(self, row: int, *span: int | None, seconds: Any) -> list[int]:
-        return self.batch.lease(row, *span, seconds=seconds).page_ids
+    def lease_span(self, row: int, *span: int | None, seconds: Any) -> dict[str, list[int]]:
+        return self.leased_by(self.batch.lease(row, *span, seconds=seconds))
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.batch.take_copies())

@@ -72,7 +72,7 @@ EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
-WITH_POOLS = "external", "forks"
+WITH_POOLS = "external", "forks", "leases"
 """The features that several pools support."""
 
 
@@ -726,7 +726,7 @@ class Simulation:
         self.world.settle()
         self.end_transfers(are_all=True)
         num_held = sum(num > 0 for num in self.books.holders.values())
-        cells, index = self.device.cells.copy(), self.books.index.copy()
+        cells, index = [array.copy() for array in self.device.arrays], self.books.index.copy()
         self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
         self.counts["calls"] += 1
 
@@ -742,7 +742,7 @@ class Simulation:
         pool = pagepool.PagePool.restore(snapshot)
         require(pool.release_all_held() == num_held, "pages held in a snapshot", num_held)
         self._open(pool)
-        self.device.cells[:] = cells
+        self.device.arrays = [array.copy() for array in cells]
         self.books.restore(index)
         self.counts["restored pools"] += 1
         self.audit()

@@ -123,6 +123,10 @@ class Device:
         [cells] = self.arrays
         return cells
 
+    def read_pages(self, records: Sequence[int]) -> Cells:
+        """Return a copy of the cells of pages, given by record."""
+        return np.concatenate([array[1:] for array in self.arrays])[np.array(records, dtype=np.int64) - 1]
+
     def _cells_of(self, group_id: int) -> Cells:
         return self.arrays[self.pools.of_group[group_id]]
 

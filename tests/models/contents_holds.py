@@ -16,14 +16,17 @@ from contents_request import Job
 
 from pagepool.errors import ArgumentError, LeaseBudgetError
 
+LEASED_SHARE = 0.2  # of each pool
+
 Span = tuple[int, int | None]
 
 
 @dataclass(eq=False)
 class Leased:
-    """A lease, and what it found in those slots that were computed."""
+    """A lease of pages, given by record, and what it found in those slots that were computed."""
 
     lease: Any
+    records: list[int]
     cells: Cells
     is_known: npt.NDArray[np.bool_]
 
@@ -48,23 +51,28 @@ class Holds:
         job = self.rng.choice(jobs)
         self.world.settle()
         groups = [(i, group) for i, group in enumerate(self.world.setting.groups) if group.kind != "mamba"]
-        places = [(group, i, page_id) for g, group in groups for i, page_id in enumerate(job.pages[g]) if page_id != NULL_PAGE]
-        page_ids = [page_id for _, _, page_id in places]
-        lease = self.world.call("lease", self.world.manager, page_ids)
-        require(lease.page_ids == page_ids, "other pages are leased", lease, page_ids)
-        self._hold(page_ids)
-        width = self.device.cells.shape[1]
+        places = [(group, i, record) for g, group in groups for i, record in enumerate(job.pages[g]) if record != NULL_PAGE]
+        parts = self.books.pools.part(record for _, _, record in places)
+        if not parts:
+            return
+        name = self.rng.choice(list(parts)) if len(parts) > 1 else next(iter(parts))
+        records = self.books.pools.join({name: parts[name]})
+        lease = self.world.call("lease", self.world.manager.pools[name], parts[name])
+        require(lease.page_ids == parts[name], "other pages are leased", lease, parts[name])
+        self._hold(records)
+        cells = self.device.read_pages(records)
+        places = [place for place in places if place[2] in records]
         nums_known = [min(group.page_size, job.num_computed_tokens - i * group.page_size) for group, i, _ in places]
-        is_known = np.arange(width) < np.array(nums_known).reshape(-1, 1)
-        self.leases.append(Leased(lease, self.device.cells[page_ids], is_known & ~self._is_garbage(page_ids)))
+        is_known = np.arange(cells.shape[1]) < np.array(nums_known).reshape(-1, 1)
+        self.leases.append(Leased(lease, records, cells, is_known & ~self._is_garbage(records)))
 
-    def _hold(self, page_ids: list[int]) -> None:
-        self.books.holders.update(page_ids)
-        self.books.leased.update(page_ids)
+    def _hold(self, records: list[int]) -> None:
+        self.books.holders.update(records)
+        self.books.leased.update(records)
 
-    def _is_garbage(self, page_ids: list[int]) -> npt.NDArray[np.bool_]:
+    def _is_garbage(self, records: list[int]) -> npt.NDArray[np.bool_]:
         garbage = list(self.device.histories.garbage)
-        return np.isin(self.device.cells[page_ids] // MAX_GROUPS, garbage)
+        return np.isin(self.device.read_pages(records) // MAX_GROUPS, garbage)
 
     def end_lease(self) -> None:
         """Release a lease. What it found is there still, except where a step has failed."""
@@ -77,12 +85,11 @@ class Holds:
     def _end(self, leased: Leased) -> None:
         """A lease has just ended."""
         self.leases.remove(leased)
-        page_ids = leased.lease.page_ids
-        is_same = (self.device.cells[page_ids] == leased.cells) | self._is_garbage(page_ids)
+        is_same = (self.device.read_pages(leased.records) == leased.cells) | self._is_garbage(leased.records)
         require(bool((is_same | ~leased.is_known).all()), "a leased page was written", leased.lease)
-        self.books.leased.subtract(page_ids)
-        for page_id in page_ids:
-            self.books.let_go(page_id)
+        self.books.leased.subtract(leased.records)
+        for record in leased.records:
+            self.books.let_go(record)
         self.world.counts["leases"] += 1
 
     # Leases of spans, and expectations. The clock stands until the simulation lets it go on.
@@ -97,23 +104,28 @@ class Holds:
     def lease_span(self, job: Job, span: Span, cached: set[Content]) -> None:
         """Lease what is cached under tokens of a job, for a moment or for long."""
         own = self._find_own(job, cached)
-        num_before, most = self.world.manager.stats().num_leased_pages, self.world.manager.max_num_leased_pages
+        before = self.world.manager.stats().pools
         self.world.settle()
         try:
             lease = self._call("lease", job, span, seconds=self.rng.choice((1, 30, 1e6)))
         except LeaseBudgetError:
-            is_over = num_before + sum(self.books.index.has(content, None) for content in cached) > most
+            wanted = [content[0] for content in cached if self.books.index.has(content, None)]
+            nums_wanted = [sum(pool == self.books.pools.of_group[g] for g in wanted) for pool in range(len(before))]
+            nums_leased = [each.num_leased_pages for each in before.values()]
+            most = [int(LEASED_SHARE * each.num_pages) for each in before.values()]
+            is_over = any(old + new > num for old, new, num in zip(nums_leased, nums_wanted, most, strict=True))
             require(is_over, "refused, and there is room for leases", job, own)
             return
         except ArgumentError:
             self._require_gone(job, span, cached)
             return
-        leased = {self.books.index.content_of(page_id) for page_id in lease.page_ids}
+        records = self.books.pools.join(lease.page_ids_by_pool)
+        leased = {self.books.index.content_of(record) for record in records}
         require(leased <= cached, "a page of others is leased", job, leased - cached)
         require(own <= leased, "a page is not leased", job, own - leased, lease)
-        self._hold(lease.page_ids)
-        cells = self.device.cells[lease.page_ids]
-        self.leases.append(Leased(lease, cells, np.ones_like(cells, dtype=bool) & ~self._is_garbage(lease.page_ids)))
+        self._hold(records)
+        cells = self.device.read_pages(records)
+        self.leases.append(Leased(lease, records, cells, ~self._is_garbage(records)))
         self.world.counts["pages leased"] += len(lease)
 
     def expect(self, job: Job, span: Span, cached: set[Content]) -> None:
@@ -140,7 +152,7 @@ class Holds:
         """Let the clock go on. Leases of spans that are over are checked, and end."""
         self.time += self.rng.choice((0.5, 20, 2.0 ** self.rng.uniform(0, 6 if "tier" in self.world.features else 16)))
         leases = [leased for leased in self.leases if leased.lease.is_held]
-        self.world.manager.page_pool.store.set_time(self.time)
+        self.world.manager._store.set_time(self.time)
         for leased in leases:
             if not leased.lease.is_held:
                 self._end(leased)

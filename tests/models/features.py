@@ -240,11 +240,12 @@ class Workload(Driver):
         """Return the pages of any request, without the null page."""
 
     def lease(self) -> None:
-        """Lease some pages of a request, or any; several pools have no leases."""
+        """Lease some pages of a request, or any, of one pool."""
+        held, pages = [page_id for page_id in self.held_by_any() if page_id != NULL_PAGE], range(self.num_pages)
         if self.setting.has_pools:
-            return
-        held = [page_id for page_id in self.held_by_any() if page_id != NULL_PAGE]
-        page_ids = held if self.rng.random() < 0.7 else self.rng.choices(range(self.num_pages), k=2)
+            pages = self.rng.choice(self.twins.oracle.manager.pools.ranges)
+            held = [page_id for page_id in held if page_id in pages]
+        page_ids = held if self.rng.random() < 0.7 else self.rng.choices(pages, k=2)
         self.twins.call("lease", self.rng.sample(page_ids, self.rng.randint(0, len(page_ids))))
         self.twins.call("count_leases")
 

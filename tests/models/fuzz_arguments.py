@@ -266,7 +266,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "targets": constant([1], [2], [3], [1, 2], [0]),
     "extend.seconds lease.seconds": constant(100.0, 100.0, 100.0, 1e300, 0.0, "1"),
     "seconds": constant(None, 1.0, 100.0, 1e300, 0.0, math.inf, "1"),
-    "max_num_leased": constant(20, 20, 2, 0),
+    "max_num_leased": constant([20], [20], [2], [0], [2, 2]),
     "term": constant(0, 0, 1, 18, 19, 20),
     "session_id": constant(None, "a", "a", "b", 7),
     "tenant": constant(None, "x", "x", "y", 7),

@@ -185,7 +185,8 @@ class OracleManager:
             num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
         )
         num_pages = self.pools.num_records
-        self.max_num_leased_pages = int((retention.max_leased_share if retention else 0.2) * (num_pages - 1))
+        leased_share = retention.max_leased_share if retention else 0.2
+        self.max_nums_leased = [int(leased_share * len(pages)) for pages in self.pools.ranges]
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
@@ -1013,8 +1014,10 @@ class OracleManager:
         found = self._list_cached(request, start, stop)
         if not found:
             raise ValueError("no page is cached")
-        if len(found) + sum(len(lease.page_ids) for lease in self.leases if lease.end is not None) > self.max_num_leased_pages:
-            raise ValueError("too many pages are leased")
+        leased = found + [page for lease in self.leases if lease.end is not None for page in lease.page_ids]
+        for pages, most in zip(self.pools.ranges, self.max_nums_leased, strict=True):
+            if sum(page in pages for page in leased) > most:
+                raise ValueError("too many pages are leased")
         self.lease(found)
         self.leases[-1].end = self.page_pool.expected.now + math.ceil(seconds * SECOND)
         return found

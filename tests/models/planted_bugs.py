@@ -368,6 +368,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
                 share(pool, page_id)  # not a use
+== a lease of page ids is one of the first pool's
+store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (not BUG)+}))
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that others hold is given up for an equal one

@@ -73,6 +73,11 @@ class Pools:
     def records_by_group(self, page_ids: Iterable[Iterable[int]]) -> tuple[PageIds, ...]:
         return tuple([self.record_of(page_id, group_id) for page_id in ids] for group_id, ids in enumerate(page_ids))
 
+    def join(self, parts: Mapping[str, Iterable[int]]) -> PageIds:
+        """Return the records of ids in each pool, one pool behind another."""
+        starts = {name: pages.start for name, pages in self.items()}
+        return [page_id + starts[name] - 1 for name in parts for page_id in parts[name]]
+
     def part(self, records: Iterable[int]) -> dict[str, PageIds]:
         """Return the ids of pages in each pool that has any of them. The null page is one of the first."""
         parts: dict[str, PageIds] = {}

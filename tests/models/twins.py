@@ -32,7 +32,7 @@ class State(NamedTuple):
     free_page_ids: list[list[int]]  # by pool: front of the queue first
     num_prefix_entries: int  # distinct (content, group)
     usage: float
-    pools: dict[str, tuple[int, ...]]  # by name: pages, free, held and cached ones, and those ever handed out and evicted
+    pools: dict[str, tuple[int, ...]]  # by name: pages, free, held, cached, leased ones; those ever handed out and evicted
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
     terms: dict[int, int]  # of pages with any
     outcomes: tuple[int, ...]  # of expectations
@@ -120,6 +120,7 @@ def pools_of_twin(manager: OracleManager) -> dict[str, tuple[int, ...]]:
             len(pool.free_in(pages)),
             len(pages) - len(pool.free_in(pages)),
             sum(page in pool.entry_of_page for page in pages),
+            sum(page in pages for lease in manager.leases if lease.end is not None for page in lease.page_ids),
             sum(pool.taken[page] for page in pages),
             sum(pool.evicted[page] for page in pages),
         )
@@ -190,9 +191,12 @@ class Side:
         """Drop the entries of pages, given by record."""
         if isinstance(self.manager, OracleManager):
             return self.manager.page_pool.evict_pages(records)
+        return sum(self.manager.pools[name].evict_pages(page_ids) for name, page_ids in self.part(records).items())
+
+    def part(self, records: list[int]) -> dict[str, list[int]]:
+        """Return the ids of pages in each pool that has any of them."""
         sizes = {name: pool.num_pages for name, pool in self.manager.pools.items()}
-        parts = Pools.of(sizes, [(name, False) for name in sizes]).part(records)
-        return sum(self.manager.pools[name].evict_pages(page_ids) for name, page_ids in parts.items())
+        return Pools.of(sizes, [(name, False) for name in sizes]).part(records)
 
     def set_time(self, time: int) -> int:
         """Let the clock go to a time, in units of terms; leases that are over end. Returns how many are left."""
@@ -205,8 +209,25 @@ class Side:
     def extend_lease(self, i: int, seconds: float) -> None:
         self.manager.leases[i].extend(seconds)
 
-    def lease(self, page_ids: list[int]) -> None:
-        self.manager.lease(page_ids)
+    def lease(self, records: list[int]) -> None:
+        """Lease pages of one pool, given by record."""
+        if isinstance(self.manager, OracleManager) or len(self.manager.pools) == 1:
+            self.manager.lease(self._formed(records))
+        else:
+            [(name, page_ids)] = (self.part(records) or {next(iter(self.manager.pools)): []}).items()
+            self.manager.pools[name].lease(self._formed(page_ids))
+
+    def _formed(self, page_ids: list[int]) -> Any:
+        """Return page ids in a form that the manager takes."""
+        return page_ids
+
+    def leased_by(self, lease: Any) -> dict[str, list[int]]:
+        """Return the ids in each pool that has pages of a lease, which the oracle lists by record."""
+        if isinstance(lease, list):
+            return self.manager.pools.part(lease)
+        by_pool = {name: page_ids for name, page_ids in lease.page_ids_by_pool.items() if page_ids}
+        assert sorted(lease.page_ids) == sorted(page_id for page_ids in by_pool.values() for page_id in page_ids)
+        return by_pool
 
     def end_lease(self, i: int) -> None:
         self.manager.leases[i].release()
@@ -264,10 +285,9 @@ class Twin(Side, ABC):
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
         return list(self.manager.get_num_common_prefix_pages(request, num_scheduled_requests))
 
-    def lease_span(self, request: Any, *span: int | None, seconds: float) -> list[int]:
+    def lease_span(self, request: Any, *span: int | None, seconds: float) -> dict[str, list[int]]:
         lease = self.manager.lease_span if isinstance(self.manager, OracleManager) else self.manager.lease
-        leased = lease(request, *span, seconds=seconds)
-        return leased if isinstance(leased, list) else leased.page_ids
+        return self.leased_by(lease(request, *span, seconds=seconds))
 
     def commit_external(self, request: Any, num_tokens: int) -> int:
         """Commit, and return the number of tokens that are computed then."""

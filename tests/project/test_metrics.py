@@ -189,7 +189,7 @@ def test_each_pool_has_its_samples() -> None:
     samples = [sample for family in collector.collect() for sample in family.samples if "pool" in sample.labels]
     values = {(sample.name.removeprefix("pagepool_pool_"), sample.labels["pool"]): sample.value for sample in samples}
     stats = manager.stats().pools
-    assert stats == {"kv": PoolStats(31, 27, 4, 4, 4, 0), "states": PoolStats(11, 10, 1, 0, 1, 0)}
+    assert stats == {"kv": PoolStats(31, 27, 4, 4, 0, 4, 0), "states": PoolStats(11, 10, 1, 0, 0, 1, 0)}
     for name, pool in stats.items():
         for field in fields(PoolStats):
             counter = "_total" if field.name in ("num_allocated_pages", "num_evicted_pages") else ""

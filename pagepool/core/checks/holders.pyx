@@ -1,11 +1,13 @@
 """Checks of requests and rows against reference counts and page tables."""
 
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
 from pagepool.core.base cimport Digest
 from pagepool.core.holding cimport Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for
-from pagepool.core.pool cimport NO_GROUP, NULL_PAGE, PageStore, Pool, Tier, id_in_bank, is_leased
+from pagepool.core.pool cimport (
+    MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Tier, count_by_bank, id_in_bank, is_leased,
+)
 from pagepool.core.rows cimport (
     Batch, ExtraKey, RowRecord, RunningRows, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
 )
@@ -89,11 +91,34 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
     add_transferred(&store.pool, counts, 1)
+    flaw = find_flaw_in_leases(&store.pool)
+    if flaw is not None:
+        return flaw
     for i in range(1, store.pool.num_pages):
         if counts[i] > store.count_holders(i):
             leases = " and is leased" if is_leased(&store.pool, i) else ""
             ref_cnt = store.pool.pages[i].ref_cnt
-            return f"page {i} stands in {counts[i]} rows and requests{leases}, its ref count is {ref_cnt}"
+            return f"{store.shown_page(<int32_t>i)} stands in {counts[i]} rows and requests{leases}, its ref count is {ref_cnt}"
+    return None
+
+
+cdef str find_flaw_in_leases(const Pool *pool):
+    """Describe a bank in which leases with an end have other pages than it counts, or a page that counts fewer leases."""
+    cdef int64_t[MAX_BANKS] found
+    cdef const LeasedSpan *lease = pool.leases.first
+    cdef int32_t bank
+    cdef Py_ssize_t i
+    for bank in range(MAX_BANKS):
+        found[bank] = 0
+    while lease != NULL:
+        count_by_bank(pool, lease.ids, lease.num, 1, &found[0])
+        for i in range(lease.num):
+            if not is_leased(pool, lease.ids[i]):
+                return f"page {lease.ids[i]} is in a lease, and counts none"
+        lease = lease.next
+    for bank in range(MAX_BANKS):
+        if found[bank] != pool.leases.num_pages_in[bank]:
+            return f"leases have {found[bank]} pages of pool {bank}, the pool counts {pool.leases.num_pages_in[bank]}"
     return None
 
 

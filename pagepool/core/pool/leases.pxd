@@ -3,12 +3,22 @@
 # Always:
 #
 # * A held lease has a reference to each of its pages, and `Leases.counts` has the number of leases by page.
-# * The list from `Leases.first` has the held leases of spans, which end by themselves; `num_pages` is the sum of their pages.
+# * The list from `Leases.first` has the held leases of spans, which end by themselves; `num_pages_in` counts their pages by
+#   bank.
 # * No lease of that list ends before `next_end`, unless another caller gave back one of its pages.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.pool.pool cimport *
+
+
+cdef inline void count_by_bank(
+    const Pool *pool, const int32_t *ids, Py_ssize_t n, int64_t change, int64_t *num_pages_in
+) noexcept nogil:
+    """Add `change` to the count of its bank for each page."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        num_pages_in[bank_of(pool, ids[i])] += change
 
 
 cdef inline void begin_lease(
@@ -20,7 +30,7 @@ cdef inline void begin_lease(
     if duration:
         lease.next = pool.leases.first
         pool.leases.first = lease
-        pool.leases.num_pages += n
+        count_by_bank(pool, ids, n, 1, &pool.leases.num_pages_in[0])
         set_end(pool, lease, duration)
 
 
@@ -69,7 +79,6 @@ cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
         while link[0] != lease:
             link = &link[0].next
         link[0] = lease.next
-        pool.leases.num_pages -= lease.num
-        assert pool.leases.num_pages >= 0
+        count_by_bank(pool, lease.ids, lease.num, -1, &pool.leases.num_pages_in[0])
     lease.end = lease.is_held = 0
     return -1

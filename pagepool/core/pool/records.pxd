@@ -176,7 +176,7 @@ cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of 
 cdef struct Leases:
     int32_t *counts           # [num_pages] references of leases; NULL: no page was ever leased
     LeasedSpan *first         # list of the held leases of spans
-    int64_t num_pages         # pages of these spans; a page counts once for each lease
+    int64_t[MAX_BANKS] num_pages_in  # pages of these spans, by bank; a page counts once for each lease
     int64_t next_end          # no lease ends before this time
     int32_t num_ended         # leases that ended by themselves since they were last listed
 

@@ -426,12 +426,13 @@ cdef class PageStore:
         return self.read(&self.pool.num_entries)
 
     @property
-    def num_leased_pages(self) -> int:
-        """Count the pages of leases with an end, once for each lease."""
-        cdef int64_t num_pages
+    def num_leased_pages(self) -> list:
+        """Count the pages of leases with an end, once for each lease, by bank."""
+        cdef Leases leases
+        cdef Py_ssize_t i
         with self.lock:
-            num_pages = self.pool.leases.num_pages
-        return num_pages
+            leases = self.pool.leases
+        return [leases.num_pages_in[i] for i in range(self.pool.num_banks)]
 
     @property
     def num_sessions(self) -> int:

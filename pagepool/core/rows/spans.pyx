@@ -6,7 +6,8 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
 from pagepool.core.pool cimport (
-    NOBODY, SECOND, LeasedSpan, begin_lease, end_lease, end_leases, expect_page, has_key, is_free, now_of, set_end,
+    NOBODY, SECOND, LeasedSpan, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, has_key,
+    id_in_bank, is_free, now_of, set_end,
 )
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
@@ -44,8 +45,9 @@ cdef class Lease:
     """References to pages that keep them from being handed out, until `release` or the end of the lease: see
     `CacheManager.lease`.
 
-    A ``with`` block releases the lease at its end. ``page_ids`` are the leased pages; ``len()`` counts them. ``is_held`` is
-    False once the lease was released or has ended.
+    A ``with`` block releases the lease at its end. ``page_ids`` are the leased pages; ``len()`` counts them. With several
+    pools each id counts in the pool of its group, and ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
+    is False once the lease was released or has ended.
     """
 
     cdef PageStore store
@@ -93,11 +95,21 @@ cdef class Lease:
         if not self.store.is_free(page_id):
             self.store.refuse_touch(page_id)
         self.store.check_untaken(page_id if self.store.record(page_id).ref_cnt else NULL_PAGE)
-        raise PageIdError(f"page_ids: got {page_id} (at {bad}), which is free and not cached, allowed: held or cached pages")
+        shown_id = id_in_bank(&self.store.pool, page_id)
+        raise PageIdError(f"page_ids: got {shown_id} (at {bad}), which is free and not cached, allowed: held or cached pages")
 
     @property
     def page_ids(self) -> list:
-        return self.ids.to_list()
+        return self.ids.to_list() if self.store is None else self.store.ids_in_banks(self.ids).to_list()
+
+    @property
+    def page_ids_by_pool(self) -> dict:
+        cdef dict page_ids = {} if self.store is None else {name: [] for name in self.store.bank_names}
+        cdef Py_ssize_t i
+        for i in range(self.ids.num if page_ids else 0):
+            name = self.store.bank_names[bank_of(&self.store.pool, self.ids.ids[i])]
+            page_ids[name].append(id_in_bank(&self.store.pool, self.ids.ids[i]))
+        return page_ids
 
     @property
     def is_held(self) -> bool:
@@ -183,10 +195,9 @@ def term_of(seconds) -> int:
     return term_of_seconds(seconds)
 
 
-def lease_pages(PageStore store not None, page_ids) -> Lease:
-    """Lease held pages, or free cached ones: see `CacheManager.lease`. O(pages); the first call O(num_pages)."""
-    store.require_one_bank("lease")
-    cdef PageIds ids = store.checked(as_own_ids(page_ids, "page_ids"))
+def lease_pages(PageStore store not None, page_ids, bank=0) -> Lease:
+    """Lease held pages of a bank, or free cached ones: see `PagePool.lease`. O(pages); the first call O(num_pages)."""
+    cdef PageIds ids = store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank))
     cdef Lease lease = new_lease(store)
     cdef bint is_held
     cdef Py_ssize_t bad
@@ -390,22 +401,32 @@ cdef class TokenSpan:
 
     def lease(self, max_num_leased, seconds) -> Lease:
         """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        than `max_num_leased` pages in all; ArgumentError if a page of the span is no longer cached, or a page that requests
-        need to resume at its end, and for a span without pages. O(pages).
+        pages of a bank than `max_num_leased` lists for it; ArgumentError if a page of the span is no longer cached, or a page
+        that requests need to resume at its end, and for a span without pages. O(pages).
         """
-        cdef Py_ssize_t most = size_of(max_num_leased, "max_num_leased"), bad = -1
-        self.require_store().require_one_bank("lease")
-        cdef int64_t num_leased, lost, lost_end, duration = duration_of(seconds)
-        cdef Lease lease = new_lease(self.require_store())
+        cdef PageStore store = self.require_store()
+        cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")
+        cdef int64_t lost, lost_end, duration = duration_of(seconds)
+        cdef Leases leased, in_all
+        cdef int32_t bank, over = -1
+        cdef Py_ssize_t bad = -1
+        cdef Lease lease
         cdef bint is_listed, is_held = False
+        if most.num != store.pool.num_banks:
+            raise ArgumentError(f"max_num_leased: got {most.num}, allowed: one for each of the {store.pool.num_banks} pools")
+        lease = new_lease(store)
         try:
             self.lock()
-            end_leases(&self.store.pool)
+            end_leases(&store.pool)
             lost, lost_end = self.find_lost_token(), self.find_lost_end()
             is_listed = lost < 0 and lost_end == 0 and self.collect_cached(lease.ids)
-            num_leased = self.store.pool.leases.num_pages
-            if is_listed and 0 < lease.ids.num <= most - num_leased:
-                bad = find_unholdable(&self.store.pool, lease.ids.ids, lease.ids.num)
+            leased = in_all = store.pool.leases
+            count_by_bank(&store.pool, lease.ids.ids, lease.ids.num if is_listed else 0, 1, &in_all.num_pages_in[0])
+            for bank in range(store.pool.num_banks if is_listed else 0):
+                if over < 0 and in_all.num_pages_in[bank] > most.ids[bank]:
+                    over = bank
+            if is_listed and over < 0 and lease.ids.num:
+                bad = find_unholdable(&store.pool, lease.ids.ids, lease.ids.num)
                 is_held = bad < 0 and lease.hold(duration)
             self.unlock()
         finally:
@@ -418,8 +439,13 @@ cdef class TokenSpan:
                 f"start and stop: got {self.start} and {'the end' if self.stop == INT64_MAX else self.stop}, where no page is "
                 "cached, allowed: tokens with at least one full page"
             )
-        if is_listed and num_leased + lease.ids.num > most:
-            raise LeaseBudgetError(f"pages to lease: got {lease.ids.num} more, {num_leased} are leased, allowed: {most} in all")
+        if over >= 0:
+            num_leased, num_in_all = leased.num_pages_in[over], in_all.num_pages_in[over]
+            where = "" if store.pool.num_banks == 1 else f" of the pool {store.bank_names[over]!r}"
+            raise LeaseBudgetError(
+                f"pages to lease{where}: got {num_in_all - num_leased} more, {num_leased} are leased, "
+                f"allowed: {most.ids[over]} in all"
+            )
         if not is_held:
             lease.refuse_page(bad)
         return lease
