@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from pagepool import CacheManager, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 MAX_LEN, CHUNK = 400, 32
+NEW = 1 << 20  # a token that no prompt has
 FULL_AND_WINDOW = (FULL_4, WINDOW_9)
 LAYOUTS = [
     FULL_AND_WINDOW,
@@ -108,6 +110,72 @@ def test_hits_are_never_longer(groups: tuple[Group, ...]) -> None:
     assert num_hits[1] > num_hits[0] // 4
     cached = [set(rows.manager.page_pool.cached_page_hash_to_page) for rows in (everything, ends)]
     assert cached[1] < cached[0]
+
+
+def list_hits(groups: Sequence[Group], num_prompt: int, num_answer: int = 0, **options: Any) -> list[int]:
+    """Run one prompt and its answer; return where requests hit that share any number of tokens with it."""
+    rows, token_ids = Rows(tuple(groups), **options), list(range(num_prompt + num_answer))
+    rows.run(token_ids[:num_prompt], token_ids[num_prompt:])
+    requests = [pagepool.EngineRequest("probe", [*token_ids[:num], *[NEW] * 70]) for num in range(0, len(token_ids) + 1, 4)]
+    return sorted({rows.manager.probe(request).num_hit_tokens for request in requests} - {0})
+
+
+@pytest.mark.parametrize(
+    ("interval", "hits"),
+    [
+        (48, [48, 96, 144, 192, 200]),
+        (50, [48, 100, 148, 200]),
+        (51, [48, 100, 152, 200]),
+        (6, [num // 4 * 4 for num in range(6, 202, 6)] + [200]),
+        (1, list(range(4, 201, 4))),
+        (202, [200]),
+        (0, [200]),
+    ],
+)
+def test_an_interval_is_one_of_the_prompt(interval: int, hits: list[int]) -> None:
+    """Each multiple is rounded down to whole pages; behind the prompt there is none, but the end of the answer."""
+    options = {"retention": retain(window_slack=0, window_interval=interval)}
+    assert list_hits([FULL_4, WINDOW_5], 201, **options) == sorted(set(hits))
+    assert list_hits([FULL_4, WINDOW_5], 201, 122, **options) == sorted({*hits, 320})
+
+
+@pytest.mark.parametrize(
+    ("groups", "slack", "hits"),
+    [
+        ([FULL_4, Group("sliding", 4, 17)], 0, [192]),
+        ([FULL_4, WINDOW_5, Group("sliding", 4, 17)], 0, [188]),
+        ([WINDOW_5, Group("sliding", 4, 17)], 0, [192]),
+        ([FULL_4, WINDOW_5, Group("sliding", 4, 17), Group("sliding", 4, 33)], 0, [184]),
+        ([Group("full", 64), Group("sliding", 64, 65)], 0, [64]),
+        ([Group("full", 32), Group("sliding", 32, 33), Group("sliding", 32, 65)], 64, [32, 64, 96]),
+        ([Group("full", 16), Group("sliding", 32, 33)], 0, [96, 128]),  # the shorter one with hardly more tokens than 200
+    ],
+)
+def test_with_eagle_the_end_of_a_prompt_hits(groups: list[Group], slack: int, hits: list[int]) -> None:
+    """Each kind of group drops a page in its turn, and what is left of a multiple."""
+    assert list_hits(groups, 200, use_eagle=True, retention=retain(window_slack=slack)) == hits
+
+
+@pytest.mark.parametrize(
+    ("nums_new", "ends"),
+    [((32, 32, 16, 20, 50), [32, 64, 80]), ((*[16] * 9, 6), [*range(16, 145, 16)])],
+    ids=["few", "more than a request remembers"],
+)
+def test_a_checkpoint_is_a_boundary(nums_new: tuple[int, ...], ends: list[int]) -> None:
+    """Where states are kept a request resumes at checkpoints, so windows stay there, and nowhere else."""
+    groups, prompt, hits = (FULL_4, WINDOW_9, Group("mamba", 64, interval=16)), list(range(150)), []
+    for rows in both(groups, retention=retain(window_slack=64, window_interval=20)):
+        rows.batch.admit(0, prompt, max_num_new_tokens=nums_new[0])
+        for num_new in nums_new[1:]:
+            rows.batch.take_copies()
+            rows.batch.grow([0], num_new)
+        rows.batch.check()
+        rows.batch.release([0])
+        requests = [pagepool.EngineRequest("probe", [*prompt[:num], NEW, NEW]) for num in range(1, 151)]
+        hits.append([rows.manager.probe(request).num_hit_tokens for request in requests])
+    assert hits[0] == hits[1]
+    assert {*hits[1]} == {0, *ends}
+    assert rows.manager.stats().num_cached_pages == sum(nums_new) // 4 + 3 * len(ends)
 
 
 def test_what_no_request_resumes_with_is_taken_first() -> None:
