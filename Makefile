@@ -123,6 +123,7 @@ UNTRACED = --deselect=tests/core/test_batch_misuse.py::test_a_row_that_is_being_
 UNTRACED_FILES = $(foreach name,fork fuzz interrupts memory operating threads,$(wildcard tests/*/test_$(name).py))
 TRACED = pagepool docs README.md $(filter-out $(UNTRACED_FILES),$(wildcard tests/*/test_*.py))
 
+coverage: export PAGEPOOL_TEST_OPERATIONS ?= 2000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 97 % and 95 %
 	cd $< && rm -f .coverage* && printf '%s\n' $(TRACED) | xargs -P "$$(nproc)" -n 4 \
 	    ../bin/coverage run -m pytest -m 'not slow' --doctest-modules --doctest-glob='*.md' $(UNTRACED) $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ from soak_faults import Faults
 import pagepool
 
 SEED = 4
-NUM_STEPS = min(20 + NUM_OPERATIONS // 2000, 60)
+NUM_STEPS = min(20 + max(NUM_OPERATIONS, 20_000) // 2000, 60)
 FULL_4 = next(kind for kind in SHORT if kind.name == "full 4")
 
 
