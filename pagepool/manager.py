@@ -814,8 +814,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         term = term_of(seconds)
-        if seconds is not None:
-            self._store.require_one_bank("seconds")
         with self._registry.lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = self._registry.hashes.get(request.request_id)

@@ -58,6 +58,7 @@ CASES = [
     Case("requests", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("requests", STATES, POOL_SETTINGS, 0.1),
+    Case("requests", EXPECTED, CACHING_POOLS, 0.1),
     Case("requests", EVERYTHING, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
@@ -75,6 +76,7 @@ CASES = [
     Case("rows", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("rows", STATES, POOL_SETTINGS, 0.1),
+    Case("rows", EXPECTED, CACHING_POOLS, 0.1),
     Case("rows", EVERYTHING, CACHING_POOLS, 0.1),
 ]
 

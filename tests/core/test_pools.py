@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -248,18 +249,11 @@ def test_there_are_at_most_four_pools() -> None:
 
 UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
     "data_parallel_size": lambda manager: make_batch(manager, 4, data_parallel_size=3),
-    "expect": lambda manager: manager.expect(ask(manager), seconds=5),
-    "expect_session": lambda manager: manager.expect_session("session", seconds=5),
     "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
     "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
-    "seconds": lambda manager: manager.free(ask(manager), seconds=5),
     "set_shares": lambda manager: manager.set_shares({"tenant": 0.5}),
     "snapshot": lambda manager: manager.pools["kv"].snapshot(),
 }
-MORE_CALLS: list[tuple[str, Callable[[CacheManager], Any]]] = [
-    ("seconds", lambda manager: manager.free(EngineRequest("first", TOKENS), seconds=1)),
-    ("expect", lambda manager: manager.expect(EngineRequest("first", TOKENS), seconds=1)),
-]
 SHARDED: list[Callable[[CacheManager], Any]] = [
     lambda manager: make_batch(manager, 4, data_parallel_size=2),
     lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 9, dp_shard_hint=0, data_parallel_size=2),
@@ -274,7 +268,7 @@ SHARDED: list[Callable[[CacheManager], Any]] = [
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [*UNSUPPORTED.items(), *MORE_CALLS, *(("data_parallel_size", call) for call in SHARDED)],
+    [*UNSUPPORTED.items(), *(("data_parallel_size", call) for call in SHARDED)],
     ids=lambda value: str(value)[:20],
 )
 def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
@@ -360,6 +354,65 @@ def test_leases_may_hold_a_share_of_each_pool() -> None:
     manager._store.set_time(1 + 2**26)
     assert manager.leases == ()
     assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [0, 0]
+
+
+def compute_states(manager: CacheManager, names: str, times: Sequence[float | None] = ()) -> None:
+    """Compute requests of eight tokens and one more, each of which leaves two full pages and a checkpoint."""
+    for name, seconds in zip(names, times or [None] * len(names), strict=True):
+        request = EngineRequest(name, [ord(name), *range(8)], session_id=name)
+        for request.num_computed_tokens, num_tokens in ((0, 8), (8, 1)):
+            manager.allocate_slots(request, num_tokens)
+            manager.take_copies()
+        manager.free(request)
+        if seconds is not None:
+            assert manager.expect(request, seconds=seconds) == 3
+
+
+def list_states(manager: CacheManager, names: str, pool: str) -> str:
+    """List the requests in the order in which their pages of a pool are evicted."""
+    gone, pages = "", manager.pools[pool]
+    while len(gone) < len(names):
+        pages.get_new_page_ids(1)
+        left = [name for name in names if name not in gone]
+        asked = {name: EngineRequest("asked", [ord(name), *range(8)]) for name in left}
+        gone += "".join(name for name in left if not manager.probe(asked[name]).num_hit_tokens)
+    return gone
+
+
+@pytest.mark.parametrize("pool", ["kv", "states"])
+def test_each_pool_evicts_first_what_is_wanted_last(pool: str) -> None:
+    manager = make_manager({"kv": 40, "states": 20})
+    manager._store.set_time(1000)
+    compute_states(manager, "abcd", [3, 100, math.inf, 20])
+    assert manager.stats().expectations[:3] == (3, 6, 3)
+    manager.check()
+    assert list_states(manager, "abcd", pool) == "cbda"
+    assert manager.stats().expectations.num_unused_pages == {"kv": 5, "states": 3}[pool]
+    manager.check()
+
+
+def test_a_pool_without_expected_pages_evicts_as_before() -> None:
+    """The queue of each pool is divided anew when the first page is expected, and keeps its order."""
+    manager = make_manager({"kv": 40, "states": 20})
+    compute_states(manager, "abc")
+    before = {name: pool.free_page_ids_in_order().tolist() for name, pool in manager.pools.items()}
+    assert manager.expect(EngineRequest("late", [ord("a"), *range(4)]), seconds=600) == 1
+    manager.check()
+    after = {name: pool.free_page_ids_in_order().tolist() for name, pool in manager.pools.items()}
+    assert after["states"] == before["states"]
+    assert (sorted(after["kv"]), after["kv"] == before["kv"]) == (sorted(before["kv"]), False)
+    assert list_states(manager, "abc", "states") == "abc"
+
+
+def test_a_session_that_closes_gives_up_its_pages_in_all_pools() -> None:
+    manager = make_manager({"kv": 40, "states": 20})
+    compute_states(manager, "abc")
+    assert manager.expect_session("a", seconds=1e5) == 3
+    assert manager.close_session("b") == 3
+    assert manager.stats().expectations.num_never_pages == 3
+    manager.check()
+    assert list_states(manager, "abc", "states")[0] == "b"
+    manager.check()
 
 
 def test_each_pool_shows_its_pages() -> None:

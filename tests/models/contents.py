@@ -72,7 +72,7 @@ EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
-WITH_POOLS = "external", "forks", "leases"
+WITH_POOLS = "external", "forks", "leases", "expectations"
 """The features that several pools support."""
 
 

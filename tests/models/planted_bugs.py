@@ -370,6 +370,10 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
                 share(pool, page_id)  # not a use
 == a lease of page ids is one of the first pool's
 store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (not BUG)+}))
+== a lease counts in the first pool
+        num_pages_in[{+(not BUG) * +}bank_of(pool, ids[i])] += change
+== a page with a term is queued in the first pool
+    cdef int32_t shard, part = _part_of(pool, page_id), queue = {+-1 if BUG else +}queue_of(pool, page_id)
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that others hold is given up for an equal one

@@ -177,15 +177,15 @@ cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
-    """Link a page in at the back of its part, and of its shard's part."""
-    cdef int32_t shard, part = _part_of(pool, page_id)
-    assert pool.num_banks == 1
+    """Link a page in at the back of its part of its bank's queue, and of its shard's."""
+    cdef int32_t shard, part = _part_of(pool, page_id), queue = queue_of(pool, page_id)
     count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, _end_of_part(pool, part, -1))
+    link_page(pool, page_id, _end_of_part(pool, part, queue))
+    count_in_bank(pool, queue, 1)
     if pool.num_shards:
         shard = shard_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
-    assert _oldest_in(pool, part, -1) == page_id or _is_in_order(pool, page_id)
+    assert _oldest_in(pool, part, queue) == page_id or _is_in_order(pool, page_id)
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -378,26 +378,44 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
             page_id = following
 
 
-cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
-    """Divide the pool's queue, which has parts, by terms. The memory of `stamps` also has room for terms and tenants, all 0.
-    Free pages count as released now. O(num_pages).
+cdef inline void _add_parts(Pool *pool, int32_t num_parts) noexcept nogil:
+    """Add empty parts, up to this number, at the back of the queue of each bank, which has parts. The records of the banks that
+    follow move up. O(parts).
     """
-    cdef int32_t part, page_id, num_plain_parts = pool.num_parts
+    cdef Page *pages = pool.pages
+    cdef int32_t bank, part, record, target, num_before = pool.num_parts
+    for bank in range(pool.num_banks - 1, 0, -1):
+        for part in range(num_before - 1, -2, -1):
+            record = start_of_part(pool, part, queue_of_bank(bank))
+            target = record + bank * (num_parts - num_before)
+            pages[target] = pages[record]
+            pages[pages[target].prev_free].next_free = target
+            pages[pages[target].next_free].prev_free = target
+    pool.num_parts = num_parts
+    for bank in range(pool.num_banks):
+        for part in range(num_before, num_parts):
+            _link_divider(
+                pages, start_of_part(pool, part, queue_of_bank(bank)), end_of_queue(pool, queue_of_bank(bank)),
+            )
+
+
+cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
+    """Divide the queue of each bank, which has parts, by terms. The memory of `stamps` also has room for terms and tenants, all
+    0. Free pages count as released now. O(num_pages).
+    """
+    cdef int32_t page_id
     cdef uint32_t now = <uint32_t>now_of(pool)
     pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
-    pool.num_parts, pool.num_parts_each = num_plain_parts + NEVER, num_plain_parts + NEVER
     for page_id in range(pool.num_pages):
         stamps[page_id] = now
-    for part in range(num_plain_parts, pool.num_parts):
-        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+    _add_parts(pool, pool.num_parts + NEVER)
+    pool.num_parts_each = pool.num_parts
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
     """Divide the pool's queue, which has terms, by tenants too. All pages become common. O(num_pages)."""
-    cdef int32_t part, page_id
-    for part in range(pool.num_parts_each, MAX_TENANTS * pool.num_parts_each):
-        _link_divider(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
-    pool.num_parts = MAX_TENANTS * pool.num_parts_each
+    cdef int32_t page_id
+    _add_parts(pool, MAX_TENANTS * pool.num_parts_each)
     pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1
     pool.tenants.num_charged[COMMON] = pool.num_pages - 1

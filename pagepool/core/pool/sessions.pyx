@@ -126,7 +126,6 @@ cdef class PageSessions:
         """
         cdef object number = self.numbers.get(require_name("session_id", session_id), {}).get(None)
         cdef int32_t term = term_of_seconds(seconds)
-        self.store.require_one_bank("expect_session")
         return 0 if number is None else self.expect_number(number, term)
 
     cdef int32_t expect_number(self, int32_t number, int32_t term) except -1:

@@ -343,7 +343,7 @@ cdef class PageStore:
         cdef Links *links = NULL
         cdef uint32_t *stamps = pool.expected.stamps
         cdef bint by_entry = pool.num_parts == 0
-        by_terms = by_terms and stamps == NULL and pool.num_banks == 1  # the façade refuses terms in several banks
+        by_terms = by_terms and stamps == NULL
         by_tenants = by_tenants and pool.tenants.of_pages == NULL
         assert not by_tenants or by_terms or stamps != NULL
         if not self.enable_caching or not (by_entry or by_terms or by_tenants):

@@ -416,7 +416,6 @@ cdef class RunningRows:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
             computed = amounts_in(counts)
         if seconds is not None:
-            self.store.require_one_bank("seconds")
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
         terms = amounts_in(row_terms)
         self.acquire_locks()
