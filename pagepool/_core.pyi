@@ -354,6 +354,7 @@ CONSTANTS: Final[SimpleNamespace]
 def copy_records(store: PageStore, names: str | None = ..., of_tier: bool = ...) -> dict[str, Any]: ...
 def load_store(
     kind: tuple[bool, str],
+    pools: tuple[Sequence[str], Iterable[int], npt.NDArray[np.int64]],
     ref_counts: npt.NDArray[np.int32],
     free_page_ids: npt.NDArray[np.int32],
     cached: tuple[npt.NDArray[Any], ...],

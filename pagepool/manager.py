@@ -157,7 +157,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm deterministic. `keep_token_ids` keeps
     the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as one from
     `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other
-    groups.
+    groups, and if its snapshot had pools of other names or sizes.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
     where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
@@ -228,14 +228,14 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
-        sizes = read_sizes(num_pages, kv_cache_groups)
+        sizes = read_sizes(num_pages, kv_cache_groups, page_pool)
         has_one = len(sizes.names) == 1
         if not has_one:
-            require_plain(page_pool=page_pool, host_tier=host_tier, eviction=None if eviction == "lru" else eviction)
+            require_plain(host_tier=host_tier, eviction=None if eviction == "lru" else eviction)
         self.pools: Mapping[str, PagePool] = MappingProxyType(
             {sizes.names[0]: choose_pool(page_pool, sizes.sizes[0], self.enable_caching, eviction)}
             if has_one
-            else make_pools(sizes, self.enable_caching)
+            else make_pools(sizes, self.enable_caching, page_pool)
         )
         self._page_pool = self.pools[sizes.names[0]]
         retention = retention or Retention()
@@ -255,7 +255,11 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            self._page_pool._bind(hasher.describe() | rules.configuration)
+            of_group = enumerate(sizes.pool_of_group if len(self.pools) > 1 else ())
+            configuration = hasher.describe() | rules.configuration
+            configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
+            for pool in self.pools.values():
+                pool._bind(configuration)
             if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             if keep_token_ids:

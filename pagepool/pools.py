@@ -8,6 +8,7 @@ from pagepool.arguments import MAX_SIZE, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
+from pagepool.page_pool.pool import require_pool
 from pagepool.specs import CacheGroupSpec
 
 __all__ = ["PoolSizes", "make_pools", "read_sizes", "require_plain", "require_states"]
@@ -24,11 +25,13 @@ class PoolSizes(NamedTuple):
     pool_of_group: list[int]
 
 
-def read_sizes(num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSpec]) -> PoolSizes:
+def read_sizes(
+    num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSpec], page_pool: PagePool | None = None
+) -> PoolSizes:
     """Return the pools that `num_pages` names. Raise ArgumentError unless groups and sizes name the same pools; an int is the
     size of one pool for all groups.
 
-    Pools with a group of attention come first.
+    Pools with a group of attention come first, in the order of the pools of `page_pool`.
     """
     names = [require_name("pool", getattr(group, "pool", "kv")) or "kv" for group in groups]
     if not isinstance(num_pages, Mapping):
@@ -43,7 +46,8 @@ def read_sizes(num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSp
     if len(num_pages) > MAX_POOLS:
         raise ArgumentError(f"num_pages: got {len(num_pages)} pools, allowed: {MAX_POOLS}")
     of_attention = {name for name, group in zip(names, groups, strict=True) if not _has_state(group)}
-    ordered = sorted(num_pages, key=lambda name: name not in of_attention)
+    order = [*page_pool._list_sizes(), *num_pages] if isinstance(page_pool, PagePool) else [*num_pages]
+    ordered = sorted(num_pages, key=lambda name: (name not in of_attention, order.index(name)))
     sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_SIZE) for name in ordered)
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
 
@@ -52,8 +56,18 @@ def _has_state(group: CacheGroupSpec) -> bool:
     return kind_of(group.kv_cache_spec) == "Mamba"
 
 
-def make_pools(sizes: PoolSizes, enable_caching: bool) -> dict[str, PagePool]:
-    """Return several pools over one store, by name."""
+def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None) -> dict[str, PagePool]:
+    """Return several pools over one store, by name: those of the store of `page_pool`, or new ones. Raise ArgumentError for
+    pools of other names or sizes.
+    """
+    if page_pool is not None:
+        require_pool(page_pool)
+        found, allowed = page_pool._list_sizes(), dict(zip(sizes.names, sizes.sizes, strict=True))
+        if [*found.items()] != [*allowed.items()] or page_pool.enable_caching != enable_caching:
+            got = f"{found}, caching {page_pool.enable_caching}"
+            raise ArgumentError(f"page_pool: got pools {got}; allowed: {allowed}, caching {enable_caching}")
+        store, configuration = page_pool.store, page_pool.configuration
+        return {name: PagePool.of_bank(store, bank, configuration) for bank, name in enumerate(sizes.names)}
     first, *further = sizes.sizes
     store = PageStore(first, enable_caching, further_banks=[size - 1 for size in further], bank_names=sizes.names)
     return {name: PagePool.of_bank(store, bank) for bank, name in enumerate(sizes.names)}

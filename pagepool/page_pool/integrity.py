@@ -119,8 +119,10 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def check_banks(self, queues: list[Array]) -> None:
-        """Check that banks follow one another, and that each has its free and its cached pages."""
-        starts, stops, num_free, num_entries = zip(*self.banks, strict=True)
+        """Check that banks follow one another, that each has its free and its cached pages, and the sums of their counters."""
+        starts, stops, num_free, num_entries, num_allocated, num_evicted = zip(*self.banks, strict=True)
+        self.require_count(sum(num_allocated), self.counters["num_allocated_pages"], "pages were handed out in the banks")
+        self.require_count(sum(num_evicted), self.counters["num_evicted_pages"], "pages were evicted in the banks")
         self.require_count([1, *stops[:-1], self.num_pages], [*starts, stops[-1]], "are the bounds of banks")
         for queue, start, stop, free, entries in zip(queues, starts, stops, num_free, num_entries, strict=True):
             ids = queue[queue < self.num_pages]

@@ -42,8 +42,8 @@ class PagePool:
     adaptive eviction.
 
     A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
-    its methods see its pages alone, but for the prefix index, which all pools share. Shards, `snapshot`, `stats`,
-    `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there.
+    its methods see its pages alone, but for the prefix index, which all pools share, and `snapshot` and `release_all_held`,
+    which apply to all. Shards, `stats`, `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -76,11 +76,15 @@ class PagePool:
         self.configuration = configuration
 
     @classmethod
-    def of_bank(cls, store: PageStore, bank: int) -> "PagePool":
+    def of_bank(cls, store: PageStore, bank: int, configuration: Configuration | None = None) -> "PagePool":
         """Return the pool of a bank of a store that has several. Its page ids count from 0, the null page."""
         pool = cls.__new__(cls)
-        pool._start(store, bank=bank)
+        pool._start(store, configuration, bank)
         return pool
+
+    def _list_sizes(self) -> dict[str, int]:
+        """Return the names of all pools of the store, with their numbers of pages, null pages included."""
+        return {name: self.store.count_pages(bank) + 1 for bank, name in enumerate(self.store.bank_names)}
 
     def _records(self, page_ids: AnyPageIds | PageIds) -> PageIds:
         """Return pages of the store for ids of this pool. Raise PageIdError for an id outside it."""
@@ -129,17 +133,19 @@ class PagePool:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
 
         It contains ref counts, the free queue, prefix entries with hashes and kept tokens, shards, counters, the state of the
-        eviction policy, the configuration of the manager, a version and a checksum, but neither expectations nor leases. It
-        takes 4 bytes per page, 4 more per free page, 24 more per cached page, 4 per kept token, and the memory of the policy.
+        eviction policy, the configuration of the manager, a version and a checksum, but neither expectations nor leases. The
+        snapshot of one of several pools has all of them, with their names and sizes. It takes 4 bytes per page, 4 more per free
+        page, 24 more per cached page, 4 per kept token, and the memory of the policy.
+
         Raise IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and
         tuples.
         """
-        self.store.require_one_bank("snapshot")
         return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """Return a pool from a result of `snapshot`, or from a file read by `numpy.load`. O(num_pages).
+        """Return a pool from a result of `snapshot`, or from a file read by `numpy.load`. O(num_pages). Of several pools it
+        returns the first, which a `CacheManager` with pools of the same names and sizes takes as `page_pool`.
 
         Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
         key: in another process, give both managers a `hash_seed`. `CacheManager` refuses a pool used with another algorithm,
@@ -469,12 +475,19 @@ def _require_ids(page_ids: AnyPageIds | PageIds) -> AnyPageIds | PageIds:
     return page_ids
 
 
+def require_pool(page_pool: Any) -> None:
+    """Raise ArgumentTypeError unless a value is a pool."""
+    if not isinstance(page_pool, PagePool):
+        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
+
+
 def choose_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool, eviction: str | None = None) -> PagePool:
     """Return `page_pool`, or for None a new pool. ArgumentError for a pool of another size or with other options."""
     if page_pool is None:
         return PagePool(num_pages, enable_caching, eviction="lru" if eviction is None else eviction)
-    if not isinstance(page_pool, PagePool):
-        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
+    require_pool(page_pool)
+    if len(page_pool._list_sizes()) > 1:
+        raise ArgumentError(f"page_pool: got pools {page_pool._list_sizes()}, allowed: one pool of {shown(num_pages)} pages")
     if eviction is not None and not isinstance(eviction, str):
         raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
     if eviction is not None and eviction != page_pool.eviction:

@@ -24,7 +24,7 @@ Configuration = dict[str, int | str | None]
 """Settings by name. Managers that share cached pages must agree in all of them."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 6
+VERSION = 7
 
 
 def _count_parts(records: Records) -> Any:
@@ -46,6 +46,9 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "format": (np.uint8, (None,), None),
     "version": (np.int64, (1,), None),
     "enable_caching": (np.bool_, (1,), lambda records: [records.store.enable_caching]),
+    "pool_names": (np.uint8, (None,), lambda records: _encode(records.store.bank_names)),
+    "pool_sizes": (np.int64, (None,), lambda records: [stop - start + 1 for start, stop, *_ in records.banks]),
+    "pool_counters": (np.int64, (None, 2), lambda records: [bank[-2:] for bank in records.banks]),
     "ref_counts": (np.int32, (None,), lambda records: records.pages["ref_cnt"]),
     "free_page_ids": (np.int32, (None,), _list_free_ids),
     "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),
@@ -72,7 +75,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
-    """Return the snapshot of a pool. Raise IntegrityError for a damaged one. O(num_pages)."""
+    """Return the snapshot of a store, with all of its pools. Raise IntegrityError for a damaged one. O(num_pages)."""
     records = Records(store)
     arrays = {name: np.array(read(records), dtype) for name, (dtype, _, read) in FIELDS.items() if read is not None}
     names = [_to_json((key, *name)) for key, name in store.names.items()]
@@ -80,12 +83,13 @@ def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
 
 
 def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
-    """Return the pool of a snapshot, and its configuration. Raise SnapshotError if the snapshot is damaged. O(num_pages)."""
+    """Return the store of a snapshot, and its configuration. Raise SnapshotError if the snapshot is damaged. O(num_pages)."""
     arrays = unseal(snapshot)
     names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"])
     try:
         store = load_store(
             (bool(arrays["enable_caching"][0]), arrays["eviction"].tobytes().decode(errors="replace")),
+            (decode_pool_names(arrays["pool_names"]), arrays["pool_sizes"].tolist(), arrays["pool_counters"]),
             arrays["ref_counts"],
             arrays["free_page_ids"],
             tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "kept")),
@@ -180,6 +184,17 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple([_from_json(item) for item in value])
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
+
+
+def decode_pool_names(text: npt.NDArray[np.uint8]) -> list[str]:
+    """Return the names of pools from JSON. Raise SnapshotError for other text, and for equal names."""
+    try:
+        names = json.loads(text.tobytes())
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and len({*names}) == len(names)):
+            raise ValueError("allowed: a list of different strings")
+        return names
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"snapshot: 'pool_names' are invalid: {error}") from None
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> list[tuple[int, PageHash]]:

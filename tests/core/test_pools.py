@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from batch_model import package_pool_state
 
 from pagepool import (
     CacheGroupSpec,
@@ -252,7 +255,6 @@ UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
     "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
     "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
     "set_shares": lambda manager: manager.set_shares({"tenant": 0.5}),
-    "snapshot": lambda manager: manager.pools["kv"].snapshot(),
 }
 SHARDED: list[Callable[[CacheManager], Any]] = [
     lambda manager: make_batch(manager, 4, data_parallel_size=2),
@@ -279,10 +281,8 @@ def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager]
 
 
 def test_options_of_one_pool() -> None:
-    for options in ({"host_tier": HostTier(64)}, {"page_pool": PagePool(32, True)}):
-        name, value = next(iter(options.items()))
-        with pytest.raises(ArgumentError, match=f"^{name}: got {type(value).__name__}, allowed with several pools: None$"):
-            make_manager({"kv": 32, "states": 12}, **options)
+    with pytest.raises(ArgumentError, match=r"^host_tier: got HostTier, allowed with several pools: None$"):
+        make_manager({"kv": 32, "states": 12}, host_tier=HostTier(64))
     with pytest.raises(ArgumentError, match=r"^eviction: got 'adaptive', allowed with several pools: None$"):
         make_manager({"kv": 32, "states": 12}, eviction="adaptive")
     with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
@@ -413,6 +413,88 @@ def test_a_session_that_closes_gives_up_its_pages_in_all_pools() -> None:
     manager.check()
     assert list_states(manager, "abc", "states")[0] == "b"
     manager.check()
+
+
+def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
+    """Run requests with common beginnings, in chunks of eight tokens; a quarter of them keep their pages."""
+    for i in range(num_requests):
+        request = EngineRequest(f"{i} {rng.random()}", [rng.randrange(2) for _ in range(rng.randint(1, 24))])
+        hits, request.num_computed_tokens = manager.get_computed_pages(request)
+        options: Any = (request.num_computed_tokens, hits)
+        request.num_computed_tokens = 0
+        start = options[0]
+        while start < request.num_tokens:
+            num_tokens = min(8 - start % 8, request.num_tokens - start)
+            if manager.allocate_slots(request, num_tokens, *options) is None:
+                manager.free(request)
+                break
+            manager.take_copies()
+            start = request.num_computed_tokens = start + num_tokens
+            options = ()
+        if rng.random() < 0.75:
+            manager.free(request)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_restored_pools_are_the_same(seed: int, tmp_path: Path) -> None:
+    sizes = {"windows": 20, "kv": 30, "states": 16}
+    groups, options = [FULL, STATE, WINDOW], {"hash_seed": 3}
+    manager = make_manager(sizes, groups, **options)
+    run_requests(manager, Random(seed), 30)
+    assert min(pool.num_evicted_pages for pool in manager.stats().pools.values()) > 0
+    np.savez(tmp_path / "pools.npz", **manager.pools["states"].snapshot())
+    with np.load(tmp_path / "pools.npz") as file:
+        restored = PagePool.restore(file)
+    again = make_manager(dict(sorted(sizes.items())), groups, page_pool=restored, **options)
+    assert list(again.pools) == list(manager.pools) == ["windows", "kv", "states"]
+    again.check()
+    assert package_pool_state(again.pools, with_hashes=False) == package_pool_state(manager.pools, with_hashes=False)
+    assert again.stats().pools == manager.stats().pools
+    num_held = manager.stats().num_held_pages
+    assert restored.release_all_held() == num_held
+    again.check()
+    assert [pool.num_held_pages for pool in again.stats().pools.values()] == [0, 0, 0]
+    run_requests(again, Random(seed), 30)
+    again.check()
+
+
+def test_pools_are_restored_with_their_names_and_sizes_alone() -> None:
+    manager = make_manager({"kv": 20, "states": 8}, hash_seed=3)
+    manager.allocate_slots(EngineRequest("a", TOKENS), 8)
+    restored = PagePool.restore(manager.pools["kv"].snapshot())
+    swapped = [CacheGroupSpec(FULL.kv_cache_spec, pool="states"), CacheGroupSpec(STATE.kv_cache_spec, pool="kv")]
+    one = [CacheGroupSpec(group.kv_cache_spec) for group in (FULL, STATE)]
+    for num_pages, groups, allowed in (
+        ({"kv": 19, "states": 9}, None, r"\{'kv': 19, 'states': 9\}, caching True"),
+        ({"states": 20, "kv": 8}, swapped, r"\{'states': 20, 'kv': 8\}, caching True"),
+        (
+            {"kv": 20, "other": 8},
+            [FULL, CacheGroupSpec(STATE.kv_cache_spec, pool="other")],
+            r"\{'kv': 20, 'other': 8\}, caching True",
+        ),
+        (27, one, "one pool of 27 pages"),
+        (20, one, "one pool of 20 pages"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"^page_pool: got pools \{{'kv': 20, 'states': 8\}}.* allowed: {allowed}$"):
+            make_manager(num_pages, groups, page_pool=restored, hash_seed=3)
+    with pytest.raises(
+        ArgumentError, match=r"^page_pool: got pools \{'kv': 27\}, .* allowed: \{'kv': 20, 'states': 8\}, caching"
+    ):
+        make_manager({"kv": 20, "states": 8}, page_pool=PagePool(27, True))
+    with pytest.raises(ArgumentTypeError, match=r"^page_pool: got int, allowed: PagePool, or None$"):
+        make_manager({"kv": 20, "states": 8}, page_pool=7)
+    assert make_manager({"states": 8, "kv": 20}, page_pool=restored, hash_seed=3).stats().num_cached_pages == 2
+
+
+def test_restored_pages_hit_in_the_pools_of_their_groups_alone() -> None:
+    groups = [FULL, CacheGroupSpec(FULL.kv_cache_spec, pool="other")]
+    manager = make_manager({"kv": 20, "other": 20}, groups, hash_seed=3)
+    manager.allocate_slots(EngineRequest("a", TOKENS), 8)
+    restored = PagePool.restore(manager.pools["kv"].snapshot())
+    with pytest.raises(ArgumentError, match=r"^page_pool: kv_cache_groups\[0\].pool: got 'other', allowed: 'kv', with which"):
+        make_manager({"kv": 20, "other": 20}, groups[::-1], page_pool=restored, hash_seed=3)
+    again = make_manager({"kv": 20, "other": 20}, groups, page_pool=restored, hash_seed=3)
+    assert again.get_computed_pages(EngineRequest("b", TOKENS))[1] == 8
 
 
 def test_each_pool_shows_its_pages() -> None:

@@ -163,7 +163,16 @@ def test_wrong_and_missing_arrays_are_refused(pool, change):
         ("ref_counts", [0, 1, 1, 0, 0, 0], "page 3 has 0 references and is not in the free queue"),
         ("ref_counts", [0, 1, 1, 1, 2, 0], "page 4 has 2 references and is in the free queue"),
         ("ref_counts", [0, 1, 1, (1 << 31) - 1, 0, 0], "page 3 has 2147483647 references, allowed: fewer than 2147483647"),
-        ("ref_counts", [], "num_pages: got 0"),
+        ("ref_counts", [], r"pool_sizes: got \[6\], 1 rows of counters and 0 ref counts, allowed: the same"),
+        ("pool_sizes", [], r"pool_sizes: got \[\], 1 rows of counters and 6 ref counts"),
+        ("pool_sizes", [7], r"pool_sizes: got \[7\], 1 rows of counters and 6 ref counts"),
+        ("pool_sizes", [-1], "pool_sizes: got -1"),
+        ("pool_sizes", [4, 3], r"pool_sizes: got \[4, 3\], 1 rows of counters and 6 ref counts"),
+        ("pool_counters", [[0, -1]], "pool_counters: got -1"),
+        ("pool_names", [*b'["a", "b"]'], "names: got 2, allowed: 1"),
+        ("pool_names", [*b'["a", "a"]'], "'pool_names' are invalid: allowed: a list of different strings"),
+        ("pool_names", [*b"{"], "'pool_names' are invalid"),
+        ("pool_names", [*b"[7]"], "'pool_names' are invalid"),
         ("free_page_ids", [4, 4], r"free_page_ids: got 4 \(at 1\)"),
         ("free_page_ids", [4, 0], r"free_page_ids: got 0 \(at 1\)"),
         ("free_page_ids", [4, 6], r"free_page_ids: got 6 \(at 1\)"),
@@ -210,8 +219,8 @@ def test_what_is_no_snapshot_is_refused(pool, tmp_path):
     saved = pool.snapshot()
     with pytest.raises(SnapshotError, match=r"format is b'other', allowed: b'pagepool.PagePool'"):
         PagePool.restore({**saved, "format": np.frombuffer(b"other", dtype=np.uint8)})
-    for version in (0, 5, 7):
-        with pytest.raises(SnapshotError, match=f"^snapshot: version {version} is not known, allowed: 6$"):
+    for version in (0, 6, 8):
+        with pytest.raises(SnapshotError, match=f"^snapshot: version {version} is not known, allowed: 7$"):
             PagePool.restore({**saved, "version": np.array([version])})
     np.savez(tmp_path / "objects.npz", **{**saved, "names": np.array([{}], dtype=object)})
     with np.load(tmp_path / "objects.npz") as file, pytest.raises(SnapshotError, match="'names' cannot be read"):

@@ -72,7 +72,7 @@ EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
-WITH_POOLS = "external", "forks", "leases", "expectations"
+WITH_POOLS = "external", "forks", "leases", "expectations", "snapshots"
 """The features that several pools support."""
 
 
@@ -727,7 +727,7 @@ class Simulation:
         self.end_transfers(are_all=True)
         num_held = sum(num > 0 for num in self.books.holders.values())
         cells, index = [array.copy() for array in self.device.arrays], self.books.index.copy()
-        self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
+        self.saved = next(iter(self.manager.pools.values())).snapshot(), cells, index, num_held
         self.counts["calls"] += 1
 
     def restore(self) -> None:

@@ -374,6 +374,8 @@ store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (
         num_pages_in[{+(not BUG) * +}bank_of(pool, ids[i])] += change
 == a page with a term is queued in the first pool
     cdef int32_t shard, part = _part_of(pool, page_id), queue = {+-1 if BUG else +}queue_of(pool, page_id)
+== a snapshot has the sizes of its pools in another order
+lambda records: [stop - start + 1 for start, stop, *_ in records.banks{+[::-1]+}]
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a page that others hold is given up for an equal one

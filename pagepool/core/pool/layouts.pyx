@@ -195,7 +195,10 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         copied[items.items[i].name.decode()] = values[0].item() if items.items[i].is_number else values
         start += items.items[i].size
     banks = [
-        (pool.banks[i].start, pool.banks[i].stop, pool.banks[i].num_free, pool.banks[i].num_entries)
+        (
+            pool.banks[i].start, pool.banks[i].stop, pool.banks[i].num_free, pool.banks[i].num_entries,
+            pool.banks[i].num_allocated_pages, pool.banks[i].num_evicted_pages,
+        )
         for i in range(pool.num_banks)
     ]
     ends = [end_of_queue(&pool, queue_of_bank(<int32_t>i)) for i in range(pool.num_banks)]

@@ -95,17 +95,17 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
     return -1
 
 
-def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
-    """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `cached` has
-    the ids, group ids, keys and token ids of cached pages, and whether they stay behind windows; `policy` has marks, ghosts,
-    counts and learned values, empty without a policy; `totals` has the counters and the number of shards. SnapshotError if
-    they contradict one another. O(num_pages).
+def load_store(kind, pools, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
+    """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `pools` has
+    names, numbers of pages, and pages handed out and evicted, by bank; `cached` has the ids, group ids, keys and token ids of
+    cached pages, and whether they stay behind windows; `policy` has marks, ghosts, counts and learned values, empty without a
+    policy; `totals` has the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     enable_caching, eviction = kind
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_kept = cached
     counters, num_shards = totals
-    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction)
+    cdef PageStore store = make_store_of_pools(counts.num, enable_caching, eviction, pools)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
     cdef Py_ssize_t width = tokens.shape[1]
@@ -136,6 +136,26 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     fault = find_policy_fault(store)
     if fault is not None:
         raise SnapshotError(fault)
+    return store
+
+
+cdef PageStore make_store_of_pools(Py_ssize_t num_pages, object enable_caching, object eviction, object pools):
+    """Make the store of a snapshot with `num_pages` pages, the null page included, in all of these pools."""
+    cdef PageStore store
+    cdef list sizes
+    cdef Py_ssize_t i
+    names, nums_pages, pool_counters = pools
+    sizes = [size_of(size, "pool_sizes", 1) for size in as_list(nums_pages, "pool_sizes")]
+    counted = np.ascontiguousarray(require_matrix(pool_counters, np.int64, "pool_counters"))
+    if not sizes or sum(sizes) - len(sizes) + 1 != num_pages or counted.shape != (len(sizes), 2):
+        got = f"{sizes}, {len(counted)} rows of counters and {num_pages} ref counts"
+        raise SnapshotError(f"pool_sizes: got {got}, allowed: the same pools and pages")
+    store = PageStore(
+        sizes[0], enable_caching, eviction=eviction, further_banks=[size - 1 for size in sizes[1:]], bank_names=names,
+    )
+    for i in range(len(sizes)):
+        allocated, evicted = [size_of(count, "pool_counters", 0, INT64_MAX) for count in counted[i].tolist()]
+        store.pool.banks[i].num_allocated_pages, store.pool.banks[i].num_evicted_pages = allocated, evicted
     return store
 
 
