@@ -173,6 +173,13 @@ def kind_of_saved(world: World) -> Any:
     return (stores[0].enable_caching, stores[0].eviction) if stores else wild(world)
 
 
+def pools_of_saved(world: World) -> Any:
+    """Return names, sizes and counters of the pools of the saved store."""
+    stores = world.live[_core.PageStore]
+    names = stores[0].bank_names if stores else wild(world)
+    return names, saved("pool_sizes")(world), saved("pool_counters")(world)
+
+
 SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
 SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "kept")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
@@ -313,6 +320,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "pages": some(live(_core.CachePage)),
     "policy": lambda world: tuple([saved(f"policy_{name}")(world) for name in SAVED_OF_POLICY]),
     "prompt": one_of(tokens, tokens, tokens, ids),
+    "pools": pools_of_saved,
     "ref_counts": saved("ref_counts"),
     "req_indices": as_many(row),
     "requests": one_of(constant([]), some_requests, some_requests, Lazy),
