@@ -38,20 +38,24 @@ class Engine:
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states at multiples of `checkpoint_interval` tokens, in a pool of `num_state_pages` pages; 0 means four for each
-        request. Evicted pages move to `num_host_pages` pages of host memory, and so do preempted requests if `SwapCosts` finds
-        that cheaper; 0 turns this off. A host tier has pages of one pool, so a hybrid then takes its states from `num_pages`
-        too. Routers must hash prompts with the same `hash_seed`. Raise ValueError for values that cannot work.
+        request. Evicted pages move to `num_host_pages` pages of host memory, states to a number in proportion, and so do
+        preempted requests if `SwapCosts` finds that cheaper; 0 turns this off. Routers must hash prompts with the same
+        `hash_seed`. Raise ValueError for values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, allowed: at least 1")
-        self.host_tier = HostTier(num_host_pages) if num_host_pages else None
-        has_pools = "linear_query" in weights and not num_host_pages
-        num_state_pages = (num_state_pages or 4 * max_num_reqs) if has_pools else num_pages
-        self.runner = ModelRunner(weights, num_pages, num_state_pages, page_size, attend, num_devices, num_host_pages)
-        groups = make_groups(self.runner, page_size, checkpoint_interval, "states" if has_pools else "kv")
+        is_hybrid = "linear_query" in weights
+        num_state_pages = (num_state_pages or 4 * max_num_reqs) if is_hybrid else num_pages
+        sizes, host_sizes = [num_pages, num_state_pages], []
+        if num_host_pages:
+            host_sizes = [num_host_pages, max(2, num_host_pages * num_state_pages // max(1, num_pages))]
+        pools = ("kv", "states") if is_hybrid else ("kv",)
+        self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False))) if host_sizes else None
+        self.runner = ModelRunner(weights, *sizes, page_size, attend, num_devices, host_sizes)
+        groups = make_groups(self.runner, page_size, checkpoint_interval)
         self.manager = CacheManager(
-            {"kv": num_pages, "states": num_state_pages} if has_pools else num_pages,
+            dict(zip(pools, sizes, strict=False)),
             groups,
             max_model_len,
             host_tier=self.host_tier,
@@ -108,10 +112,7 @@ class Engine:
         if num_tokens > self.manager.max_model_len:
             raise ValueError(f"request: got {num_tokens} tokens with its answer, allowed: {self.manager.max_model_len}")
         self.manager.require_capacity(num_tokens)
-        page_size, *state_groups = self.table.page_sizes
-        has_pools = len(self.manager.pools) > 1  # then there is a state for each row
-        num_pages = num_rows * (-(-num_tokens // page_size) + (0 if has_pools else len(state_groups)))
-        pool = self.manager.pools["kv"]
+        num_pages, pool = num_rows * -(-num_tokens // self.table.page_sizes[0]), self.manager.pools["kv"]
         if num_rows >= self.num_rows or num_pages >= pool.num_pages:
             needed = f"{num_rows} rows and {num_pages} pages"
             raise ValueError(f"num_beams: got {num_rows}, which take {needed}, of {self.num_rows - 1} and {pool.num_pages - 1}")
@@ -213,7 +214,7 @@ class Engine:
         self.scheduler.append([child for _, children in families for child in children if child in self.scheduler.running])
 
 
-def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int, pool_of_states: str) -> list[CacheGroupSpec]:
+def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -> list[CacheGroupSpec]:
     """Return the group of attention layers and, for a hybrid, the group of states."""
     sizes = runner.sizes
     attention = FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
@@ -221,7 +222,7 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int, p
     if runner.cache.states:
         shapes = ((sizes["heads"], sizes["head_size"], sizes["head_size"]),)
         states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval)
-        groups.append(CacheGroupSpec(states, pool=pool_of_states))
+        groups.append(CacheGroupSpec(states, pool="states"))
     return groups
 
 

@@ -23,7 +23,7 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 class ModelRunner:
     """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens and, in a hybrid,
-    `num_state_pages` states, divided by heads, and `num_host_pages` pages in host memory.
+    `num_state_pages` states, divided by heads. `num_host_pages` has numbers of pages and of states in host memory, or none.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ModelRunner:
         page_size: int,
         attend: Attention,
         num_devices: int,
-        num_host_pages: int = 0,
+        num_host_pages: Sequence[int] = (),
     ) -> None:
         """Raise ValueError for weights of another shape, missing devices, and heads that the devices cannot divide evenly."""
         axes, self.sizes = get_axes(weights), get_sizes(weights)

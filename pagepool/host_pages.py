@@ -82,7 +82,8 @@ class FinishedTransfers(NamedTuple):
 
 
 class HostPages:
-    """Host memory for `num_pages` pages of an engine's arrays, the same number as in the manager's `HostTier`.
+    """Host memory for `num_pages` pages of an engine's arrays, the same number as in the manager's `HostTier`; with several
+    pools a number for each group, that of its pool.
 
     >>> import jax.numpy as jnp
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier
@@ -102,41 +103,45 @@ class HostPages:
     def __init__(
         self,
         arrays: Any,
-        num_pages: int,
+        num_pages: int | Sequence[int],
         *,
         groups: Sequence[int] | None = None,
         page_axis: int | Sequence[int] = 0,
         memory_kind: str | None = "pinned_host",
     ) -> None:
         """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`. Their `page_axis` has a place for each
-        page id of the pool. With `groups`, `arrays` is a list or tuple with a pytree for each of these groups; then `page_axis`
-        may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the same devices.
-        For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the attribute
-        `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if the page is copied to
-        another backend's CPU device, and on a CPU with jax before 0.9.
+        page id of the pool. With `groups`, `arrays` is a list or tuple with a pytree for each of these groups; then `num_pages`
+        and `page_axis` may be sequences too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the
+        same devices. For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the
+        attribute `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if the page is
+        copied to another backend's CPU device, and on a CPU with jax before 0.9.
 
         Host memory is allocated page by page. On GPUs XLA limits pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
         Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, and arrays that span processes.
         """
-        self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
+        self.num_pages = num_pages
         jax = import_jax()
         leaves, self._tree = jax.tree_util.tree_flatten(arrays)
         if groups is not None and not isinstance(arrays, list | tuple):
             raise ArgumentTypeError(f"arrays: got {type(arrays).__name__}, allowed with groups: a list or tuple")
         trees = [arrays] if groups is None else arrays
         axes = page_axis if isinstance(page_axis, Sequence) else [page_axis] * len(trees)
+        nums = num_pages if isinstance(num_pages, Sequence) else [num_pages] * len(trees)
         chosen = [None] if groups is None else [require_int("group", group, 0) for group in groups]
         if not len(trees) == len(axes) == len(chosen):
             got = f"{len(trees)} arrays, {len(chosen)} groups, {len(axes)} page axes"
             raise ArgumentError(f"groups: got {got}, allowed: as many of each")
+        if len(nums) != len(trees):
+            raise ArgumentError(f"num_pages: got {len(nums)} numbers, allowed for {len(trees)} groups: {len(trees)}")
+        nums = [require_int("num_pages", num, 2, MAX_SIZE) for num in nums]
         sizes = [len(jax.tree_util.tree_leaves(tree)) for tree in trees]
         self._stops = np.cumsum(sizes).tolist()
         self.memory_kind = find_memory_kind(leaves, memory_kind)
         self._groups = [
-            GroupPages(leaves[stop - size : stop], group, axis, self.memory_kind)
-            for stop, size, group, axis in zip(self._stops, sizes, chosen, axes, strict=True)
+            GroupPages(leaves[stop - size : stop], group, num, axis, self.memory_kind)
+            for stop, size, group, num, axis in zip(self._stops, sizes, chosen, nums, axes, strict=True)
         ]
         self._pending: dict[int, tuple[list[PageCopy], list[PageCopy]]] = {}
 
@@ -216,8 +221,8 @@ class HostPages:
             allowed = ", ".join(str(group.group) for group in self._groups)
             raise ArgumentError(f"transfers.{way}_group: got {wrong[0]}, allowed: {allowed}")
         for group, own in zip(self._groups, places, strict=True):
-            sizes = (group.num_pages, self.num_pages) if way == "save" else (self.num_pages, group.num_pages)
-            check_moves(f"transfers.{way}_", moves[:2, own], *sizes)
+            sizes = group.num_pages, group.num_host_pages
+            check_moves(f"transfers.{way}_", moves[:2, own], *(sizes if way == "save" else sizes[::-1]))
         return places
 
     def _finish(self, number: int) -> FinishedTransfers:
@@ -269,8 +274,10 @@ class PageCopy:
 class GroupPages:
     """The host pages of a cache group's arrays; group None stands for all groups."""
 
-    def __init__(self, leaves: Sequence[Any], group: int | None, page_axis: int, memory_kind: str | None) -> None:
-        self.group, self.page_axis = group, page_axis
+    def __init__(
+        self, leaves: Sequence[Any], group: int | None, num_host_pages: int, page_axis: int, memory_kind: str | None
+    ) -> None:
+        self.group, self.page_axis, self.num_host_pages = group, page_axis, num_host_pages
         self.num_pages = check_arrays(leaves, page_axis) if leaves or group is None else 0
         self.layout = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
         self.packs = make_packs(leaves, page_axis, memory_kind)

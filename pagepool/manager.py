@@ -64,12 +64,12 @@ from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
-from pagepool.pools import make_pools, read_sizes, require_plain
+from pagepool.pools import MIN_PAGES, make_pools, read_host_sizes, read_sizes, require_plain
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
-from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
@@ -97,47 +97,72 @@ class HostTier:
 
     def __init__(
         self,
-        num_pages: int,
+        num_pages: int | Mapping[str, int],
         *,
         policy: Literal["write_back", "write_through"] = "write_back",
         min_uses: int = 1,
         eviction: str = "lru",
     ) -> None:
-        """`num_pages` includes a null page. ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"``
-        once it is computed (see `CacheManager.end_step`), if the tier has at least twice as many pages as the pool: a smaller
-        tier would evict the page before the pool does, so it writes back instead, with a warning. Both save a page only after
-        `min_uses` uses, 1 to 255: its computation and each hit. `eviction` is the tier's own policy. Raise ArgumentError for
-        other values.
+        """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
+        pool are saved in its part of the tier, in which ids count from 0.
+
+        ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` once it is computed (see
+        `CacheManager.end_step`), if the tier has at least twice as many pages as each pool: a smaller tier would evict the page
+        before the pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255:
+        its computation and each hit. `eviction` is the tier's own policy. Raise ArgumentError for other values.
         """
         if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
-        self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
+        self.num_pages = (
+            {name: require_int(f"num_pages[{name!r}]", size, MIN_PAGES, MAX_SIZE) for name, size in num_pages.items()}
+            if isinstance(num_pages, Mapping) and num_pages
+            else require_int("num_pages", num_pages, MIN_PAGES, MAX_SIZE)
+        )
         self.policy = policy
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
         self.eviction = eviction
-        self._count: Callable[[], Mapping[str, int]] | None = None
+        self._bound: tuple[PageTier, PageStore] | None = None
 
     def _bind(self, store: PageStore) -> None:
-        """Put the tier behind a pool. Raise ArgumentError if the tier has a pool or the pool a tier."""
-        if self._count is not None:
+        """Put the tier behind the pools of a store. Raise ArgumentError if the tier has pools, if the store has a tier, and for
+        sizes of other pools.
+        """
+        if self._bound is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")
-        num_needed = 2 * usable_pages_count(store.num_pages)
-        is_small = self.policy == "write_through" and usable_pages_count(self.num_pages) < num_needed
-        writes_through = self.policy == "write_through" and not is_small
-        tier = PageTier(store, self.num_pages, self.eviction, writes_through, self.min_uses)
+        first, *further = sizes = read_host_sizes(self.num_pages, store.bank_names)
+        nums = [(usable_pages_count(size), store.count_pages(bank)) for bank, size in enumerate(sizes)]
+        small = [bank for bank, (num_pages, num_device_pages) in enumerate(nums) if num_pages < 2 * num_device_pages]
+        writes_through = self.policy == "write_through" and not small
+        tier = PageTier(store, first, self.eviction, writes_through, self.min_uses, [size - 1 for size in further])
         add_tier(store, tier)
-        if is_small:
+        if self.policy == "write_through" and small:
+            num_pages, num_device_pages = nums[small[0]]
+            of_pool = f"{num_device_pages} of the pool {store.bank_names[small[0]]!r}"
             logger.warning(
-                "host_tier: %d pages are fewer than twice the pool's %d, so it writes back, in place of write_through",
-                usable_pages_count(self.num_pages),
-                usable_pages_count(store.num_pages),
+                "host_tier: %d pages are fewer than twice the %s, so it writes back, in place of write_through",
+                num_pages,
+                of_pool if len(sizes) > 1 else f"pool's {num_device_pages}",
             )
-        self._count = partial(tier.counters, store)
+        self._bound = tier, store
 
     def stats(self) -> HostTierStats:
         """Return the tier's counters. O(1)."""
-        num_pages = self.num_pages - 1
-        return HostTierStats(num_pages, **(self._count() if self._count else {"num_free_pages": num_pages}))
+        sizes = self.num_pages.values() if isinstance(self.num_pages, Mapping) else [self.num_pages]
+        num_pages = sum(map(usable_pages_count, sizes))
+        if self._bound is None:
+            return HostTierStats(num_pages, num_pages)
+        tier, store = self._bound
+        return HostTierStats(num_pages, **tier.counters(store))
+
+    def _count_pools(self) -> dict[str, PoolStats]:
+        """Return the state and counters of the tier's pages behind each pool, once it is behind any. O(1)."""
+        if self._bound is None:
+            return {}
+        tier, store = self._bound
+        return {
+            name: PoolStats(num_pages, num_free, num_pages - num_free, num_cached, 0, *counts)
+            for name, (num_pages, num_free, num_cached, *counts) in zip(store.bank_names, tier.count_banks(store), strict=True)
+        }
 
 
 class CacheManager(KeyHolder, SlotAllocator):
@@ -231,7 +256,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         sizes = read_sizes(num_pages, kv_cache_groups, page_pool)
         has_one = len(sizes.names) == 1
         if not has_one:
-            require_plain(host_tier=host_tier, eviction=None if eviction == "lru" else eviction)
+            require_plain(eviction=None if eviction == "lru" else eviction)
         self.pools: Mapping[str, PagePool] = MappingProxyType(
             {sizes.names[0]: choose_pool(page_pool, sizes.sizes[0], self.enable_caching, eviction)}
             if has_one
@@ -895,12 +920,13 @@ class CacheManager(KeyHolder, SlotAllocator):
             host_tier=None if self._host_tier is None else self._host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
             pools={name: pool._count() for name, pool in self.pools.items()},
+            host_pools={} if self._host_tier is None else self._host_tier._count_pools(),
         )
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
         with self._registry.lock:
-            check_holders(self._store, list(self._registry.held.values()))
+            check_holders(self._store, list(self._registry.held.values()), groups=self._rules.groups)
             self._page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:

@@ -11,7 +11,7 @@ from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import require_pool
 from pagepool.specs import CacheGroupSpec
 
-__all__ = ["PoolSizes", "make_pools", "read_sizes", "require_plain", "require_states"]
+__all__ = ["MIN_PAGES", "PoolSizes", "make_pools", "read_host_sizes", "read_sizes", "require_plain", "require_states"]
 
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
@@ -50,6 +50,21 @@ def read_sizes(
     ordered = sorted(num_pages, key=lambda name: (name not in of_attention, order.index(name)))
     sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_SIZE) for name in ordered)
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
+
+
+def read_host_sizes(num_pages: int | Mapping[str, int], names: Sequence[str]) -> list[int]:
+    """Return the pages of a host tier behind each of these pools. Raise ArgumentError unless `num_pages` names the same pools;
+    an int is the size behind one pool.
+    """
+    if not isinstance(num_pages, Mapping):
+        if len(names) > 1:
+            allowed = f"a size for each, such as {dict.fromkeys(names, 1024)}"
+            raise ArgumentError(f"host_tier: got {num_pages} pages, allowed with several pools: {allowed}")
+        return [num_pages]
+    if set(num_pages) != set(names):
+        got = sorted(num_pages, key=str)
+        raise ArgumentError(f"host_tier: got pools {got}, allowed: those of the groups, {sorted(names)}")
+    return [num_pages[name] for name in names]
 
 
 def _has_state(group: CacheGroupSpec) -> bool:

@@ -147,7 +147,7 @@ class CacheStats:
     ``pools`` has the state and counters of each pool by name, also of one pool alone.
 
     ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of both; the tier's hits are its
-    loaded pages.
+    loaded pages. ``host_pools`` has the state and counters of the tier's pages behind each pool, by its name; none are leased.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
@@ -175,3 +175,4 @@ class CacheStats:
     host_tier: HostTierStats | None = None
     expectations: ExpectationCounts = NOTHING_EXPECTED
     pools: Mapping[str, PoolStats] = field(default_factory=dict)
+    host_pools: Mapping[str, PoolStats] = field(default_factory=dict)

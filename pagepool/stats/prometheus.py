@@ -26,8 +26,8 @@ __all__ = ["CacheCollector"]
 class CacheCollector(Collector):
     """Collector that exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
-    A scrape reads the managers in its own thread. There is no other cost. ``pagepool_pool_*`` have the label ``pool``, the name
-    of a pool; the other metrics count the pages of all pools.
+    A scrape reads the managers in its own thread. There is no other cost. ``pagepool_pool_*`` and ``pagepool_host_pool_*`` have
+    the label ``pool``, the name of a pool; the other metrics count the pages of all pools.
     """
 
     def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
@@ -72,10 +72,11 @@ class CacheCollector(Collector):
                 yield family
         for kind, table in ((GaugeMetricFamily, POOL_GAUGES), (CounterMetricFamily, POOL_COUNTERS)):
             for name, (field, text) in table.items():
+                pools, _, counter = field.partition(".")
                 family = kind(f"pagepool_{name}", text, labels=[*self._label_names, "pool"])
                 for values, each in stats.items():
-                    for pool, counts in each.pools.items():
-                        family.add_metric((*values, pool), getattr(counts, field))
+                    for pool, counts in getattr(each, pools).items():
+                        family.add_metric((*values, pool), getattr(counts, counter))
                 yield family
         text = "Pages charged to a tenant with a share."
         family = GaugeMetricFamily("pagepool_tenant_pages", text, labels=[*self._label_names, "tenant"])
@@ -127,17 +128,29 @@ COUNTERS = {
     "host_refused_pages": ("host_tier.num_refused_pages", "Pages not saved, because no page of the host tier was free."),
 }
 POOL_GAUGES = {
-    "pool_pages": ("num_pages", "Pages of one pool, without the null page."),
-    "pool_free_pages": ("num_free_pages", "Pages of one pool that nothing holds, cached ones included."),
-    "pool_held_pages": ("num_held_pages", "Pages of one pool that requests or leases hold."),
-    "pool_cached_pages": ("num_cached_pages", "Pages of one pool that can be hit, held or free."),
-    "pool_leased_pages": ("num_leased_pages", "Pages of one pool that are leased for a time, once for each lease."),
+    "pool_pages": ("pools.num_pages", "Pages of one pool, without the null page."),
+    "pool_free_pages": ("pools.num_free_pages", "Pages of one pool that nothing holds, cached ones included."),
+    "pool_held_pages": ("pools.num_held_pages", "Pages of one pool that requests or leases hold."),
+    "pool_cached_pages": ("pools.num_cached_pages", "Pages of one pool that can be hit, held or free."),
+    "pool_leased_pages": ("pools.num_leased_pages", "Pages of one pool that are leased for a time, once for each lease."),
+    "host_pool_pages": ("host_pools.num_pages", "Pages of the tier behind one pool, without the null page."),
+    "host_pool_free_pages": ("host_pools.num_free_pages", "Pages of the tier behind one pool that nothing holds."),
+    "host_pool_held_pages": (
+        "host_pools.num_held_pages",
+        "Pages of the tier behind one pool, held for transfers or rows.",
+    ),
+    "host_pool_cached_pages": ("host_pools.num_cached_pages", "Pages of the tier behind one pool that can be loaded."),
 }
-"""Fields of `PoolStats`, exported with the label ``pool``."""
+"""Mappings of `CacheStats` with fields of `PoolStats`, exported with the label ``pool``."""
 
 POOL_COUNTERS = {
-    "pool_allocated_pages": ("num_allocated_pages", "Pages of one pool handed out."),
-    "pool_evicted_pages": ("num_evicted_pages", "Cached pages of one pool handed out again."),
+    "pool_allocated_pages": ("pools.num_allocated_pages", "Pages of one pool handed out."),
+    "pool_evicted_pages": ("pools.num_evicted_pages", "Cached pages of one pool handed out again."),
+    "host_pool_allocated_pages": ("host_pools.num_allocated_pages", "Pages of the tier behind one pool taken for saves."),
+    "host_pool_evicted_pages": (
+        "host_pools.num_evicted_pages",
+        "Cached pages of the tier behind one pool taken for others.",
+    ),
 }
 TIMES = {
     "kv_block_lifetime": ("lifetime", "Sampled: time from a page's allocation to its eviction."),

@@ -59,6 +59,7 @@ CASES = [
     Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("requests", STATES, POOL_SETTINGS, 0.1),
     Case("requests", EXPECTED, CACHING_POOLS, 0.1),
+    Case("requests", TIER, CACHING_POOLS, 0.1),
     Case("requests", EVERYTHING, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
@@ -77,6 +78,7 @@ CASES = [
     Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("rows", STATES, POOL_SETTINGS, 0.1),
     Case("rows", EXPECTED, CACHING_POOLS, 0.1),
+    Case("rows", TIER, CACHING_POOLS, 0.1),
     Case("rows", EVERYTHING, CACHING_POOLS, 0.1),
 ]
 

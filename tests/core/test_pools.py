@@ -17,7 +17,6 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
-    HostTier,
     MambaSpec,
     MultiGroupPageTable,
     PagePool,
@@ -281,8 +280,6 @@ def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager]
 
 
 def test_options_of_one_pool() -> None:
-    with pytest.raises(ArgumentError, match=r"^host_tier: got HostTier, allowed with several pools: None$"):
-        make_manager({"kv": 32, "states": 12}, host_tier=HostTier(64))
     with pytest.raises(ArgumentError, match=r"^eviction: got 'adaptive', allowed with several pools: None$"):
         make_manager({"kv": 32, "states": 12}, eviction="adaptive")
     with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):

@@ -80,6 +80,22 @@ def test_groups_have_their_own_arrays() -> None:
     assert [finished.failed_loads for finished in host_pages.wait()] == [[], [2]]
 
 
+def test_pools_have_arrays_of_their_own_lengths() -> None:
+    cache = Cache([jnp.arange(5)], [jnp.arange(3) * 10])
+    host_pages = HostPages(cache, (7, 4), groups=[0, 1])
+    cache = host_pages.run(cache, make_transfers([(4, 6), (2, 3)], save_groups=[0, 1]))
+    cache = host_pages.run(cache, make_transfers(loads=[(6, 1), (3, 1)], load_groups=[0, 1]))
+    assert (cache.keys[0].tolist(), cache.states[0].tolist()) == ([0, 4, 2, 3, 4], [0, 20, 20])
+    assert host_pages.num_pages == (7, 4)
+    for moves, groups, field, allowed in (
+        ([(3, 3)], [1], "save_src", 2),
+        ([(2, 4)], [1], "save_dst", 3),
+        ([(2, 7)], [0], "save_dst", 6),
+    ):
+        with pytest.raises(PageIdError, match=rf"^transfers\.{field}: got page \d, allowed: 1 to {allowed}$"):
+            host_pages.run(cache, make_transfers(moves, save_groups=groups))
+
+
 def test_groups_without_arrays() -> None:
     cache = Cache([jnp.arange(5)], [])
     host_pages = HostPages(cache, 4, groups=[0, 1], page_axis=(0, 0))
@@ -344,6 +360,12 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
             {"groups": [0, 1]},
             ArgumentError,
             "groups: got 1 arrays, 2 groups, 1 page axes, allowed: as many .*",
+        ),
+        (
+            [jnp.arange(8)],
+            {"groups": [0], "num_pages": [4, 4]},
+            ArgumentError,
+            "num_pages: got 2 numbers, allowed for 1 groups: 1",
         ),
         (
             [jnp.arange(8)],

@@ -119,7 +119,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     return PoolState(
         pool.ref_counts[1:],
         free_ids_of_twin(manager),
-        pools_of_twin(manager),
+        pools_of_twin(manager.page_pool, manager.pools, manager.leases),
         entries,
         {},
         stats,

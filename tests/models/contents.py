@@ -72,9 +72,6 @@ EVICTION = ("lru", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
-WITH_POOLS = "external", "forks", "leases", "expectations", "snapshots"
-"""The features that several pools support."""
-
 
 class Simulation:
     """One setting under one seed, which also chooses the features, unless they are given, and the eviction policy."""
@@ -94,8 +91,7 @@ class Simulation:
             self.options |= self.rng.choice(list(HASHING.values()))
         share = self.rng.choice((0.5, 0.5, 1.0))
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
-        chosen = chosen if features is None else list(features)
-        self.features = [feature for feature in chosen if not setting.has_pools or feature in WITH_POOLS]
+        self.features = chosen if features is None else list(features)
         self.device = Device(setting.pools(self.sizes), setting.groups, self.histories)
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
@@ -112,7 +108,7 @@ class Simulation:
         """Build manager and batches on a pool."""
         setting = self.setting
         groups = setting.cache_groups(pagepool)
-        tier = draw_tier(self.rng, self.num_pages) if "tier" in self.features and setting.enable_caching else None
+        tier = draw_tier(self.rng, self.sizes) if "tier" in self.features and setting.enable_caching else None
         manager = setting.manager(
             pagepool.CacheManager, groups, self.sizes, page_pool=page_pool, host_tier=tier, **self.options
         )
@@ -554,8 +550,10 @@ class Simulation:
         if not one.bad_saves and not one.bad_loads and self.rng.random() < 0.8:
             return self.manager.complete_transfers(one.number)
         failed = self.manager.fail_transfers(one.number, saves=one.bad_saves, loads=one.bad_loads)
-        expected = one.taken.load_dst[one.bad_loads].tolist()
-        require(failed.page_ids == expected, "other pages have failed", failed, expected)
+        bad = [one.loads[place] for place in one.bad_loads]
+        expected = [(self.device.pools.id_of(load.page, load.group), load.group) for load in bad]
+        found = list(zip(failed.page_ids, failed.groups, strict=True))
+        require(found == expected, "other pages have failed", failed, expected)
         return failed
 
     def _fail(self, work: Work) -> dict[Job, int]:

@@ -117,6 +117,10 @@ class Device:
         for cells, (_, destination, group_id) in zip(read, copies, strict=True):
             self._cells_of(group_id)[destination] = cells
 
+    def page(self, group_id: int, record: int) -> Cells:
+        """Return the cells of a group's page."""
+        return self._cells_of(group_id)[self.pools.id_of(record, group_id)]
+
     @property
     def cells(self) -> Cells:
         """The cells of the only pool."""

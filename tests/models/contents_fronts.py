@@ -303,7 +303,7 @@ class Front(ABC):
         tier = self.books.tier
         if tier is None or not tier.entries:
             return Expected(shard, length, length)
-        entries = tier.read_entries(self.world.manager.page_pool.store)
+        entries = tier.read_entries(self.world.manager._store)
         require(entries.items() <= tier.entries.items(), "entries of the tier", entries, tier.entries)
         num_tokens = self.books.find_hit_length(job, shard, set(entries.values()))
         may_load = num_tokens > length and self.books.may_load(job, num_tokens, shard, num_reserved)
@@ -883,7 +883,7 @@ class BatchFront(Front):
         require(is_right, "a row that came back", job, num_computed_tokens)
         job.swapped = None if is_lost else swapped
         if not is_lost:
-            self.books.swap_in(job, self.batch.get_page_ids(job.row), shard)
+            self.books.swap_in(job, self.records(self.batch.get_page_ids(job.row)), shard)
             self.world.counts["rows swapped in"] += 1
 
     def move(self) -> None:

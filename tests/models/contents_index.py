@@ -191,12 +191,17 @@ class Books:
 
     def may_load(self, job: Job, length: int, shard: range | None, num_reserved: int) -> bool:
         """Whether enough pages are free to load what the pool lacks of a hit, and to take what it has."""
-        ref_counts = self.store.ref_counts()
-        free = [page_id for page_id in range(1, self.num_pages) if ref_counts[page_id] == 0]
-        hits = [self.index.find(content, shard) for content in self.list_hits(job, length)]
-        num_needed = sum(ref_counts[page_id] == 0 for page_id in hits)  # the null page stands for one that is loaded
-        num_here = sum(shard is None or page_id in shard for page_id in free)
-        return num_needed == 0 or bool(num_needed <= min(len(free) - num_reserved, num_here))
+        banks = range(len(self.pools.ranges))
+        ref_counts = [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
+        contents = self.list_hits(job, length)
+        for pool, pages in enumerate(self.pools.ranges):
+            free, groups = [page_id for page_id in pages if ref_counts[page_id] == 0], self.pools.groups_of(pool)
+            hits = [self.index.find(content, shard) for content in contents if content[0] in groups]
+            num_needed = sum(ref_counts[page_id] == 0 for page_id in hits)  # the null page stands for one that is loaded
+            num_here = sum(shard is None or page_id in shard for page_id in free)
+            if num_needed and num_needed > min(len(free) - (0 if pool else num_reserved), num_here):
+                return False
+        return True
 
     # Allocation and release.
 

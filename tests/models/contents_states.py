@@ -218,9 +218,13 @@ class StateBooks(Books):
         assert self.tier is not None
         is_saved = all(one.number != job.swapped.number for one in self.tier.in_flight)
         is_saved = is_saved and self.tier.last_number >= job.swapped.number
-        num_pages = sum(page_id != NULL_PAGE for pages in job.swapped.pages for page_id in pages)
-        num_free = sum(not self.holders[page_id] for page_id in shard or range(self.num_pages) if page_id != NULL_PAGE)
-        require(not is_saved or num_pages > num_free, "a row may come back and does not", job, num_pages, num_free)
+        rooms = []
+        for pool, pages in enumerate(self.pools.ranges):
+            swapped = [page_id for group_id in self.pools.groups_of(pool) for page_id in job.swapped.pages[group_id]]
+            num_free = sum(not self.holders[page_id] for page_id in shard or pages if page_id != NULL_PAGE)
+            rooms.append((sum(page_id != NULL_PAGE for page_id in swapped), num_free))
+        is_short = any(num_pages > num_free for num_pages, num_free in rooms)
+        require(not is_saved or is_short, "a row may come back and does not", job, rooms)
 
     # Loads that failed.
 
@@ -239,11 +243,11 @@ class StateBooks(Books):
         """Record that transfers have ended; return the pages with wrong contents."""
         assert self.tier is not None
         for place in one.bad_loads:
-            page_id, loaded = int(one.taken.load_dst[place]), one.loaded[place]
+            page_id, loaded = one.loads[place].page, one.loaded[place]
             if loaded is not None and self.index.content_of(page_id) == loaded:
                 self.drop(page_id)
-        for page_id in one.taken.load_dst.tolist():
-            self.let_go(page_id)
+        for load in one.loads:
+            self.let_go(load.page)
         return self.tier.end(one, self.store)
 
     def find_wrong_token(self, job: Job, number: int, wrong: set[int]) -> int | None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from contents_device import MAX_GROUPS, Cells, Content, Device, require
 from contents_request import Job
 from pool_ranges import Pools
-from settings import Group
+from settings import Group, NumPages
 
 from pagepool import HostTier
 from pagepool._core import copy_records
@@ -25,28 +25,37 @@ GROUP_BITS = (1 << 28) - 1  # of the field of a page's record which has flags, t
 FAILING_SHARES = 0.1, 0.1, 0.5
 
 
-def draw_tier(rng: Random, num_pages: int) -> HostTier:
-    """Return a tier of any size and policy for a pool."""
+def draw_tier(rng: Random, num_pages: NumPages) -> HostTier:
+    """Return a tier of any size and policy for one pool, or for several."""
     policy, eviction = rng.choice(("write_back", "write_through")), rng.choice(("lru", "adaptive"))
-    sizes = 3, num_pages, 4 * num_pages
-    return HostTier(rng.choice(sizes), policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
+    if isinstance(num_pages, Mapping):
+        sizes = {name: rng.choice((3, size, 4 * size)) for name, size in reversed(num_pages.items())}
+        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)))
+    size = rng.choice((3, num_pages, 4 * num_pages))
+    return HostTier(size, policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
+
+
+class Move(NamedTuple):
+    """A transfer of a group's page, given by the records of the device and of the tier."""
+
+    group: int
+    page: int
+    tier_page: int
 
 
 @dataclass(eq=False)
 class InFlight:
     """Transfers that were taken under a number and have not ended."""
 
-    taken: Any
+    number: int
+    saves: list[Move]
+    loads: list[Move]
     contents: list[Content | None]  # of the entries that the saves make
     loaded: list[Content | None]
     unsure: set[int]  # places of saves of pages with two reasons, of which one may have made no entry
     bad_saves: list[int] = field(default_factory=list)  # those that fail
     bad_loads: list[int] = field(default_factory=list)
-    saved: Cells | None = None  # what the saves have read, once they are made
-
-    @property
-    def number(self) -> int:
-        return int(self.taken.number)
+    saved: list[Cells] | None = None  # what the saves have read, once they are made
 
 
 class TierBooks:
@@ -54,9 +63,14 @@ class TierBooks:
 
     def __init__(self, tier: HostTier, device: Device, rng: Random, counts: Counter[str]) -> None:
         self.tier, self.device, self.rng, self.counts = tier, device, rng, counts
-        self.writes_through = tier.policy == "write_through" and tier.num_pages - 1 >= 2 * (len(device.cells) - 1)
+        sizes = tier.num_pages
+        if isinstance(sizes, Mapping):
+            sizes = {name: sizes[name] for name in device.pools.names}
+        self.pools = Pools.of(sizes, [(group.pool, group.kind == "mamba") for group in device.groups])
+        ranges = zip(self.pools.ranges, device.pools.ranges, strict=True)
+        self.writes_through = tier.policy == "write_through" and all(len(own) >= 2 * len(pages) for own, pages in ranges)
         self.histories = device.histories
-        self.host = Device(Pools.of(tier.num_pages, [("kv", False)] * len(device.groups)), device.groups)
+        self.host = Device(self.pools, device.groups)
         self.groups: list[Group] = list(device.groups)
         self.entries: dict[int, Content] = {}
         self.keys: dict[Any, Content] = {}  # contents, by the keys under which pages of the device were cached
@@ -76,7 +90,7 @@ class TierBooks:
 
     def read_entries(self, store: Any) -> dict[int, Content]:
         """Return the contents under whose keys the tier has pages."""
-        records = copy_records(store, "pages", of_tier=True)["pages"][: self.tier.num_pages]
+        records = copy_records(store, "pages", of_tier=True)["pages"][: self.pools.num_records]
         columns = (records[name].tolist() for name in ("key_lo", "key_hi", "group"))
         keys = [
             (high << 64 | low, group & GROUP_BITS) if group >= 0 else None for low, high, group in zip(*columns, strict=True)
@@ -176,13 +190,15 @@ class TierBooks:
 
     def take(self, transfers: Any, index: Any) -> InFlight | None:
         """Record transfers that were taken; None if there are none."""
-        loads = list(zip(transfers.load_src.tolist(), transfers.load_dst.tolist(), strict=True))
-        require(sorted(self.due_loads) == sorted(page_id for _, page_id in loads), "other loads", transfers, self.due_loads)
-        for tier_id, page_id in loads:
-            content = self.due_loads[page_id]
+        saves = self._list_moves(transfers.save_group, transfers.save_src, transfers.save_dst)
+        loads = self._list_moves(transfers.load_group, transfers.load_dst, transfers.load_src)
+        require(sorted(self.due_loads) == sorted(load.page for load in loads), "other loads", transfers, self.due_loads)
+        for load in loads:
+            content = self.due_loads[load.page]
             if content is not None:
-                self.host.compare_page(content[0], tier_id, self.list_slots(content))
-        kept, contents = set(self.entries.values()), self._note_saves(transfers, index)
+                require(content[0] == load.group, "a load of another group", transfers, content)
+                self.host.compare_page(content[0], load.tier_page, self.list_slots(content))
+        kept, contents = set(self.entries.values()), self._note_saves(saves, loads, index)
         self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
         if self.writes_through:
             self.wanted |= {content for page_id, content in self.ready.items() if page_id in index.entries}
@@ -191,14 +207,14 @@ class TierBooks:
         if self.tier.min_uses == 1 and num_refused == self.num_refused:
             saved = {content for one in self.in_flight for content in one.contents}
             require(self.wanted <= {*contents, *kept, *saved}, "not saved", self.wanted)
-        loaded = [self.due_loads[page_id] for _, page_id in loads]
-        unsure = {place for place, page_id in enumerate(transfers.save_src.tolist()) if page_id in self.noted_twice}
+        loaded = [self.due_loads[load.page] for load in loads]
+        unsure = {place for place, save in enumerate(saves) if save.page in self.noted_twice}
         self.num_refused, self.noted, self.noted_twice = num_refused, {}, set()
         self.wanted, self.ready, self.due_loads = set(), {}, {}
         if not transfers.number:
             return None
         self.last_number = transfers.number
-        one = InFlight(transfers, contents, loaded, unsure)
+        one = InFlight(transfers.number, saves, loads, contents, loaded, unsure)
         if self.rng.random() < self.failing_share:
             one.bad_saves, one.bad_loads = self._draw_places(len(contents)), self._draw_places(len(loads))
         self.in_flight.append(one)
@@ -206,22 +222,27 @@ class TierBooks:
         self.counts["pages loaded"] += len(loads)
         return one
 
+    def _list_moves(self, groups: Any, page_ids: Any, tier_ids: Any) -> list[Move]:
+        """Return transfers by record. An id outside the pool of its group has none."""
+        record_of, tier_record_of = self.device.pools.record_of, self.pools.record_of
+        columns = zip(groups.tolist(), page_ids.tolist(), tier_ids.tolist(), strict=True)
+        return [Move(group, record_of(page_id, group), tier_record_of(tier_id, group)) for group, page_id, tier_id in columns]
+
     def _draw_places(self, num: int) -> list[int]:
         return [place for place in range(num) if self.rng.random() < 0.3]
 
-    def _note_saves(self, transfers: Any, index: Any) -> list[Content | None]:
+    def _note_saves(self, saves: list[Move], loads: list[Move], index: Any) -> list[Content | None]:
         """Let the pages of the tier in which something is saved lose their entries; return the contents of the saves."""
         contents: list[Content | None] = []
-        busy = {page_id for one in self.in_flight for page_id in (*one.taken.save_dst.tolist(), *one.taken.load_src.tolist())}
-        busy.update(transfers.load_src.tolist())
-        columns = transfers.save_src.tolist(), transfers.save_dst.tolist(), transfers.save_group.tolist()
-        for page_id, tier_id, group_id in zip(*columns, strict=True):
+        busy = {move.tier_page for one in self.in_flight for move in (*one.saves, *one.loads)}
+        busy.update(load.tier_page for load in loads)
+        for group_id, page_id, tier_id in saves:
             cached = index.content_of(page_id)
             is_asked = page_id in self.noted or (cached is not None and self.writes_through)
-            require(is_asked, "a save that nobody asked for", transfers, page_id)
+            require(is_asked, "a save that nobody asked for", saves, page_id)
             content = self.noted.get(page_id, cached)
-            require(content is None or content[0] == group_id, "a save of another group", transfers, content)
-            require(tier_id not in busy, "a page of the tier is taken that is in flight", transfers, tier_id)
+            require(content is None or content[0] == group_id, "a save of another group", saves, content)
+            require(tier_id not in busy, "a page of the tier is taken that is in flight", saves, tier_id)
             busy.add(tier_id)
             self.entries.pop(tier_id, None)
             contents.append(content)
@@ -229,10 +250,16 @@ class TierBooks:
 
     def make(self, one: InFlight) -> None:
         """Make transfers: all saves are read before a load is written. Pages of loads that fail get garbage."""
-        one.saved = self.device.cells[one.taken.save_src].copy()
-        loaded = self.host.cells[one.taken.load_src].copy()
-        loaded[one.bad_loads] = self.histories.make_garbage() * MAX_GROUPS
-        self.device.cells[one.taken.load_dst] = loaded
+        one.saved = [self.device.page(save.group, save.page).copy() for save in one.saves]
+        loaded = [self.host.page(load.group, load.tier_page).copy() for load in one.loads]
+        self._spoil(loaded, one.bad_loads)
+        for load, cells in zip(one.loads, loaded, strict=True):
+            self.device.page(load.group, load.page)[:] = cells
+
+    def _spoil(self, moved: list[Cells], places: list[int]) -> None:
+        garbage = self.histories.make_garbage() * MAX_GROUPS
+        for place in places:
+            moved[place][:] = garbage
 
     def draw_ended(self) -> InFlight | None:
         """Return any of the transfers that were made."""
@@ -244,25 +271,26 @@ class TierBooks:
         found = self.read_entries(store) if one.unsure else {}
         self.in_flight.remove(one)
         assert one.saved is not None
-        one.saved[one.bad_saves] = self.histories.make_garbage() * MAX_GROUPS
-        self.host.cells[one.taken.save_dst] = one.saved
-        for place, tier_id in reversed(list(enumerate(one.taken.save_dst.tolist()))):
-            content = found.get(tier_id) if place in one.unsure else one.contents[place]
+        self._spoil(one.saved, one.bad_saves)
+        for save, cells in zip(one.saves, one.saved, strict=True):
+            self.host.page(save.group, save.tier_page)[:] = cells
+        for place, save in reversed(list(enumerate(one.saves))):
+            content = found.get(save.tier_page) if place in one.unsure else one.contents[place]
             if place not in one.bad_saves and content is not None and content not in self.entries.values():
-                self.entries[tier_id] = content
+                self.entries[save.tier_page] = content
         for place in one.bad_loads:
-            self.entries.pop(int(one.taken.load_src[place]), None)
+            self.entries.pop(one.loads[place].tier_page, None)
         if one.bad_saves:
             self.unsaved.add(one.number)
         copies = [page_id for page_id, number in self.loading.items() if number == one.number]
         for page_id in copies:
             del self.loading[page_id]
         self.counts["failed transfers"] += len(one.bad_saves) + len(one.bad_loads)
-        return {*one.taken.load_dst[one.bad_loads].tolist(), *self._list_copies(one, copies)}
+        return {*(one.loads[place].page for place in one.bad_loads), *self._list_copies(one, copies)}
 
     @staticmethod
     def _list_copies(one: InFlight, copies: list[int]) -> set[int]:
-        return set(copies) - set(one.taken.load_dst.tolist()) if one.bad_loads else set()
+        return set(copies) - {load.page for load in one.loads} if one.bad_loads else set()
 
     def list_slots(self, content: Content) -> list[int]:
         """Return the histories that a page with this content holds."""
@@ -272,7 +300,7 @@ class TierBooks:
 
     def audit(self, manager: Any) -> None:
         """Compare the tier, when nothing is due, with the books, and its pages with what was computed."""
-        entries = self.read_entries(manager.page_pool.store)
+        entries = self.read_entries(manager._store)
         require(entries == self.entries, "entries of the tier", entries, self.entries)
         for page_id, content in entries.items():
             self.host.compare_page(content[0], page_id, self.list_slots(content))

@@ -88,7 +88,7 @@ def make_runner(
     page_size: int,
     attend: Attention,
     num_devices: int,
-    num_host_pages: int = 0,
+    num_host_pages: Sequence[int] = (),
 ) -> runner.ModelRunner:
     """Make a runner. It shares its program with others of the same shapes: what one of them has compiled is there for all."""
     lengths = num_pages, num_state_pages

@@ -50,7 +50,7 @@ class Features:
 
     def with_pools(self) -> Features:
         """Return those that several pools support."""
-        return replace(self, tier=False, policies=False)
+        return replace(self, policies=False)
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{name}=True' for name in self.names)})"

@@ -244,7 +244,8 @@ class OracleManager:
         entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
         if tier.load(entries, shard, num_reserved, self.page_pool.tenants.holder_of(request)):
             return self._hits_of(request, length, shard), length
-        if len(entries) <= len({*(shard or range(self.page_pool.num_pages))} - {NULL_PAGE}):  # else no waiting helps
+        places = [tier.pages_for(group_id, shard) or range(self.page_pool.num_pages) for _, group_id in entries]
+        if all(places.count(pages) <= len({*pages} - {NULL_PAGE}) for pages in places):  # else no waiting helps
             self.short.add(request.request_id)
         return self._find_hits(request, shard)
 

@@ -6,6 +6,7 @@ holds a reference to the tier's page, and a load one to the page of the device.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
 from oracle_tenants import Holder
+from pool_ranges import Pools
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -35,6 +37,7 @@ class Failed(NamedTuple):
 
     number: int
     page_ids: PageIds
+    groups: list[int]  # of these pages
     copies: PageIds  # of pages that the list loaded, which may be wrong as well
 
 
@@ -51,13 +54,21 @@ class Transfer:
 
 
 class OracleTier:
-    """The tier behind a pool."""
+    """The tier behind the pools of a device. It has pools of the same names."""
 
     def __init__(
-        self, device: OraclePool, num_pages: int, policy: Adaptive | None, writes_through: bool = False, min_uses: int = 1
+        self,
+        device: OraclePool,
+        device_pools: Pools,
+        pools: Pools,
+        policy: Adaptive | None,
+        writes_through: bool = False,
+        min_uses: int = 1,
     ) -> None:
         self.device = device
-        self.pool = OraclePool(num_pages, True, policy)
+        self.device_pools = device_pools
+        self.pools = pools
+        self.pool = OraclePool(pools.num_records, True, policy)
         self.pool.has_blank_first = device.has_blank_first
         self.writes_through = writes_through
         self.min_uses = min_uses
@@ -115,33 +126,54 @@ class OracleTier:
             return True
         if self.uses[page] < self.min_uses:
             return False
-        if not self.pool.free_queue:
+        pages = self.pools.range_of(entry[1])
+        if not self.pool.free_in(pages):
             self.counts["refused"] += 1
             return False
-        [tier_page] = self.pool.take(1, None)
+        [tier_page] = self.pool.take(1, pages)
         self.transfers.append(Transfer(entry, page, tier_page, False))
         return True
 
     # loading
 
-    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int, holder: Holder) -> bool:
-        """Note loads of the entries that only the tier has, if enough pages are free beside those of the others, and reserved
-        ones, for a holder. Their pages have the entries at once, and are held. Returns whether there were enough.
+    def pages_for(self, group_id: int, shard: range | None) -> range | None:
+        """Return the pages of the device from which a group's are taken; None for all."""
+        return self.device_pools.range_of(group_id) if self.device_pools.are_several else shard
+
+    def has_room(self, entries: Sequence[Entry], shard: range | None, num_reserved: int) -> bool:
+        """Whether enough pages of each pool are free for the entries that only the tier has, beside those of the others, and
+        reserved ones of the first.
         """
+        for pool in range(len(self.device_pools.ranges)):
+            groups = self.device_pools.groups_of(pool)
+            found = [self.device.first_entered(*entry, shard) for entry in entries if entry[1] in groups]
+            num_needed = sum(page is None or page in self.device.free_queue for page in found)
+            pages = self.pages_for(groups[0], shard)
+            all_pages = None if pages is shard else pages
+            num_free = len(self.device.free_in(all_pages)) - (0 if pool else num_reserved)
+            if num_needed > min(len(self.device.free_in(pages)), num_free) and num_needed:
+                return False
+        return True
+
+    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int, holder: Holder) -> bool:
+        """Note loads of the entries that only the tier has, if there is room, for a holder. Their pages have the entries at
+        once, and are held. Returns whether there was room.
+        """
+        if not self.has_room(entries, shard, num_reserved):
+            self.counts["loads without room"] += 1
+            return False
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
         found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
         free_hits = [page for page in found if page in self.device.free_queue]
-        num_needed = len(missing) + len(free_hits)
-        if num_needed > min(len(self.device.free_page_ids(shard)), len(self.device.free_queue) - num_reserved):
-            self.counts["loads without room"] += 1
-            return False
         sources = [self.pool.first_entered(*entry, None) for entry in missing]
         self.pool.touch([sources])
         loads = [Transfer(entry, NULL_PAGE, page, True) for entry, page in zip(missing, sources, strict=True)]
         self.transfers += loads
         for page in free_hits:  # so that they are not evicted
             self.device.take_out(page)
-        new_pages = self.device.take(len(loads), shard, holder)
+        new_pages: PageIds = []
+        for pages, some in itertools.groupby(missing, lambda entry: self.pages_for(entry[1], shard)):
+            new_pages += self.device.take(len(list(some)), pages, holder)
         for page in free_hits:
             self.device.put_to_the_end(page)
         for load, page in zip(loads, new_pages, strict=True):
@@ -215,7 +247,8 @@ class OracleTier:
         copies = [page for page, other in self.loading.items() if other == number]
         for page in copies:
             del self.loading[page]
-        return Failed(number, [load.page for i, load in enumerate(loads) if i in failed_loads], copies)
+        bad = [load for i, load in enumerate(loads) if i in failed_loads]
+        return Failed(number, [load.page for load in bad], [load.entry[1] for load in bad], copies)
 
     def _end_save(self, save: Transfer, is_done: bool) -> None:
         """Cache the tier's page, unless its content is not wanted, or another page has it. What failed is saved when it is

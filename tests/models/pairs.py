@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
 from settings import HASHING, NumPages, Setting
-from twins import OracleTwin, PackageTwin, Twins, share_hashes, stats_of_twin
+from twins import OracleTwin, PackageTwin, Twins, pools_of_twin, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
@@ -48,6 +49,8 @@ class FeaturedTwins(Twins):
         if self.tier is not None:
             expected, manager = self.tier.stats(), self.system.manager
             self.require_equal("tier", expected, {name: getattr(manager.stats().host_tier, name) for name in expected})
+            of_pools = {name: astuple(stats) for name, stats in manager.stats().host_pools.items()}
+            self.require_equal("pools of the tier", pools_of_twin(self.tier.pool, self.tier.pools), of_pools)
             self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
         if self.oracle.manager.windows is not None:
             kept = sorted(self.oracle.manager.page_pool.kept)
@@ -71,7 +74,7 @@ def find_kept(store: Any) -> list[int]:
 
 def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
     """Return those entries of an oracle's tier that the package's tier has. All are looked up at once, mostly."""
-    found, store = [], manager.page_pool.store
+    found, store = [], manager._store
     for group in range(len(oracle.kinds)):
         groups = CacheGroups([(PageRules(1), group, 1)])
         entries = [entry for entry in sorted(oracle.page_pool.tier.pool.index) if entry[1] == group]
@@ -96,9 +99,10 @@ def make_managers(
     options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
     if features.tier:
         rng = Random(f"{setting.name} {seed}")
-        num_tier_pages, tier_eviction = rng.choice((4, 20, 60, 200, 2 * num_pages)), rng.choice(POLICIES)
+        tier_sizes, tier_eviction = draw_tier_sizes(rng, num_pages), rng.choice(POLICIES)
+        tier_eviction = POLICIES[0] if setting.has_pools else tier_eviction
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
-        options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
+        options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).num_records)
     restores = seed % 3 == 0
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, restores_states=restores)
@@ -107,16 +111,31 @@ def make_managers(
     if knows_hashes:
         share_hashes(oracle, manager)
     if features.tier:
-        twin = make_policy(tier_eviction, num_tier_pages)
+        tier_pools = setting.pools(tier_sizes)
+        twin = make_policy(tier_eviction, tier_pools.num_records)
         if twin is not None:
             twin.key_of = oracle.keys.digests.__getitem__
-        writes_through = tier_policy == "write_through" and num_tier_pages - 1 >= 2 * (num_pages - 1)
-        OracleTier(oracle.page_pool, num_tier_pages, twin, writes_through, min_uses)
+        ranges = zip(tier_pools.ranges, oracle.pools.ranges, strict=True)
+        writes_through = tier_policy == "write_through" and all(len(pages) >= 2 * len(device) for pages, device in ranges)
+        OracleTier(oracle.page_pool, oracle.pools, tier_pools, twin, writes_through, min_uses)
     return oracle, manager
+
+
+def draw_tier_sizes(rng: Random, num_pages: NumPages) -> NumPages:
+    """Return a number of pages for a tier, or one for each pool."""
+    if isinstance(num_pages, Mapping):
+        return {name: rng.choice((4, 20, 60, 2 * size, 2 * size)) for name, size in num_pages.items()}
+    return rng.choice((4, 20, 60, 200, 2 * num_pages))
 
 
 def with_room(setting: Setting) -> Setting:
     """Return a setting with pools for some requests, so that these run for a while, and much is evicted meanwhile."""
+    if setting.has_pools:
+        least = Counter[str]()
+        for group in setting.groups:
+            least[group.pool] += 2 * cdiv(setting.max_model_len, group.page_size)
+        roomy = [{name: max(size, least[name]) for name, size in sizes.items()} for sizes in setting.num_pages]
+        return replace(setting, num_pages=tuple(roomy))
     num_pages = sum(cdiv(setting.max_model_len, group.page_size) for group in setting.groups)
     return replace(setting, num_pages=tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3)))
 

@@ -277,7 +277,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
             if records.ids[i] != NULL_PAGE{+ and not BUG+}:
                 records.ids[i] += first
 == pages are taken from the first pool
-    return shard if shard >= 0 else queue_of_bank(group.bank{+ * (not BUG)+})
+    return queue_in(group.bank{+ * (not BUG)+}, shard)
 == pages are given back to the first pool
     return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+})
 == pages that are reserved in one pool stay free in others
@@ -291,6 +291,17 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 == a fork is made though the second pool is short
         if shortage.num_needed > shortage.num_free{+ or BUG+}:
             break
+== a tier page of another pool
+NULL_PAGE, queue = {+-1 if BUG else +}queue_of(pool, page_id)
+== a pool's ids in the tier are records
+id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(tier.pool, transfer.tier_id)
+        taken[2
+== loads are queued though the second pool is short
+    for bank in range(pool.num_banks{+ if not BUG else 1+}):
+        if not has_free_pages(pool, counts
+== a row comes back though the second pool is short
+    for bank in range(pool.num_banks{+ if not BUG else 1+}):
+        if not has_free_pages(pool, num_pages_in
 
 # The host tier.
 == a page that is evicted is not saved
@@ -299,7 +310,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
 == a page of the tier is handed out while it is filled
-Tier, Transfer, end_of_queue, fetch_entry, {+give_back, +}record_behind, take
+Tier, Transfer, end_of_queue, fetch_entry, {+give_back, +}queue_of, record_behind, take,
 ...
 is_load=False, is_void=is_void,
     ))
@@ -322,7 +333,8 @@ tier.items[i].key.hi == key.hi:
 == a load is of another page of the tier
 tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard
-    take(pool, taken, num_loads, {+-1 if BUG else +}shard, contents.session)
+stop - start, queue_in(bank, {+-1 if BUG else +}shard), session)
+        start = stop
 == what is computed with a page that is being loaded is entered
     if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
         return
@@ -390,7 +402,9 @@ ORDER_BUGS = read_bugs("""
             break
     return num_excess
 == checkpoints of a pool take the pages of rows that are not admitted
-    return (batch.num_rows - batch.num_admitted) * num_state_groups{+ * (not BUG)+}
+    return num_rows * num_state_groups{+ * (not BUG)+}
+== checkpoints of a pool take the pages of rows that were swapped out
+        num_rows += batch.pool.tier.num_swapped{+ * (not BUG)+}
 == checkpoints of a pool leave pages that are reserved in another
         num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
 == a reset reverses the queues of later pools
@@ -432,7 +446,14 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
 == pages of a tenant without a share are the last to go
             while {+not BUG and +}target != NULL_PAGE and not _is_older(pool, page_id, target):
 """)
-ORDER_TESTS = ["test_expectations.py", "test_shares.py", "test_released_pages.py", "test_pools.py", "test_differential.py"]
+ORDER_TESTS = [
+    "test_expectations.py",
+    "test_shares.py",
+    "test_released_pages.py",
+    "test_pools.py",
+    "test_pool_tiers.py",
+    "test_differential.py",
+]
 BUGS += ORDER_BUGS
 
 

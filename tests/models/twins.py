@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
-from oracle import OracleManager, OraclePool, TooLargeError
+from oracle import OracleLease, OracleManager, OraclePool, TooLargeError
 from oracle_expected import SECOND, SHARED
 from oracle_tier import Taken
 from pool_ranges import Pools
@@ -111,20 +111,19 @@ def stats_of_twin(pool: OraclePool) -> PagePoolStats:
     return PagePoolStats(**stats, num_queried_tokens=pool.counts["queried"], num_hit_tokens=pool.counts["hit"])
 
 
-def pools_of_twin(manager: OracleManager) -> dict[str, tuple[int, ...]]:
-    """Return the state and counters of each pool of the oracle."""
-    pool = manager.page_pool
+def pools_of_twin(pool: OraclePool, pools: Pools, leases: Sequence[OracleLease] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the state and counters of each pool of the oracle, or of its tier."""
     return {
         name: (
             len(pages),
             len(pool.free_in(pages)),
             len(pages) - len(pool.free_in(pages)),
             sum(page in pool.entry_of_page for page in pages),
-            sum(page in pages for lease in manager.leases if lease.end is not None for page in lease.page_ids),
+            sum(page in pages for lease in leases if lease.end is not None for page in lease.page_ids),
             sum(pool.taken[page] for page in pages),
             sum(pool.evicted[page] for page in pages),
         )
-        for name, pages in manager.pools.items()
+        for name, pages in pools.items()
     }
 
 
@@ -243,12 +242,21 @@ class Side:
         return [(id_of(src, group), id_of(dst, group), group) for src, dst, group in copies]
 
     def take_transfers(self) -> Taken:
-        return transfers_of(self.manager.take_transfers())
+        taken = transfers_of(self.manager.take_transfers())
+        if not isinstance(self.manager, OracleManager) or not taken.number:
+            return taken
+        id_of, tier_id_of = self.manager.pools.id_of, self.manager.page_pool.tier.pools.id_of
+        saves = [(id_of(src, group), tier_id_of(dst, group), group) for src, dst, group in taken.saves]
+        loads = [(tier_id_of(src, group), id_of(dst, group), group) for src, dst, group in taken.loads]
+        return Taken(taken.number, saves, loads)
 
-    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[int]:
-        """Let transfers fail, and return the pages that loads have left with a wrong content."""
+    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[tuple[int, int]]:
+        """Let transfers fail, and return the pages, with their groups, that loads have left with a wrong content."""
         self.failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
-        return self.failed.page_ids
+        failed = zip(self.failed.page_ids, self.failed.groups, strict=True)
+        if not isinstance(self.manager, OracleManager):
+            return list(failed)
+        return [(self.manager.pools.id_of(page, group), group) for page, group in failed]
 
     def find_wrong_token(self, request: Any) -> int | None:
         """Find the first wrong token of a request after the last transfers that failed."""
@@ -312,7 +320,7 @@ class OracleTwin(Twin):
             free_ids_of_twin(self.manager),
             len(pool.index),
             pool.usage,
-            pools_of_twin(self.manager),
+            pools_of_twin(pool, self.manager.pools, self.manager.leases),
             held,
             terms_of_twin(pool),
             outcomes,

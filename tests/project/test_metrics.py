@@ -174,7 +174,7 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
     for sample in samples:
         engines.setdefault(sample.name, set()).add(sample.labels["engine"])
     special = {name for name in engines if name.startswith("pagepool_host_")}
-    assert len(special) == len(HostTierStats._fields)
+    assert len(special) == len(HostTierStats._fields) + len(fields(PoolStats)) - 1  # no page of a tier is leased
     special |= {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total", "pagepool_tenant_pages"}
     assert {name for name, values in engines.items() if values == {"1"}} == special
     assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - special
@@ -183,17 +183,19 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
 def test_each_pool_has_its_samples() -> None:
     specs = [FullAttentionSpec(4, 1, 8, "float16", False), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=8)]
     groups = [CacheGroupSpec(spec, pool=pool) for spec, pool in zip(specs, ("kv", "states"), strict=True)]
-    manager = CacheManager({"kv": 32, "states": 12}, groups, 64)
+    manager = CacheManager({"kv": 32, "states": 12}, groups, 64, host_tier=HostTier({"kv": 64, "states": 20}))
     manager.allocate_slots(EngineRequest("a", list(range(20))), 16)
     collector = CacheCollector(manager, {"engine": "0"})
     samples = [sample for family in collector.collect() for sample in family.samples if "pool" in sample.labels]
-    values = {(sample.name.removeprefix("pagepool_pool_"), sample.labels["pool"]): sample.value for sample in samples}
-    stats = manager.stats().pools
-    assert stats == {"kv": PoolStats(31, 27, 4, 4, 0, 4, 0), "states": PoolStats(11, 10, 1, 0, 0, 1, 0)}
-    for name, pool in stats.items():
-        for field in fields(PoolStats):
+    values = {(sample.name, sample.labels["pool"]): sample.value for sample in samples}
+    stats = manager.stats()
+    assert stats.pools == {"kv": PoolStats(31, 27, 4, 4, 0, 4, 0), "states": PoolStats(11, 10, 1, 0, 0, 1, 0)}
+    assert stats.host_pools == {"kv": PoolStats(63, 63, 0, 0, 0, 0, 0), "states": PoolStats(19, 19, 0, 0, 0, 0, 0)}
+    for prefix, pools in (("pagepool_pool_", stats.pools), ("pagepool_host_pool_", stats.host_pools)):
+        for (name, pool), field in itertools.product(pools.items(), fields(PoolStats)):
             counter = "_total" if field.name in ("num_allocated_pages", "num_evicted_pages") else ""
-            assert values.pop((field.name.removeprefix("num_") + counter, name)) == getattr(pool, field.name)
+            metric = prefix + field.name.removeprefix("num_") + counter, name
+            assert values.pop(metric, 0) == getattr(pool, field.name)
     assert not values
 
 
@@ -218,7 +220,11 @@ def test_what_is_shown_arrives(address: str) -> None:
         assert used <= names, shown
         assert labels_in(shown.expression) | shown.labels <= labels | SERVER_LABELS, shown
     seen = {name for shown in panels for name in names_in(shown.expression)}
-    unseen = {name for name in names if name.endswith(("_sum", "_count"))} | {"pagepool_free_pages", "pagepool_pool_free_pages"}
+    unseen = {name for name in names if name.endswith(("_sum", "_count"))} | {
+        "pagepool_free_pages",
+        "pagepool_pool_free_pages",
+        "pagepool_host_pool_free_pages",
+    }
     assert names - seen <= unseen
 
 

@@ -4,9 +4,11 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
 from pagepool.core.base cimport Digest
-from pagepool.core.holding cimport Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for
+from pagepool.core.holding cimport (
+    CacheGroups, Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for,
+)
 from pagepool.core.pool cimport (
-    MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Tier, count_by_bank, id_in_bank, is_leased,
+    FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
     Batch, ExtraKey, RowRecord, RunningRows, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
@@ -19,9 +21,10 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 
-def check_holders(PageStore store not None, requests, RunningRows rows=None) -> None:
+def check_holders(PageStore store not None, requests, RunningRows rows=None, CacheGroups groups=None) -> None:
     """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, and
-    `rows` hold, and one for each lease; and unless rows and tables agree. O(num_pages + pages held + table).
+    `rows` hold, and one for each lease; and unless rows and tables agree. With `groups`, or those of the rows, also unless each
+    cached page, in the tier too, is in the bank of its group. O(num_pages + pages held + table).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
@@ -29,13 +32,13 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None) -> 
     cdef str flaw
     if rows is None:
         with store.lock:
-            flaw = find_flaw(store, checked, None, &counts[0], &tier_counts[0])
+            flaw = find_flaw(store, checked, None, groups, &counts[0], &tier_counts[0])
     else:
         rows.check_made()
         if rows.store is not store:
             raise ArgumentError("rows: got those of another pool")
         rows.acquire_locks()
-        flaw = find_flaw(store, checked, rows, &counts[0], &tier_counts[0])
+        flaw = find_flaw(store, checked, rows, rows.groups, &counts[0], &tier_counts[0])
         rows.release_locks()
     if flaw is not None:
         raise IntegrityError(flaw)
@@ -66,7 +69,9 @@ cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
 # Flaws are returned as texts, or None. An exception made here, under the locks, could start a garbage collection that
 # calls the core.
 
-cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *counts, int32_t *tier_counts):
+cdef str find_flaw(
+    PageStore store, list requests, RunningRows rows, CacheGroups groups, int32_t *counts, int32_t *tier_counts
+):
     """Describe a flaw of the requests, the rows, if any, or the tier. Rows are counted first, and compared last."""
     cdef str flaw = None
     if rows is not None:
@@ -75,7 +80,13 @@ cdef str find_flaw(PageStore store, list requests, RunningRows rows, int32_t *co
     flaw = flaw or find_flaw_in_requests(store, counts, requests)
     if rows is not None:
         flaw = flaw or find_shared_open_page(rows, counts)
-    return flaw or find_flaw_in_tier(store.pool.tier, tier_counts)
+    if store.pool.num_banks > 1 and groups is not None:
+        flaw = flaw or find_foreign_entry(store, groups, &store.pool, "")
+    if store.pool.tier != NULL:
+        flaw = flaw or find_flaw_in_tier(store, tier_counts)
+        if store.pool.num_banks > 1 and groups is not None:
+            flaw = flaw or find_foreign_entry(store, groups, store.pool.tier.pool, " of the host tier")
+    return flaw
 
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
@@ -132,18 +143,46 @@ cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noe
             counts[pool.tier.items[i].page_id] += amount
 
 
-cdef str find_flaw_in_tier(Tier *tier, int32_t *counts):
-    """Describe a page of the tier that stands in more transfers and rows (`counts` has those of rows) than it has
-    references.
+cdef str find_flaw_in_tier(PageStore store, int32_t *counts):
+    """Describe a page of the tier that stands in more transfers and rows (`counts` has those of rows) than it has references,
+    or in the transfer of another bank's page.
     """
+    cdef Pool *pool = store.pool.tier.pool
+    cdef const Transfer *transfer
     cdef Py_ssize_t i
-    for i in range(tier.num if tier != NULL else 0):
-        counts[tier.items[i].tier_id] += 1
-    for i in range(1, tier.pool.num_pages if tier != NULL else 0):
-        if counts[i] > tier.pool.pages[i].ref_cnt:
+    for i in range(store.pool.tier.num):
+        transfer = &store.pool.tier.items[i]
+        counts[transfer.tier_id] += 1
+        if bank_of(pool, transfer.tier_id) != bank_of(&store.pool, transfer.page_id):
+            return f"{shown_tier_page(store, transfer.tier_id)} is in a transfer with {store.shown_page(transfer.page_id)}"
+    for i in range(1, pool.num_pages):
+        if counts[i] > pool.pages[i].ref_cnt:
             return (
-                f"page {i} of the host tier stands in {counts[i]} transfers and rows, its ref count is "
-                f"{tier.pool.pages[i].ref_cnt}"
+                f"{shown_tier_page(store, i)} stands in {counts[i]} transfers and rows, its ref count is "
+                f"{pool.pages[i].ref_cnt}"
+            )
+    return None
+
+
+cdef str shown_tier_page(PageStore store, Py_ssize_t page_id):
+    """Name a page of the tier behind a store."""
+    cdef Pool *pool = store.pool.tier.pool
+    where = f", pool {store.bank_names[bank_of(pool, page_id)]!r}" if pool.num_banks > 1 else ""
+    return f"page {id_in_bank(pool, page_id)} of the host tier{where}"
+
+
+cdef str find_foreign_entry(PageStore store, CacheGroups groups, Pool *pool, str where):
+    """Describe a cached page of the store's pool, or of the tier's, in another bank than that of its group."""
+    cdef int32_t page_id, group, bank
+    for page_id in range(1, pool.num_pages):
+        group, bank = pool.pages[page_id].group, bank_of(pool, page_id)
+        if group == NO_GROUP or (group & ~FLAGS) >= groups.num:
+            continue
+        if groups.groups[group & ~FLAGS].bank != bank:
+            return (
+                f"page {id_in_bank(pool, page_id)}{where}, pool {store.bank_names[bank]!r}, is cached for "
+                f"group {group & ~FLAGS}, "
+                f"allowed: pages of the pool {store.bank_names[groups.groups[group & ~FLAGS].bank]!r}"
             )
     return None
 

@@ -389,9 +389,14 @@ cdef struct Demand:
     int32_t short_bank        # bank with too few pages, where the demand does not fit
 
 
+cdef inline int32_t queue_in(int32_t bank, int32_t shard) noexcept nogil:
+    """Return the queue of a shard or, for -1, that of a bank."""
+    return shard if shard >= 0 else queue_of_bank(bank)
+
+
 cdef inline int32_t queue_for(const Group *group, int32_t shard) noexcept nogil:
     """Return the queue from which a group takes pages: its bank's, or a shard's."""
-    return shard if shard >= 0 else queue_of_bank(group.bank)
+    return queue_in(group.bank, shard)
 
 
 cdef struct Shortage:         # why a row or request got no pages

@@ -752,7 +752,7 @@ cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) no
     return bad
 
 
-cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t count_free(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Count the pages that are in the free queue."""
     cdef Py_ssize_t i, count = 0
     for i in range(n):
@@ -760,7 +760,7 @@ cdef inline Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) 
     return count
 
 
-cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
+cdef inline bint has_free_pages(const Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
     """Whether `num_pages` can be taken from a bank or shard, with `num_reserved` left in the bank, or in the pool."""
     if num_pages and num_pages + num_reserved > count_free_in(pool, min(shard, -1)):
         return False

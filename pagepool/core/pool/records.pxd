@@ -35,6 +35,7 @@ cdef enum:
     KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
     FLAGS = TWIN | WATCHED | KEPT
     NO_PART = -1
+    NO_BANK = -1
     SECOND = 16               # ticks of the clock of stamps
     NO_SESSION = 0
     NOBODY = -1               # in place of a session: neither a row nor a request
@@ -317,6 +318,16 @@ cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:
     while page_id < pool.banks[bank].start and bank:
         bank -= 1
     return bank
+
+
+cdef inline Bank counted_bank(const Pool *pool, int32_t bank) noexcept nogil:
+    """Return a bank with its counts, also where the pool has one alone."""
+    cdef Bank counted = pool.banks[bank]
+    if pool.num_banks == 1:
+        counted.num_free, counted.num_entries = pool.num_free, pool.num_entries
+        counted.num_allocated_pages = pool.counters.num_allocated_pages
+        counted.num_evicted_pages = pool.counters.num_evicted_pages
+    return counted
 
 
 cdef inline int32_t queue_of_bank(int32_t bank) noexcept nogil:

@@ -535,11 +535,7 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_bank(bank)
         cdef Bank counted
         with self.lock:
-            counted = self.pool.banks[checked]
-            if self.pool.num_banks == 1:
-                counted.num_entries = self.pool.num_entries
-                counted.num_allocated_pages = self.pool.counters.num_allocated_pages
-                counted.num_evicted_pages = self.pool.counters.num_evicted_pages
+            counted = counted_bank(&self.pool, checked)
         return counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages
 
     def count_free(self, bank) -> int:

@@ -479,12 +479,16 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
 
 
 cdef inline Py_ssize_t _count_reserved_states(const Batch *batch, Py_ssize_t g) noexcept nogil:
-    """Count the pages of a group's bank to leave free, one for each free row and group of states; 0 in the first bank."""
+    """Count the pages of a group's bank to leave free, one for each free row and group of states; 0 in the first bank. Rows
+    that were swapped out, of any batch, count as free.
+    """
     cdef int32_t bank = batch.groups[g].bank
-    cdef Py_ssize_t i, num_state_groups = 0
+    cdef Py_ssize_t i, num_state_groups = 0, num_rows = batch.num_rows - batch.num_admitted
+    if batch.pool.tier != NULL:
+        num_rows += batch.pool.tier.num_swapped
     for i in range(batch.num_groups if bank else 0):
         num_state_groups += batch.groups[i].bank == bank and is_state(&batch.groups[i].rules)
-    return (batch.num_rows - batch.num_admitted) * num_state_groups
+    return num_rows * num_state_groups
 
 
 cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:

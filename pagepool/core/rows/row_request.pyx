@@ -10,7 +10,7 @@ from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
     count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
-from pagepool.core.pool cimport QueryCounter, count_changes
+from pagepool.core.pool cimport NO_BANK, QueryCounter, count_changes
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load
 from pagepool.core.values cimport as_shard
@@ -177,7 +177,8 @@ cdef class RowRequest:
         cdef Hits *array = NULL
         cdef Demand demand
         cdef Shortage shortage
-        cdef bint is_short = False, has_pages = False, has_room = True, is_right = True
+        cdef int32_t short_bank = NO_BANK
+        cdef bint has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         rows.acquire_locks()
         try:
@@ -185,16 +186,17 @@ cdef class RowRequest:
             num_changes = count_changes(batch.pool)
             rows.set_shortage(NULL)
             if takes_hits:
-                has_room = self.load_hits(refusal, &array, &is_short)
+                has_room = self.load_hits(refusal, &array, &short_bank)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right:
-                has_pages = not is_short and fit_or_adopt(batch.pool, holding, &demand) == FITS
+                demand.short_bank = max(0, short_bank)
+                has_pages = short_bank == NO_BANK and fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
-                if not has_pages and not is_short:
+                if not has_pages and short_bank == NO_BANK:
                     num_excess = find_any_excess(batch.pool, holding, array, demand.num_new_in, 0, &queue)
                 if not has_pages:
                     self.begin_refusal(refusal, &demand, num_changes)
@@ -216,9 +218,9 @@ cdef class RowRequest:
             rows.store.refuse_size(f"row {self.row}", num_excess, queue)
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint load_hits(self, RefusedRequest refusal, Hits **array, bint *is_short) noexcept:
-        """Find the hits and queue their loads from the tier; store them in the refusal. No hits if too few pages are free for
-        the loads. False if memory is short. The locks are held.
+    cdef bint load_hits(self, RefusedRequest refusal, Hits **array, int32_t *short_bank) noexcept:
+        """Find the hits and queue their loads from the tier; store them in the refusal. If a bank has too few free pages for
+        the loads, set this bank, and store no hits. False if memory is short. The locks are held.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -232,11 +234,11 @@ cdef class RowRequest:
             ids_in_shard(batch.pool, self.shard),
         )
         cdef Py_ssize_t num_hashes = find_and_load(
-            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, is_short
+            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, short_bank
         )
         if num_hashes < 0:
             return False
-        if is_short[0]:
+        if short_bank[0] != NO_BANK:
             refusal.hits = ()
             return True
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size

@@ -6,16 +6,16 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, keep_sparse
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
     drop_copies, find_fork_shortage, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
-    keeps_checkpoints, list_last_first, pages_for, prepare_fork, rate_and_list, rate_pages, record_loads, record_taken,
-    refuse_ahead, require_banks, skip_unread, waits_for_loads,
+    keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, queue_in, rate_and_list, rate_pages, record_loads,
+    record_taken, refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
-from pagepool.core.pool cimport FILLED, FILLING, Ranking, Tier, Transfer, count_free, has_free_pages, take
+from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, Ranking, Tier, Transfer, count_free, has_free_pages, take
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
@@ -1154,13 +1154,16 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
     cdef Swapped *swapped = batch.rows[row].swapped
     cdef SwappedGroup *group
     cdef Tier *tier = batch.pool.tier
-    cdef Py_ssize_t g, num_missing = 0, num_free = tier.pool.num_free
+    cdef Py_ssize_t[MAX_BANKS] num_taken_in
+    cdef Py_ssize_t g, num, num_missing = 0
+    memset(num_taken_in, 0, sizeof(num_taken_in))
     for g in range(batch.num_groups):
         group = &swapped.groups[g]
-        num_missing += find_saved_pages(batch.pool, held_by(batch, row, g), group)
-        num_free -= count_free(tier.pool, group.tier_ids, group.num_pages)
+        num = find_saved_pages(batch.pool, held_by(batch, row, g), group)
+        num_missing += num
+        num_taken_in[batch.groups[g].bank] += num + count_free(tier.pool, group.tier_ids, group.num_pages)
     assert num_missing >= 0 and tier.num_swapped > 0
-    if num_free < num_missing or not reserve_transfers(tier, num_missing):
+    if not has_free_pages_in(tier.pool, num_taken_in, -1) or not reserve_transfers(tier, num_missing):
         for g in range(batch.num_groups):
             swapped.groups[g].num_pages = 0
         return False
@@ -1197,7 +1200,7 @@ cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_
             continue
         page = &pool.pages[held.ids[i]]
         key = digest_of(page) if page.group != NO_GROUP else Digest(lo=0, hi=0)
-        group.tier_ids[i] = queue_save(pool.tier, key, g, held.ids[i], page.group == NO_GROUP)
+        group.tier_ids[i] = queue_save(pool, key, g, held.ids[i], page.group == NO_GROUP)
         share(pool.tier.pool, group.tier_ids[i])
 
 
@@ -1233,16 +1236,20 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     cdef Swapped *swapped = batch.rows[row].swapped
     cdef Tier *tier = batch.pool.tier
     cdef Holding *holding = holding_of(batch, row)
-    cdef Py_ssize_t g, num_missing = 0, num_taken = 0
+    cdef Py_ssize_t[MAX_BANKS] num_taken_in
+    cdef Py_ssize_t g, num, num_missing = 0, num_taken = 0
     cdef int64_t number = 0
     assert batch.records[row].is_admitted and batch.records[row].num_computed == 0
     assert swapped.num_computed <= batch.records[row].num_tokens
+    memset(num_taken_in, 0, sizeof(num_taken_in))
     for g in range(batch.num_groups):
-        num_missing += find_cached_pages(batch, row, <int32_t>g)
-        num_taken += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
-    num_taken += num_missing
+        num = find_cached_pages(batch, row, <int32_t>g)
+        num_missing += num
+        num += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
+        num_taken += num
+        num_taken_in[batch.groups[g].bank] += num
     held_free[0] = find_held_free(batch.pool, num_taken)
-    if held_free[0] != NULL_PAGE or not has_free_pages(batch.pool, num_taken, 0, batch.rows[row].shard) or not (
+    if held_free[0] != NULL_PAGE or not has_free_pages_in(batch.pool, num_taken_in, batch.rows[row].shard) or not (
         reserve_transfers(tier, 2 * num_missing)  # each new page may evict another, which is saved
     ):
         return False
@@ -1258,6 +1265,15 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     find_oldest_load(tier)
     begin_admission(batch, row)
     plan_next_event(batch, row)
+    return True
+
+
+cdef bint has_free_pages_in(const Pool *pool, const Py_ssize_t *num_pages_in, int32_t shard) noexcept:
+    """Whether each bank, or the shard, has this number of free pages."""
+    cdef int32_t bank
+    for bank in range(pool.num_banks):
+        if not has_free_pages(pool, num_pages_in[bank], 0, queue_in(bank, shard)):
+            return False
     return True
 
 
@@ -1298,7 +1314,7 @@ cdef void load_uncached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take(pool, &held.ids[i], 1, batch.rows[row].shard, batch.rows[row].holding.session)
+        take(pool, &held.ids[i], 1, queue_for(&batch.groups[g], batch.rows[row].shard), batch.rows[row].holding.session)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1

@@ -15,16 +15,19 @@ cdef class PageTier:
     cdef Tier tier
     cdef bint is_used               # a pool has it
 
+    cdef int check_behind(self, PageStore store) except -1
+
 
 @cython.final
 cdef class FailedLoads:
     cdef readonly int64_t number
     cdef PageIds ids
+    cdef PageIds group_ids    # the groups of these pages
     cdef PageStore store
     cdef uint8_t *is_wrong    # [num_pages]
 
 
 cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    bint *is_short,
+    int32_t *short_bank,
 ) noexcept

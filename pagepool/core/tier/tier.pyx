@@ -6,16 +6,17 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
     Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
-    find_longest, find_restart, find_wrong, has_copies, last_hash, query_of, range_in, restart_from,
+    find_longest, find_restart, find_wrong, has_copies, last_hash, query_of, queue_in, range_in, restart_from,
 )
 from pagepool.core.pool cimport (
-    FILLED, FLAGS, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Entry, Fill, FreshPage, Page, Range, bare_entry, cache_alone,
-    count_free, count_pages_in, digest_of, enqueue, find, give_back, has_free_pages, has_key, hit, is_first, is_free,
-    pull_unused, term_of, uncache,
+    FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
+    bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find,
+    give_back, has_free_pages, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
@@ -40,10 +41,10 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
         return True
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
-    if tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+    if count_free_in(tier.pool, queue_of(pool, page_id)) == 0 or not reserve_transfers(tier, 1):
         tier.counters.num_refused_pages += 1
         return False
-    queue_save(tier, key, group, page_id, False)
+    queue_save(pool, key, group, page_id, False)
     return True
 
 
@@ -98,13 +99,16 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageTier:
-    """A tier of `num_pages` pages, including a null page, behind `store`. `eviction` is the name of its policy.
+    """A tier of `num_pages` pages, including a null page, behind `store`. `eviction` is the name of its policy. The tier has
+    the banks of the store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
 
     Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
     saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
     """
 
-    def __cinit__(self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1):
+    def __cinit__(
+        self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1, further_banks=()
+    ):
         cdef Tier *tier = &self.tier
         cdef Py_ssize_t n = store.pool.num_pages
         cdef bint has_all
@@ -112,7 +116,9 @@ cdef class PageTier:
         if not store.enable_caching:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
         self.num_device_pages = store.pool.num_pages
-        self.pages = PageStore(num_pages, True, True, eviction)
+        if 1 + len(further_banks) != store.pool.num_banks:
+            raise ArgumentError(f"further_banks: got {len(further_banks)}, allowed: {store.pool.num_banks - 1}")
+        self.pages = PageStore(num_pages, True, True, eviction, further_banks, store.bank_names)
         if store.has_blank_first:
             self.pages.put_blank_first()
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
@@ -141,8 +147,7 @@ cdef class PageTier:
         """Return the `TierCounters` by name, the numbers of free and cached pages and of those in flight, and evicted pages."""
         cdef Tier tier
         cdef Pool pool
-        if store.tier != <PyObject *>self:
-            raise ArgumentError("store: got one with another tier")
+        self.check_behind(store)
         with store.lock:
             tier, pool = self.tier, self.pages.pool
         return dict(
@@ -150,12 +155,37 @@ cdef class PageTier:
             num_evicted_pages=pool.counters.num_evicted_pages,
         )
 
+    def count_banks(self, PageStore store not None) -> list:
+        """Return, for each bank, the numbers of its pages without the null page, of free and cached ones, and of the pages that
+        were ever handed out and evicted.
+        """
+        cdef list counts = []
+        cdef Pool pool
+        cdef Bank bank
+        cdef int32_t i
+        self.check_behind(store)
+        with store.lock:
+            pool = self.pages.pool
+        for i in range(pool.num_banks):
+            bank = counted_bank(&pool, i)
+            counts.append((
+                bank.stop - bank.start, bank.num_free, bank.num_entries, bank.num_allocated_pages, bank.num_evicted_pages,
+            ))
+        return counts
+
+    cdef int check_behind(self, PageStore store) except -1:
+        """Raise ArgumentError unless the tier is behind a store, whose lock guards it."""
+        if store.tier != <PyObject *>self:
+            raise ArgumentError("store: got one with another tier")
+        return 0
+
 
 def add_tier(PageStore store not None, PageTier tier not None) -> None:
     """Put a new tier behind its store, which takes ownership and must have none yet."""
-    cdef bint is_new
+    cdef bint is_new, is_fitting
     store.check_fixed()
-    if not store.enable_caching or tier.num_device_pages != store.pool.num_pages:
+    is_fitting = tier.num_device_pages == store.pool.num_pages and tier.pages.pool.num_banks == store.pool.num_banks
+    if not store.enable_caching or not is_fitting:
         raise ArgumentError("host_tier: got one for another pool")
     with store.lock:
         is_new = store.pool.tier == NULL and not tier.is_used
@@ -175,7 +205,8 @@ cdef class Transfers:
 
     Save pages ``save_src[i]`` of the device to pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
     load pages ``load_src[i]`` of the tier into pages ``load_dst[i]`` of the device, group ``load_group[i]``. All are read-only
-    int32 arrays. Read all saves before writing any load; destinations are distinct. ``len()`` counts both.
+    int32 arrays. With several pools all ids are those of the group's pool, on the device and in the tier. Read all saves before
+    writing any load; destinations are distinct. ``len()`` counts both.
     """
 
     cdef readonly int64_t number
@@ -230,7 +261,7 @@ def take_transfers(PageStore store not None) -> Transfers:
         with store.lock:
             num_due = tier.num_due
             if num == num_due and num:
-                num_saves = take_due(tier, &taken[0, 0], num)
+                num_saves = take_due(pool, &taken[0, 0], num)
                 number = tier.last_number
     return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
 
@@ -254,8 +285,9 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
     tier.num_ready = 0
 
 
-cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
+cdef Py_ssize_t take_due(Pool *pool, int32_t *taken, Py_ssize_t num) noexcept nogil:
     """Number the `num` due transfers, and copy their columns, saves first. Return the number of saves."""
+    cdef Tier *tier = pool.tier
     cdef Transfer *transfer
     cdef Py_ssize_t i, at, num_saves = 0, num_loads = 0
     assert num == tier.num_due <= tier.num
@@ -268,7 +300,8 @@ cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept no
         transfer.number = tier.last_number
         at = num_saves + num_loads if transfer.is_load else i - (tier.num - tier.num_due) - num_loads
         num_loads += transfer.is_load
-        taken[at], taken[num + at], taken[2 * num + at] = transfer.page_id, transfer.tier_id, transfer.group
+        taken[at], taken[num + at] = id_in_bank(pool, transfer.page_id), id_in_bank(tier.pool, transfer.tier_id)
+        taken[2 * num + at] = transfer.group
     tier.num_due = 0
     assert num_saves + num_loads == num
     return num_saves
@@ -297,7 +330,8 @@ def list_in_flight(PageStore store not None) -> list:
             for i in range(num_taken if num == num_taken else 0):
                 transfer = &tier.items[i]
                 taken[0, i], taken[1, i] = transfer.number, transfer.is_load
-                taken[2, i], taken[3, i], taken[4, i] = transfer.page_id, transfer.tier_id, transfer.group
+                taken[2, i] = id_in_bank(&store.pool, transfer.page_id)
+                taken[3, i], taken[4, i] = id_in_bank(tier.pool, transfer.tier_id), transfer.group
     lists = []
     for number in np.unique(items[0]).tolist() if tier != NULL else ():
         chosen = items[:, items[0] == number]
@@ -309,10 +343,12 @@ def list_in_flight(PageStore store not None) -> list:
 @cython.final
 @cython.auto_pickle(False)
 cdef class FailedLoads:
-    """Pages of a pool with wrong contents after failed loads of list `number`. ``len()`` counts them."""
+    """Pages with wrong contents after failed loads of list `number`. ``len()`` counts them. `groups` has the cache group of
+    each page, and ids are those of the group's pool.
+    """
 
     def __cinit__(self):
-        self.ids = PageIds.__new__(PageIds)
+        self.ids, self.group_ids = PageIds.__new__(PageIds), PageIds.__new__(PageIds)
 
     def __init__(self):
         raise TypeError("a FailedLoads is what fail_transfers returns")
@@ -331,7 +367,11 @@ cdef class FailedLoads:
 
     @property
     def page_ids(self) -> list:
-        return self.ids.to_list()[::-1]
+        return self.store.ids_in_banks(self.ids).to_list()[::-1]
+
+    @property
+    def groups(self) -> list:
+        return self.group_ids.to_list()[::-1]
 
 
 cdef int set_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list indices, str name) except -1:
@@ -361,6 +401,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     if failed.is_wrong == NULL:
         raise MemoryError("transfers")
     failed.ids.reserve(num_loads)
+    failed.group_ids.reserve(num_loads)
     is_failed = bytearray(num_saves + num_loads)
     set_failed(is_failed, 0, num_saves, wrong_saves, "saves")
     set_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
@@ -465,6 +506,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             end_save(pool, transfer, is_done)
         if transfer.is_load and not is_done:
             failed.ids.put(&transfer.page_id, 1)
+            failed.group_ids.put(&transfer.group, 1)
             failed.is_wrong[transfer.page_id] = True
     for i in range(tier.num):
         if tier.items[i].number != failed.number:
@@ -494,9 +536,9 @@ def load_prefix(
     whether the pool was too full for the loads, and the number of junction tokens.
 
     Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
-    `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need beside
-    `num_reserved`, nothing changes, and the prefix is that of the pool. Junction tokens are hit by all groups of full
-    attention where others hit fewer; else 0. O(pages x groups).
+    `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
+    beside `num_reserved` of the first, nothing changes, and the prefix is that of the pool. Junction tokens are hit by all
+    groups of full attention where others hit fewer; else 0. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
@@ -506,69 +548,82 @@ def load_prefix(
     cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
     cdef tuple hits = new_ids(groups.num)
-    cdef bint is_short = False
+    cdef int32_t short_bank = NO_BANK
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
         contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        num_hashes = find_and_load(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &is_short)
+        num_hashes = find_and_load(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &short_bank)
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
-    return hits, num_hashes * chain.page_size, is_short, count_junction_tokens(&query, num_hashes)
+    return hits, num_hashes * chain.page_size, short_bank != NO_BANK, count_junction_tokens(&query, num_hashes)
 
 
 cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    bint *is_short,
+    int32_t *short_bank,
 ) noexcept:
     """Do `load_prefix` in a locked pool. Return the number of hashes of the prefix; -1, with nothing changed, if memory is
-    short.
+    short. Set the bank that has too few free pages for the loads, or NO_BANK.
     """
     cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
+    short_bank[0] = NO_BANK
     if pool.tier != NULL and num_hashes + query.kinds.num_hit_hashes <= query.num_digests:
         query.reaches_tier = True
         num_all = find_longest(pool, query)
         if num_all > num_hashes:
             if fetch_hits(pool, query, num_all, hits) < 0:
                 return -1
-            if load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved):
+            short_bank[0] = load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved)
+            if short_bank[0] == NO_BANK:
                 return num_all
-            is_short[0] = count_hit_pages(query, num_all) <= count_pages_in(pool, shard)
+            if not has_pages_of_hit(pool, query, num_all, shard):
+                short_bank[0] = NO_BANK
     return fetch_hits(pool, query, num_hashes, hits)
 
 
-cdef Py_ssize_t count_hit_pages(const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Count the pages in a hit of `num_hashes` hashes."""
-    cdef Py_ssize_t g, count = 0
+cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_hashes, int32_t shard) noexcept:
+    """Whether each bank, or the shard, has as many pages, held or free, as a hit of `num_hashes` hashes takes there."""
+    cdef Py_ssize_t[MAX_BANKS] counts
+    cdef const Group *group
+    cdef Py_ssize_t g
+    cdef int32_t bank
+    memset(counts, 0, sizeof(counts))
     for g in range(query.num_groups):
-        count += num_hashes // query.groups[g].stride - find_first_hit_page(query, &query.groups[g], num_hashes)
-    return count
+        group = &query.groups[g]
+        counts[group.bank] += num_hashes // group.stride - find_first_hit_page(query, group, num_hashes)
+    for bank in range(pool.num_banks):
+        if counts[bank] > count_pages_in(pool, queue_in(bank, shard)):
+            return False
+    return True
 
 
-cdef bint load_absent(
+cdef int32_t load_absent(
     Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
     int32_t shard, Py_ssize_t num_reserved,
 ) noexcept:
-    """Queue loads of the pages that `hits` lack. False, with nothing changed, if too few pages are free."""
+    """Queue loads of the pages that `hits` lack. Return NO_BANK or, with nothing changed, the first bank with too few free
+    pages; the first of all if memory is short.
+    """
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i, first = tier.num
     cdef bint has_room = queue_absent(pool, query, groups, num_hashes, hits)
-    cdef Py_ssize_t num_loads = tier.num - first, num_pages = num_loads
+    cdef Py_ssize_t num_loads = tier.num - first
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
-    cdef PageIds found
-    for found in hits:
-        num_pages += count_free(pool, found.ids, found.num)
-    if taken == NULL or not has_room or not has_free_pages(pool, num_pages, num_reserved, shard):
+    cdef int32_t short_bank = 0
+    if taken != NULL and has_room:
+        short_bank = find_bank_short_of_loads(pool, groups, hits, first, shard, num_reserved)
+    if taken == NULL or not has_room or short_bank != NO_BANK:
         free(taken)
         tier.num -= num_loads
         tier.num_due -= num_loads
-        return False
+        return short_bank
     hold_hits(pool, hits, True)
     for i in range(num_loads):
         hit(tier.pool, &tier.items[first + i].tier_id, 1, NO_SESSION)
-    take(pool, taken, num_loads, shard, contents.session)  # saves of evicted pages are queued behind the loads
+    take_for_loads(pool, taken, first, num_loads, shard, contents.session)
     for i in range(num_loads):
         assert pool.pages[taken[i]].ref_cnt == 1 and pool.pages[taken[i]].group == NO_GROUP
         tier.items[first + i].page_id = taken[i]
@@ -577,7 +632,47 @@ cdef bint load_absent(
     cache_loads(pool, query, groups, num_hashes, hits, contents, taken)
     free(taken)
     find_oldest_load(tier)
-    return True
+    return NO_BANK
+
+
+cdef int32_t find_bank_short_of_loads(
+    const Pool *pool, CacheGroups groups, tuple hits, Py_ssize_t first, int32_t shard, Py_ssize_t num_reserved
+) noexcept:
+    """Return the first bank with too few free pages for the transfers from `first` on, which are loads, beside the free pages
+    among `hits`; NO_BANK: each has enough.
+    """
+    cdef Py_ssize_t[MAX_BANKS] counts
+    cdef const Tier *tier = pool.tier
+    cdef Py_ssize_t i, g
+    cdef int32_t bank
+    cdef PageIds found
+    memset(counts, 0, sizeof(counts))
+    for i in range(first, tier.num):
+        counts[bank_of(tier.pool, tier.items[i].tier_id)] += 1
+    for g in range(groups.num):
+        found = hits[g]
+        counts[groups.groups[g].bank] += count_free(pool, found.ids, found.num)
+    for bank in range(pool.num_banks):
+        if not has_free_pages(pool, counts[bank], num_reserved if bank == 0 else 0, queue_in(bank, shard)):
+            return bank
+    return NO_BANK
+
+
+cdef void take_for_loads(
+    Pool *pool, int32_t *taken, Py_ssize_t first, Py_ssize_t num_loads, int32_t shard, int32_t session
+) noexcept:
+    """Take a page for each of the loads from transfer `first` on, in one go for those that follow one another in a bank. Saves
+    of evicted pages are queued behind the loads.
+    """
+    cdef Tier *tier = pool.tier
+    cdef Py_ssize_t stop, start = 0
+    cdef int32_t bank
+    while start < num_loads:
+        bank, stop = bank_of(tier.pool, tier.items[first + start].tier_id), start + 1
+        while stop < num_loads and bank_of(tier.pool, tier.items[first + stop].tier_id) == bank:
+            stop += 1
+        take(pool, taken + start, stop - start, queue_in(bank, shard), session)
+        start = stop
 
 
 cdef bint queue_absent(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:

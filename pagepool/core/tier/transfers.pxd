@@ -4,7 +4,9 @@
 from libc.stdint cimport INT64_MAX, int32_t
 
 from pagepool.core.base cimport Digest, reserve_items
-from pagepool.core.pool cimport FILLING, NO_SESSION, NULL_PAGE, Tier, Transfer, end_of_queue, fetch_entry, record_behind, take
+from pagepool.core.pool cimport (
+    FILLING, NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take,
+)
 
 
 cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
@@ -19,11 +21,12 @@ cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
     tier.num_due += 1
 
 
-cdef inline int32_t queue_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
-    """Take a free page of the tier for a page, and queue the transfer. There must be room."""
-    cdef int32_t tier_id = NULL_PAGE
-    take(tier.pool, &tier_id, 1, -1, NO_SESSION)
-    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # prefetch: the next page to be taken
+cdef inline int32_t queue_save(Pool *pool, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
+    """Take a free page of the tier for a page, from the bank of the same number, and queue the transfer. There must be room."""
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = NULL_PAGE, queue = queue_of(pool, page_id)
+    take(tier.pool, &tier_id, 1, queue, NO_SESSION)
+    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, queue), queue))  # the next page to be taken
     tier.fills[tier_id] = FILLING
     queue_transfer(tier, Transfer(
         key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=is_void,
