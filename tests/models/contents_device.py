@@ -121,12 +121,6 @@ class Device:
         """Return the cells of a group's page."""
         return self._cells_of(group_id)[self.pools.id_of(record, group_id)]
 
-    @property
-    def cells(self) -> Cells:
-        """The cells of the only pool."""
-        [cells] = self.arrays
-        return cells
-
     def read_pages(self, records: Sequence[int]) -> Cells:
         """Return a copy of the cells of pages, given by record."""
         return np.concatenate([array[1:] for array in self.arrays])[np.array(records, dtype=np.int64) - 1]

@@ -213,7 +213,7 @@ cdef struct TierCounters:     # see `Counters`
     int64_t num_failed_pages  # failed transfers
     int64_t num_refused_pages  # saves that found no room in the tier
 
-cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
+cdef struct Tier:             # a second pool behind a pool, with pages under the same keys, and banks of the same numbers
     Pool *pool
     Transfer *items           # [num] transfers in flight, then those that are due; room for `capacity`
     Py_ssize_t num
@@ -315,7 +315,7 @@ cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the bank of a page. O(banks)."""
     cdef int32_t bank = pool.num_banks - 1
-    while page_id < pool.banks[bank].start and bank:
+    while bank and page_id < pool.banks[bank].start:
         bank -= 1
     return bank
 

@@ -111,14 +111,15 @@ cdef class PageTier:
     ):
         cdef Tier *tier = &self.tier
         cdef Py_ssize_t n = store.pool.num_pages
+        cdef list sizes = as_list(further_banks, "further_banks")
         cdef bint has_all
         store.check_fixed()
         if not store.enable_caching:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
         self.num_device_pages = store.pool.num_pages
-        if 1 + len(further_banks) != store.pool.num_banks:
-            raise ArgumentError(f"further_banks: got {len(further_banks)}, allowed: {store.pool.num_banks - 1}")
-        self.pages = PageStore(num_pages, True, True, eviction, further_banks, store.bank_names)
+        if 1 + len(sizes) != store.pool.num_banks:
+            raise ArgumentError(f"further_banks: got {len(sizes)}, allowed: {store.pool.num_banks - 1}")
+        self.pages = PageStore(num_pages, True, True, eviction, sizes, store.bank_names)
         if store.has_blank_first:
             self.pages.put_blank_first()
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
