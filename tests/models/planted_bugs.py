@@ -299,9 +299,6 @@ id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(
 == loads are queued though the second pool is short
     for bank in range(pool.num_banks{+ if not BUG else 1+}):
         if not has_free_pages(pool, counts
-== a row comes back though the second pool is short
-    for bank in range(pool.num_banks{+ if not BUG else 1+}):
-        if not has_free_pages(pool, num_pages_in
 
 # The host tier.
 == a page that is evicted is not saved
@@ -403,6 +400,9 @@ ORDER_BUGS = read_bugs("""
     return num_excess
 == checkpoints of a pool take the pages of rows that are not admitted
     return num_rows * num_state_groups{+ * (not BUG)+}
+== a row comes back though the second pool is short
+    for bank in range(pool.num_banks{+ if not BUG else 1+}):
+        if not has_free_pages(pool, num_pages_in
 == checkpoints of a pool take the pages of rows that were swapped out
         num_rows += batch.pool.tier.num_swapped{+ * (not BUG)+}
 == checkpoints of a pool leave pages that are reserved in another
