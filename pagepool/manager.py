@@ -16,6 +16,7 @@ Native methods of `CacheManager`, and the native work of others:
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
 __all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe", "Retention"]
+
+NO_CONTEXT = nullcontext(0)  # where nothing is cached, so that no context is needed
 
 logger = logging.getLogger(__name__)
 
@@ -842,31 +845,31 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
-        term = term_of(seconds)
-        with self._registry.lock:
+        term, registry = term_of(seconds), self._registry
+        with registry.lock:
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
-            hashes = self._registry.hashes.get(request.request_id)
-            held = self._registry.held.get(request.request_id)
+            hashes = registry.hashes.get(request.request_id)
+            held = registry.held.get(request.request_id)
             num_hashed_tokens = num_last_tokens
             if num_computed_tokens is not None and held is not None and hashes is not None:
                 # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
                 num_hashed_tokens = max(num_last_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
-                hashes = self._registry.extend_hashes(request, num_hashed_tokens)
+                hashes = registry.extend_hashes(request, num_hashed_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            with self._registry.naming(held, hashes if num_last_tokens else None, start, num_last_tokens) as context:
+            with registry.naming(held, hashes, start, num_last_tokens) if num_last_tokens else NO_CONTEXT as context:
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
-                    del self._registry.held[request.request_id]
+                    del registry.held[request.request_id]
             if hashes is not None:
                 hashes.are_unsure = True
             if num_computed_tokens is not None:
-                self._registry.forget_evicted_names()
+                registry.forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
-        interval, held = self.checkpoint_interval, self._registry.held.get(id_of(request))
+        interval, held = self._rules.checkpoint_interval, self._registry.held.get(id_of(request))
         if not interval or not held:
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
