@@ -27,6 +27,7 @@ MODULES = ("core.utils", "core.page_pool", "core.manager", "page_table")
 OTHERS = ("core.coordinator", "core.single_type_cache_manager", "core.dp_sharding", "core.interface")
 
 READ_ONLY = "read-only: the core has it"
+ONE_POOL = "read-only: a property, since it raises where a manager has several pools"
 DIFFERENCES = {
     "logger": "each module of pagepool has one of its own name",
     "none_hash": "NONE_HASH",
@@ -39,7 +40,9 @@ DIFFERENCES = {
     "FreeCachePageQueue.fake_free_list_tail": "the null page's record closes the ring, so there are no sentinels",
     "FreeCachePageQueue.num_free_pages": READ_ONLY,
     "PagePool.cached_page_hash_to_page": "read-only: a view of the core's index",
+    "PagePool.free_page_queue": ONE_POOL,
     "PagePool.null_page": READ_ONLY,
+    "CacheManager.page_pool": ONE_POOL,
     "CacheManager.req_to_page_hashes": "read-only: a view of the digests",
     "PageTable.cpu_version": READ_ONLY,
     "PageTable.max_num_pages_per_req": READ_ONLY,
