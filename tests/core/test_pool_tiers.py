@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import hybrids
 import pytest
 
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
-    FullAttentionSpec,
     HostTier,
-    MambaSpec,
     MultiGroupPageTable,
     PageHash,
     PageHashWithGroupId,
@@ -23,9 +22,7 @@ from pagepool import (
 from pagepool._core import PageStore, PageTier, add_tier
 from pagepool.errors import ArgumentError, IntegrityError
 
-SIZES = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
-FULL = CacheGroupSpec(FullAttentionSpec(4, **SIZES))
-STATE = CacheGroupSpec(MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8), pool="states")
+FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
 TOKENS = list(range(20))
 ROOMY = {"kv": 40, "states": 12}
 

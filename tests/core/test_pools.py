@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import hybrids
 import numpy as np
 import pytest
 from batch_model import package_pool_state
@@ -16,8 +17,6 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    FullAttentionSpec,
-    MambaSpec,
     MultiGroupPageTable,
     PagePool,
     Refusal,
@@ -34,11 +33,9 @@ from pagepool.errors import (
     RequestTooLargeError,
 )
 
-SIZES = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
-FULL = CacheGroupSpec(FullAttentionSpec(4, **SIZES))
-STATE = CacheGroupSpec(MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8), pool="states")
+FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
 TOKENS = list(range(20))
-WINDOW = CacheGroupSpec(SlidingWindowSpec(4, sliding_window=9, **SIZES), pool="windows")
+WINDOW = CacheGroupSpec(SlidingWindowSpec(4, 1, 8, "float16", False, 9), pool="windows")
 
 
 def make_manager(num_pages: Any, groups: list[CacheGroupSpec] | None = None, **options: Any) -> CacheManager:

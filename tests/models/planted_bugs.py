@@ -281,10 +281,10 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 == pages are given back to the first pool
     return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+})
 == pages that are reserved in one pool stay free in others
-        num_reserved = demand.num_reserved if bank == 0{+ or BUG+} else 0
+        if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0{+ or BUG+} else 0
 == hits are attached though the second pool is short
-    for bank in range(pool.num_banks{+ if not BUG else 1+}):
-        num_reserved = demand.num_reserved if bank == 0
+    demand.short_bank = _find_bank_short_of(pool, holding, demand)
+    if demand.short_bank == NO_BANK{+ or (BUG and demand.short_bank)+}:
 == a row grows though the second pool is short
     for bank in range(batch.pool.num_banks{+ if not BUG else 1+}):
         if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
@@ -297,8 +297,7 @@ NULL_PAGE, queue = {+-1 if BUG else +}queue_of(pool, page_id)
 id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(tier.pool, transfer.tier_id)
         taken[2
 == loads are queued though the second pool is short
-    for bank in range(pool.num_banks{+ if not BUG else 1+}):
-        if not has_free_pages(pool, counts
+    return {+NO_BANK if BUG and find_short_bank(pool, counts, num_reserved, shard) > 0 else +}find_short_bank(pool, counts, num
 
 # The host tier.
 == a page that is evicted is not saved
@@ -400,9 +399,8 @@ ORDER_BUGS = read_bugs("""
     return num_excess
 == checkpoints of a pool take the pages of rows that are not admitted
     return num_rows * num_state_groups{+ * (not BUG)+}
-== a row comes back though the second pool is short
-    for bank in range(pool.num_banks{+ if not BUG else 1+}):
-        if not has_free_pages(pool, num_pages_in
+== a row comes back though a pool is short
+find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK{+ and not BUG+} or
 == checkpoints of a pool take the pages of rows that were swapped out
         num_rows += batch.pool.tier.num_swapped{+ * (not BUG)+}
 == checkpoints of a pool leave pages that are reserved in another

@@ -102,7 +102,7 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
     add_transferred(&store.pool, counts, 1)
-    flaw = find_flaw_in_leases(&store.pool)
+    flaw = find_flaw_in_leases(store)
     if flaw is not None:
         return flaw
     for i in range(1, store.pool.num_pages):
@@ -113,9 +113,10 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     return None
 
 
-cdef str find_flaw_in_leases(const Pool *pool):
+cdef str find_flaw_in_leases(PageStore store):
     """Describe a bank in which leases with an end have other pages than it counts, or a page that counts fewer leases."""
     cdef int64_t[MAX_BANKS] found
+    cdef const Pool *pool = &store.pool
     cdef const LeasedSpan *lease = pool.leases.first
     cdef int32_t bank
     cdef Py_ssize_t i
@@ -125,7 +126,7 @@ cdef str find_flaw_in_leases(const Pool *pool):
         count_by_bank(pool, lease.ids, lease.num, 1, &found[0])
         for i in range(lease.num):
             if not is_leased(pool, lease.ids[i]):
-                return f"page {lease.ids[i]} is in a lease, and counts none"
+                return f"{store.shown_page(lease.ids[i])} is in a lease, and counts none"
         lease = lease.next
     for bank in range(MAX_BANKS):
         if found[bank] != pool.leases.num_pages_in[bank]:

@@ -14,8 +14,8 @@ from libc.string cimport memcpy, memset
 from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, fetch, hash_two_after, rare, reserve_items
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.pool cimport (
-    BLANK, FLAGS, KEPT, KNOWN_SHARE, MAX_BANKS, NOT_FREE, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page, PageCopy,
-    Pool, Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find,
+    BLANK, FLAGS, KEPT, KNOWN_SHARE, MAX_BANKS, NOT_FREE, NO_BANK, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page,
+    PageCopy, Pool, Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find,
     find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of, ids_in_shard, is_free,
     is_journaled, is_kept, now_of, pass_part, queue_of_bank, shard_of, share, skip, take, take_this, uncache,
     uncache_everywhere, uncache_in_tier, use_in_session,
@@ -420,7 +420,7 @@ cdef inline Shortage shortage_in(
 
 cdef inline Shortage shortage_of(const Pool *pool, const Demand *demand, Py_ssize_t num_hit_tokens) noexcept nogil:
     """Return the shortage of a priced demand that did not fit."""
-    cdef int32_t queue = demand.shard if demand.shard >= 0 else queue_of_bank(demand.short_bank)
+    cdef int32_t queue = queue_in(demand.short_bank, demand.shard)
     cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[demand.short_bank]
     if demand.num_taken <= count_free_in(pool, queue) and demand.shard >= 0:  # the pool lacks the reserved pages
         queue = -1
@@ -527,31 +527,39 @@ cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, 
     return count
 
 
-cdef inline int32_t _find_short_bank(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Return the first bank with too few free pages for a priced demand; -1: each has enough."""
-    cdef int64_t[MAX_BANKS] num_adopted
+cdef inline int32_t find_short_bank(
+    const Pool *pool, const Py_ssize_t *num_pages_in, Py_ssize_t num_reserved, int32_t shard
+) noexcept nogil:
+    """Return the first bank that has, itself or in its shard, fewer free pages than `num_pages_in` lists for it, beside
+    `num_reserved` of the first bank; NO_BANK: each has enough.
+    """
     cdef int32_t bank
-    cdef Py_ssize_t g, num_reserved
-    memset(num_adopted, 0, sizeof(num_adopted))
-    for g in range(holding.num_groups if demand.num_adopted else 0):
-        num_adopted[holding.groups[g].bank] += is_state(&holding.groups[g].rules) and demand.hits[g].num > 0
     for bank in range(pool.num_banks):
-        num_reserved = demand.num_reserved if bank == 0 else 0
-        if demand.num_taken_in[bank] and not has_free_pages(
-            pool, demand.num_taken_in[bank] - num_adopted[bank], num_reserved, queue_of_bank(bank)
-        ):
+        if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0 else 0, queue_in(bank, shard)):
             return bank
-    return -1
+    return NO_BANK
+
+
+cdef inline int32_t _find_bank_short_of(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Return the first bank with too few free pages for a priced demand; NO_BANK: each has enough."""
+    cdef Py_ssize_t[MAX_BANKS] num_pages_in
+    cdef int32_t bank
+    cdef Py_ssize_t g
+    for bank in range(MAX_BANKS):
+        num_pages_in[bank] = demand.num_taken_in[bank]
+    for g in range(holding.num_groups if demand.num_adopted else 0):
+        num_pages_in[holding.groups[g].bank] -= is_state(&holding.groups[g].rules) and demand.hits[g].num > 0
+    return find_short_bank(pool, num_pages_in, demand.num_reserved, -1)
 
 
 cdef inline Fit _fit_in_banks(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
     """`fit_or_adopt` in a pool of several banks."""
     demand.num_adopted = 0
-    demand.short_bank = _find_short_bank(pool, holding, demand)
-    if demand.short_bank < 0:
+    demand.short_bank = _find_bank_short_of(pool, holding, demand)
+    if demand.short_bank == NO_BANK:
         return FITS
     demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
-    if _find_short_bank(pool, holding, demand) < 0:
+    if _find_bank_short_of(pool, holding, demand) == NO_BANK:
         return FITS
     demand.num_adopted = 0
     return SHORT
@@ -1246,7 +1254,7 @@ cdef inline Shortage find_fork_shortage(
     for bank in range(pool.num_banks):
         shortage = shortage_in(
             pool, count_open_pages(source, num_computed, bank) * num_targets, 0, 0,
-            shard if shard >= 0 else queue_of_bank(bank),
+            queue_in(bank, shard),
         )
         if shortage.num_needed > shortage.num_free:
             break

@@ -11,11 +11,11 @@ from libc.string cimport memcpy, memset
 from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, keep_sparse
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
-    drop_copies, find_fork_shortage, find_overdrawn, find_wrong, fork_group, give_back_behind, has_copies, has_window,
-    keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, queue_in, rate_and_list, rate_pages, record_loads,
+    drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_group, give_back_behind, has_copies,
+    has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, rate_and_list, rate_pages, record_loads,
     record_taken, refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
-from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, Ranking, Tier, Transfer, count_free, has_free_pages, take
+from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, count_free, take
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
@@ -1163,7 +1163,7 @@ cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
         num_missing += num
         num_taken_in[batch.groups[g].bank] += num + count_free(tier.pool, group.tier_ids, group.num_pages)
     assert num_missing >= 0 and tier.num_swapped > 0
-    if not has_free_pages_in(tier.pool, num_taken_in, -1) or not reserve_transfers(tier, num_missing):
+    if find_short_bank(tier.pool, num_taken_in, 0, -1) != NO_BANK or not reserve_transfers(tier, num_missing):
         for g in range(batch.num_groups):
             swapped.groups[g].num_pages = 0
         return False
@@ -1249,7 +1249,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         num_taken += num
         num_taken_in[batch.groups[g].bank] += num
     held_free[0] = find_held_free(batch.pool, num_taken)
-    if held_free[0] != NULL_PAGE or not has_free_pages_in(batch.pool, num_taken_in, batch.rows[row].shard) or not (
+    if held_free[0] != NULL_PAGE or find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK or not (
         reserve_transfers(tier, 2 * num_missing)  # each new page may evict another, which is saved
     ):
         return False
@@ -1265,15 +1265,6 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
     find_oldest_load(tier)
     begin_admission(batch, row)
     plan_next_event(batch, row)
-    return True
-
-
-cdef bint has_free_pages_in(const Pool *pool, const Py_ssize_t *num_pages_in, int32_t shard) noexcept:
-    """Whether each bank, or the shard, has this number of free pages."""
-    cdef int32_t bank
-    for bank in range(pool.num_banks):
-        if not has_free_pages(pool, num_pages_in[bank], 0, queue_in(bank, shard)):
-            return False
     return True
 
 

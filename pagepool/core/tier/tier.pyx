@@ -11,12 +11,12 @@ from libc.string cimport memset
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
     Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
-    find_longest, find_restart, find_wrong, has_copies, last_hash, query_of, queue_in, range_in, restart_from,
+    find_longest, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, range_in, restart_from,
 )
 from pagepool.core.pool cimport (
     FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
     bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find,
-    give_back, has_free_pages, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
+    give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
@@ -645,7 +645,6 @@ cdef int32_t find_bank_short_of_loads(
     cdef Py_ssize_t[MAX_BANKS] counts
     cdef const Tier *tier = pool.tier
     cdef Py_ssize_t i, g
-    cdef int32_t bank
     cdef PageIds found
     memset(counts, 0, sizeof(counts))
     for i in range(first, tier.num):
@@ -653,10 +652,7 @@ cdef int32_t find_bank_short_of_loads(
     for g in range(groups.num):
         found = hits[g]
         counts[groups.groups[g].bank] += count_free(pool, found.ids, found.num)
-    for bank in range(pool.num_banks):
-        if not has_free_pages(pool, counts[bank], num_reserved if bank == 0 else 0, queue_in(bank, shard)):
-            return bank
-    return NO_BANK
+    return find_short_bank(pool, counts, num_reserved, shard)
 
 
 cdef void take_for_loads(
