@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -163,8 +164,9 @@ class HostTier:
             return {}
         tier, store = self._bound
         return {
-            name: PoolStats(num_pages, num_free, num_pages - num_free, num_cached, 0, *counts)
-            for name, (num_pages, num_free, num_cached, *counts) in zip(store.bank_names, tier.count_banks(store), strict=True)
+            name: PoolStats(num_pages, num_free, num_pages - num_free, num_cached, 0, num_saved, num_evicted)
+            for name, counts in zip(store.bank_names, tier.count_banks(store), strict=True)
+            for num_pages, num_free, num_cached, num_saved, num_evicted in [counts]
         }
 
 
@@ -755,13 +757,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self.expect_session(session_id, seconds=math.inf)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Set the tenants' shares of the pool. All other requests share the rest, also those of tenants no longer named.
+        """Set the tenants' shares of each pool. All other requests share the rest, also those of tenants no longer named.
 
         Each held or cached page is charged to the `tenant` of the request or row that took it, if that had a share then. Once
         another tenant has used the page, it is charged to the rest, until it loses its prefix entry. Pages without an entry are
         evicted first. Then each tenant above its share offers its next page in the order of `expect`, and a page never expected
         back goes first, otherwise the one released earliest. A tenant within its share loses a page only if nobody else has
-        free ones. Unused room of a tenant serves all, and no request is refused for a share.
+        free ones. Unused room of a tenant serves all, and no request is refused for a share. With several pools a tenant has
+        its share of each: pages that it takes in one do not count in another.
 
         Raise ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most
         63, each above 0, and at most 0.95 in all. From the first call on this takes 6 bytes per page. O(num_pages + sessions).
@@ -900,6 +903,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
         lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
         num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
+        charged = [self._registry.sessions.count_charged(bank) for bank in range(len(self.pools))]
         return CacheStats(
             num_pages=num_pages,
             num_free_pages=num_free_pages,
@@ -908,7 +912,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_leased_pages=sum(store.num_leased_pages),
             max_num_leased_pages=self.max_num_leased_pages,
             num_sessions=store.num_sessions,
-            num_pages_by_tenant=self._registry.sessions.count_charged(),
+            num_pages_by_tenant={name: sum(counts.get(name, 0) for counts in charged) for name in charged[0]},
             usage=(num_pages - num_free_pages) / max(1, num_pages),
             queries=QueryCounts(**self._registry.query_counters[0].counts),
             preempted_queries=QueryCounts(**self._registry.query_counters[1].counts),
@@ -922,7 +926,10 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_lru_hit_pages=num_lru_hit_pages,
             host_tier=None if self._host_tier is None else self._host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
-            pools={name: pool._count() for name, pool in self.pools.items()},
+            pools={
+                name: replace(pool._count(), num_pages_by_tenant=counts)
+                for (name, pool), counts in zip(self.pools.items(), charged, strict=True)
+            },
             host_pools={} if self._host_tier is None else self._host_tier._count_pools(),
         )
 

@@ -192,11 +192,15 @@ class Records(SimpleNamespace):
         is_wrong = np.where(is_blank[1:], charged, tenants >= MAX_TENANTS)
         text = " is charged to tenant {}, allowed: up to {}, or {} in the blank part"
         self.refuse(is_wrong, range(1, self.num_pages), text, tenants, MAX_TENANTS - 1, NO_TENANT)
-        counts = np.bincount(tenants[charged], minlength=MAX_TENANTS).tolist()
-        self.require_count(counts, self.num_charged.tolist(), "pages are charged to the tenants")
-        of_free = self.tenants.take(self.free_ids)
-        counts = np.bincount(of_free[of_free != NO_TENANT], minlength=MAX_TENANTS).tolist()
-        self.require_count(counts, self.num_free_by_tenant.tolist(), "of them are free")
+        is_free = np.zeros(self.num_pages, dtype=bool)
+        is_free[self.free_ids] = True
+        for bank, (start, stop, *_) in enumerate(self.banks):
+            where = slice(bank * MAX_TENANTS, (bank + 1) * MAX_TENANTS)
+            tenants, charged = self.tenants[start:stop], self.tenants[start:stop] != NO_TENANT
+            counts = np.bincount(tenants[charged], minlength=MAX_TENANTS).tolist()
+            self.require_count(counts, self.num_charged[where].tolist(), f"pages of {start} to {stop - 1} are charged")
+            counts = np.bincount(tenants[charged & is_free[start:stop]], minlength=MAX_TENANTS).tolist()
+            self.require_count(counts, self.num_free_by_tenant[where].tolist(), "of them are free")
 
     def words_of(self, low: Array, groups: Array) -> Any:
         """Return products of the lower halves of keys, with groups; their upper halves are the tags."""

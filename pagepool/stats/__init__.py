@@ -58,8 +58,8 @@ class PagePoolStats:
 class PoolStats:
     """State and counters of one pool of a manager. ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or
     held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit; ``num_leased_pages`` are leased for a time, and
-    count once for each lease. Counters since the pool was made: pages handed out, and evicted, that is, handed out again while
-    they could be hit.
+    count once for each lease; ``num_pages_by_tenant`` has the pages charged to each tenant with a share. Counters since the
+    pool was made: pages handed out, and evicted, that is, handed out again while they could be hit.
     """
 
     num_pages: int
@@ -69,6 +69,7 @@ class PoolStats:
     num_leased_pages: int
     num_allocated_pages: int
     num_evicted_pages: int
+    num_pages_by_tenant: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,16 @@ class CacheCollector(Collector):
                 yield family
         text = "Pages charged to a tenant with a share."
         family = GaugeMetricFamily("pagepool_tenant_pages", text, labels=[*self._label_names, "tenant"])
+        labels = [*self._label_names, "pool", "tenant"]
+        of_pools = GaugeMetricFamily("pagepool_pool_tenant_pages", f"{text[:-1]}, in one pool.", labels=labels)
         for values, each in stats.items():
             for tenant, num_pages in each.num_pages_by_tenant.items():
                 family.add_metric((*values, tenant), num_pages)
+            for pool, counts in each.pools.items():
+                for tenant, num_pages in counts.num_pages_by_tenant.items():
+                    of_pools.add_metric((*values, pool, tenant), num_pages)
         yield family
+        yield of_pools
 
 
 TimesFamily = partial(HistogramMetricFamily, unit="seconds")

@@ -250,7 +250,6 @@ UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
     "data_parallel_size": lambda manager: make_batch(manager, 4, data_parallel_size=3),
     "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
     "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
-    "set_shares": lambda manager: manager.set_shares({"tenant": 0.5}),
 }
 SHARDED: list[Callable[[CacheManager], Any]] = [
     lambda manager: make_batch(manager, 4, data_parallel_size=2),
@@ -350,10 +349,10 @@ def test_leases_may_hold_a_share_of_each_pool() -> None:
     assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [0, 0]
 
 
-def compute_states(manager: CacheManager, names: str, times: Sequence[float | None] = ()) -> None:
+def compute_states(manager: CacheManager, names: str, times: Sequence[float | None] = (), tenant: str | None = None) -> None:
     """Compute requests of eight tokens and one more, each of which leaves two full pages and a checkpoint."""
     for name, seconds in zip(names, times or [None] * len(names), strict=True):
-        request = EngineRequest(name, [ord(name), *range(8)], session_id=name)
+        request = EngineRequest(name, [ord(name), *range(8)], session_id=name, tenant=tenant)
         for request.num_computed_tokens, num_tokens in ((0, 8), (8, 1)):
             manager.allocate_slots(request, num_tokens)
             manager.take_copies()
@@ -407,6 +406,62 @@ def test_a_session_that_closes_gives_up_its_pages_in_all_pools() -> None:
     manager.check()
     assert list_states(manager, "abc", "states")[0] == "b"
     manager.check()
+
+
+def share_pools(tenants: dict[str, str | None], shares: dict[str, float]) -> CacheManager:
+    """Return pools with the requests of tenants, each a second after the one before it."""
+    manager = make_manager({"kv": 101, "states": 12})
+    manager._store.set_time(999)
+    manager.set_shares(shares)
+    for second, (name, tenant) in enumerate(tenants.items()):
+        manager._store.set_time(1000 + second)
+        compute_states(manager, name, tenant=tenant)
+        manager.check()
+    return manager
+
+
+@pytest.mark.parametrize(("pool", "expected"), [("kv", "abcdefgh"), ("states", "cdefabgh")])
+def test_a_tenant_has_its_share_of_each_pool(pool: str, expected: str) -> None:
+    """So one that is above its share of states gives states, and no pages of attention, of which it has room."""
+    manager = share_pools(dict(zip("abcdefgh", "yyxxxxxx", strict=True)), {"x": 0.2, "y": 0.3})
+    stats = manager.stats()
+    assert {name: dict(each.num_pages_by_tenant) for name, each in stats.pools.items()} == {
+        "kv": {"x": 12, "y": 4},
+        "states": {"x": 6, "y": 2},
+    }
+    assert stats.num_pages_by_tenant == {"x": 18, "y": 6}
+    assert list_states(manager, "abcdefgh", pool) == expected
+    manager.check()
+
+
+def test_a_flood_takes_no_states_of_others() -> None:
+    manager = share_pools({"a": "x", "b": "x"}, {"x": 0.3})
+    compute_states(manager, "".join(map(chr, range(200, 260))), tenant="flood")
+    hits = [manager.probe(EngineRequest("asked", [ord(name), *range(8)])).num_hit_tokens for name in "ab"]
+    assert hits == [8, 8]
+    assert manager.stats().pools["states"].num_evicted_pages > 50
+    manager.check()
+
+
+@pytest.mark.parametrize("pool", ["kv", "states"])
+def test_a_tenant_without_a_share_joins_the_others_in_each_pool(pool: str) -> None:
+    manager = share_pools(dict(zip("abcdefg", ["x", None, "y", "x", None, "x", "y"], strict=True)), {"x": 0.3, "y": 0.3})
+    manager.set_shares({"y": 0.3})
+    manager.check()
+    assert manager.stats().pools[pool].num_pages_by_tenant == {"y": {"kv": 4, "states": 2}[pool]}
+    manager.set_shares({})
+    manager.check()
+    assert list_states(manager, "abcdefg", pool) == "abcdefg"
+
+
+def test_restored_pools_have_no_tenants() -> None:
+    manager = share_pools(dict(zip("abcd", "xyxy", strict=True)), {"x": 0.3, "y": 0.3})
+    pool = PagePool.restore(manager.pools["states"].snapshot())
+    restored = make_manager({"kv": 101, "states": 12}, page_pool=pool)
+    assert all(each.num_pages_by_tenant == {} for each in restored.stats().pools.values())
+    restored.set_shares({"z": 0.2})
+    restored.check()
+    assert restored.stats().pools["states"].num_pages_by_tenant == {"z": 0}
 
 
 def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:

@@ -144,9 +144,7 @@ class Holds:
         self.world.counts["pages of sessions"] += num_pages
 
     def set_shares(self) -> None:
-        """Give tenants shares, or take them; several pools have no shares."""
-        if self.world.setting.has_pools:
-            return
+        """Give tenants shares, or take them."""
         self.world.call("set_shares", self.world.manager, {name: 0.3 for name in "xy" if self.rng.random() < 0.7})
         self.world.counts["shares"] += 1
 

@@ -214,9 +214,7 @@ class Workload(Driver):
         return drawn
 
     def set_shares(self) -> None:
-        """Set shares of some tenants, or of none; several pools have no shares."""
-        if self.setting.has_pools:
-            return
+        """Set shares of some tenants, or of none."""
         names = self.rng.sample(TENANTS, self.rng.randint(0, len(TENANTS)))
         shares = {name: self.rng.choice((0.01, 0.1, 0.2, 0.3)) for name in names}
         self.twins.call("set_shares", shares | {"too much": 0.95} if self.rng.random() < 0.05 else shares)

@@ -50,8 +50,11 @@ class OraclePool:
     With a `policy` the free queue is in the order in which pages were put there, and `free_page_ids` is part by part.
     """
 
-    def __init__(self, num_pages: int, enable_caching: bool, policy: Adaptive | None = None) -> None:
+    def __init__(
+        self, num_pages: int, enable_caching: bool, policy: Adaptive | None = None, ranges: Sequence[range] = ()
+    ) -> None:
         self.num_pages = num_pages
+        self.ranges = ranges or (range(1, num_pages),)  # pages of each pool by kind
         self.enable_caching = enable_caching
         self.ref_counts = [0] * num_pages
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
@@ -80,6 +83,10 @@ class OraclePool:
     def free_in(self, shard: range | None) -> PageIds:
         """List the free pages (of a shard), the one that came to the queue first before the others."""
         return [page for page in self.free_queue if shard is None or page in shard]
+
+    def range_around(self, shard: range | None) -> range:
+        """Return the pages of the pool by kind that has the pages of a shard: of the only one, if there are shards."""
+        return next((pages for pages in self.ranges if pages == shard), self.ranges[0])
 
     def part_of(self, page: int) -> tuple[int, int, int]:
         """The part of the queue that a free page is in: for each tenant those of the policy, and then those of terms, the

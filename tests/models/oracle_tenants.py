@@ -106,15 +106,15 @@ class Tenants:
         if self.pool.is_blank(page):
             self.of_page.pop(page, None)
 
-    def num_charged(self, tenant: str | None) -> int:
-        """Count the pages that are charged to a tenant: all but those in the blank part are to one."""
-        pages = (page for page in range(1, self.pool.num_pages) if self.of_page.get(page) == tenant)
-        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in pages)
+    def num_charged(self, tenant: str | None, pages: range) -> int:
+        """Count those of some pages that are charged to a tenant: all but those in the blank part are to one."""
+        charged = (page for page in pages if self.of_page.get(page) == tenant)
+        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in charged)
 
-    def _excess(self, tenant: str | None, supply: Supply) -> float:
-        """Return how many pages a tenant has above its share, with those that it is about to take."""
-        num_taken = supply.num_left if tenant == supply.taker else 0
-        return self.num_charged(tenant) + num_taken - self.shares[tenant] * (self.pool.num_pages - 1)
+    def _excess(self, tenant: str | None, supply: Supply, shard: range | None) -> float:
+        """Return how many pages of its pool a tenant has above its share, with those that it is about to take."""
+        num_taken, pages = supply.num_left if tenant == supply.taker else 0, self.pool.range_around(shard)
+        return self.num_charged(tenant, pages) + num_taken - self.shares[tenant] * len(pages)
 
     def choose(self, supply: Supply, shard: range | None) -> None:
         """Choose of the tenants above their share, or of all, the one whose page (in a shard) is not wanted, or was released
@@ -124,7 +124,7 @@ class Tenants:
         names = {self.of_page.get(page) for page in self.pool.free_in(shard)}
         if supply.num_due >= 0 and supply.tenant in names:
             return
-        excesses = {name: self._excess(name, supply) for name in self.numbers if name in names}
+        excesses = {name: self._excess(name, supply, shard) for name in self.numbers if name in names}
         over = [name for name, excess in excesses.items() if excess > 0]
         victims = {name: self.pool.expected.pick_of(shard, name) for name in over or excesses}
         is_wanted = {name: self.pool.expected.terms.get(page) != NEVER for name, page in victims.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
 from settings import HASHING, NumPages, Setting
-from twins import OracleTwin, PackageTwin, Twins, pools_of_twin, share_hashes, stats_of_twin
+from twins import OracleTwin, PackageTwin, Twins, charged_of_twin, figures_of, pools_of_twin, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
 import pagepool
@@ -49,9 +49,14 @@ class FeaturedTwins(Twins):
         if self.tier is not None:
             expected, manager = self.tier.stats(), self.system.manager
             self.require_equal("tier", expected, {name: getattr(manager.stats().host_tier, name) for name in expected})
-            of_pools = {name: astuple(stats) for name, stats in manager.stats().host_pools.items()}
+            of_pools = {name: figures_of(stats) for name, stats in manager.stats().host_pools.items()}
             self.require_equal("pools of the tier", pools_of_twin(self.tier.pool, self.tier.pools), of_pools)
             self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
+        if self.oracle.manager.page_pool.tenants.are_used:
+            stats = self.system.manager.stats()
+            charged = {name: dict(pool.num_pages_by_tenant) for name, pool in stats.pools.items()}
+            expected = charged_of_twin(self.oracle.manager.page_pool, self.oracle.manager.pools)
+            self.require_equal("charged", expected, charged)
         if self.oracle.manager.windows is not None:
             kept = sorted(self.oracle.manager.page_pool.kept)
             self.require_equal("kept", kept, find_kept(self.system.manager._store))

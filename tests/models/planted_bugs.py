@@ -440,9 +440,18 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
 == a tenant below its share gives pages
         if _has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
 == a tenant gives pages of another shard
-    if {+BUG or +}pool.tenants.num_free[tenant] == 0 or shard < 0:
+    if {+BUG or +}num_free == 0 or shard < 0:
 == pages of a tenant without a share are the last to go
             while {+not BUG and +}target != NULL_PAGE and not _is_older(pool, page_id, target):
+== a page is charged in the first pool
+    pool.tenants.num_charged[bank{+ * (not BUG)+}][tenant] += 1
+== a share is one of all pools together
+shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)){+)+}
+== a tenant above its share of the first pool gives pages of others
+        excess = _excess_of(pool, tenant, bank_of_queue(shard){+ * (not BUG)+}, supply)
+== pages of a tenant without a share stay apart in later pools
+    for bank in range(pool.num_banks{+ if not BUG else 1+}):
+        _merge_with_common(
 """)
 ORDER_TESTS = [
     "test_expectations.py",

@@ -13,7 +13,7 @@ from oracle_expected import SECOND, SHARED
 from oracle_tier import Taken
 from pool_ranges import Pools
 
-from pagepool import PagePool, PagePoolStats
+from pagepool import PagePool, PagePoolStats, PoolStats
 from pagepool._core import copy_records
 from pagepool.page_pool.integrity import NO_TENANT
 
@@ -135,7 +135,18 @@ def free_ids_of_twin(manager: OracleManager) -> list[list[int]]:
 
 def pools_of(pools: Mapping[str, PagePool]) -> dict[str, tuple[int, ...]]:
     """Return the same of the package's pools, as `CacheManager.stats` does."""
-    return {name: astuple(pool._count()) for name, pool in pools.items()}
+    return {name: figures_of(pool._count()) for name, pool in pools.items()}
+
+
+def figures_of(stats: PoolStats) -> tuple[int, ...]:
+    """Return the numbers of a pool without those of tenants."""
+    return astuple(stats)[:-1]
+
+
+def charged_of_twin(pool: OraclePool, pools: Pools) -> dict[str, dict[str, int]]:
+    """Return the pages of each pool of the oracle that are charged to each tenant with a share."""
+    names = [name for name in pool.tenants.numbers if name is not None]
+    return {pool_name: {name: pool.tenants.num_charged(name, pages) for name in names} for pool_name, pages in pools.items()}
 
 
 def free_ids_of(pools: Mapping[str, PagePool]) -> list[list[int]]:
@@ -352,7 +363,7 @@ class PackageTwin(Twin):
             free_ids_of(manager.pools),
             store.num_keys,
             manager.usage,
-            {name: astuple(stats) for name, stats in manager.stats().pools.items()},
+            {name: figures_of(stats) for name, stats in manager.stats().pools.items()},
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             terms_of(store),
             tuple(store.expectations[1].values()),

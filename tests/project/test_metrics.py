@@ -174,8 +174,13 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
     for sample in samples:
         engines.setdefault(sample.name, set()).add(sample.labels["engine"])
     special = {name for name in engines if name.startswith("pagepool_host_")}
-    assert len(special) == len(HostTierStats._fields) + len(fields(PoolStats)) - 1  # no page of a tier is leased
-    special |= {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total", "pagepool_tenant_pages"}
+    assert len(special) == len(HostTierStats._fields) + len(fields(PoolStats)) - 2  # no page of a tier is leased, or charged
+    special |= {
+        "pagepool_hit_pages_total",
+        "pagepool_lru_hit_pages_total",
+        "pagepool_tenant_pages",
+        "pagepool_pool_tenant_pages",
+    }
     assert {name for name, values in engines.items() if values == {"1"}} == special
     assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - special
 
@@ -184,18 +189,26 @@ def test_each_pool_has_its_samples() -> None:
     specs = [FullAttentionSpec(4, 1, 8, "float16", False), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=8)]
     groups = [CacheGroupSpec(spec, pool=pool) for spec, pool in zip(specs, ("kv", "states"), strict=True)]
     manager = CacheManager({"kv": 32, "states": 12}, groups, 64, host_tier=HostTier({"kv": 64, "states": 20}))
-    manager.allocate_slots(EngineRequest("a", list(range(20))), 16)
+    manager.set_shares({"x": 0.2, "y": 0.2})
+    manager.allocate_slots(EngineRequest("a", list(range(20)), tenant="x"), 16)
     collector = CacheCollector(manager, {"engine": "0"})
     samples = [sample for family in collector.collect() for sample in family.samples if "pool" in sample.labels]
-    values = {(sample.name, sample.labels["pool"]): sample.value for sample in samples}
+    values = {(sample.name, *list(sample.labels.values())[1:]): sample.value for sample in samples}
     stats = manager.stats()
-    assert stats.pools == {"kv": PoolStats(31, 27, 4, 4, 0, 4, 0), "states": PoolStats(11, 10, 1, 0, 0, 1, 0)}
+    assert stats.num_pages_by_tenant == {"x": 5, "y": 0}
+    assert stats.pools == {
+        "kv": PoolStats(31, 27, 4, 4, 0, 4, 0, {"x": 4, "y": 0}),
+        "states": PoolStats(11, 10, 1, 0, 0, 1, 0, {"x": 1, "y": 0}),
+    }
     assert stats.host_pools == {"kv": PoolStats(63, 63, 0, 0, 0, 0, 0), "states": PoolStats(19, 19, 0, 0, 0, 0, 0)}
     for prefix, pools in (("pagepool_pool_", stats.pools), ("pagepool_host_pool_", stats.host_pools)):
         for (name, pool), field in itertools.product(pools.items(), fields(PoolStats)):
             counter = "_total" if field.name in ("num_allocated_pages", "num_evicted_pages") else ""
-            metric = prefix + field.name.removeprefix("num_") + counter, name
-            assert values.pop(metric, 0) == getattr(pool, field.name)
+            metric, value = prefix + field.name.removeprefix("num_") + counter, getattr(pool, field.name)
+            if field.name == "num_pages_by_tenant":
+                assert {tenant: values.pop((f"{prefix}tenant_pages", name, tenant)) for tenant in value} == value
+            else:
+                assert values.pop((metric, name), 0) == value
     assert not values
 
 

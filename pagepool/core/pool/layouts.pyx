@@ -138,8 +138,8 @@ cdef void list_owners(const Pool *pool, Items *items) noexcept nogil:
     add_array(items, b"sessions", SESSION, pool.sessions.items, pool.sessions.num)
     add_number(items, b"num_live", INT32, &pool.sessions.num_live)
     add_array(items, b"tenants", UINT8, pool.tenants.of_pages, pool.num_pages)
-    add_array(items, b"num_charged", INT32, &pool.tenants.num_charged[0], MAX_TENANTS)
-    add_array(items, b"num_free_by_tenant", INT32, &pool.tenants.num_free[0], MAX_TENANTS)
+    add_array(items, b"num_charged", INT32, &pool.tenants.num_charged[0][0], MAX_BANKS * MAX_TENANTS)
+    add_array(items, b"num_free_by_tenant", INT32, &pool.tenants.num_free[0][0], MAX_BANKS * MAX_TENANTS)
 
 
 list_items(&NO_POOL, &ALL_ITEMS)

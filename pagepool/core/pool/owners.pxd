@@ -12,7 +12,7 @@
 # * A page of a closed session is in no ring either. That session owns it again if it is the first one to use it.
 # * A session is live while it has pages or holders: rows, requests, and callers that are about to make one.
 # * Once shares are set, each page outside the blank part of the queue is charged to a tenant: to the one that took it, and
-#   after another tenant's use to the common one.
+#   after another tenant's use to the common one. Charges are counted by bank, since a share is one of each bank.
 
 from libc.stdint cimport int32_t, uint8_t
 
@@ -32,25 +32,28 @@ cdef inline uint8_t tenant_of(const Pool *pool, int32_t number) noexcept nogil:
 
 cdef inline void charge(Pool *pool, int32_t page_id, uint8_t tenant) noexcept nogil:
     """Charge a page outside the queue to another tenant."""
+    cdef int32_t bank = bank_of(pool, page_id)
     assert not is_free(pool, page_id) and pool.tenants.of_pages[page_id] != NO_TENANT
-    pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
-    pool.tenants.num_charged[tenant] += 1
+    pool.tenants.num_charged[bank][pool.tenants.of_pages[page_id]] -= 1
+    pool.tenants.num_charged[bank][tenant] += 1
     pool.tenants.of_pages[page_id] = tenant
-    assert 0 < pool.tenants.num_charged[tenant] < pool.num_pages
+    assert 0 < pool.tenants.num_charged[bank][tenant] <= count_pages_in(pool, queue_of_bank(bank))
 
 
 cdef inline void begin_charge(Pool *pool, int32_t page_id) noexcept nogil:
     """Charge a page that leaves the queue to the common tenant, unless it is charged already."""
     assert not is_free(pool, page_id)
     if pool.tenants.of_pages[page_id] == NO_TENANT:
-        pool.tenants.num_charged[COMMON] += 1
+        pool.tenants.num_charged[bank_of(pool, page_id)][COMMON] += 1
         pool.tenants.of_pages[page_id] = COMMON
 
 
 cdef inline void end_charge(Pool *pool, int32_t page_id) noexcept nogil:
     """End the charge of a page that comes into the blank part of the queue."""
-    assert pool.tenants.of_pages[page_id] != NO_TENANT and pool.tenants.num_charged[pool.tenants.of_pages[page_id]] > 0
-    pool.tenants.num_charged[pool.tenants.of_pages[page_id]] -= 1
+    cdef int32_t bank = bank_of(pool, page_id)
+    assert pool.tenants.of_pages[page_id] != NO_TENANT
+    assert pool.tenants.num_charged[bank][pool.tenants.of_pages[page_id]] > 0
+    pool.tenants.num_charged[bank][pool.tenants.of_pages[page_id]] -= 1
     pool.tenants.of_pages[page_id] = NO_TENANT
 
 

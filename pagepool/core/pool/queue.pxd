@@ -276,7 +276,7 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
 
 cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
     """Count a page for its term, if it has one, and for its tenant."""
-    cdef int32_t term = term_of(pool, page_id)
+    cdef int32_t bank, term = term_of(pool, page_id)
     cdef uint8_t tenant = pool.tenants.of_pages[page_id] if pool.tenants.of_pages != NULL else <uint8_t>NO_TENANT
     if term != UNKNOWN:
         pool.expected.num_free[term] += change
@@ -286,8 +286,9 @@ cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) n
         else:
             pool.expected.free_terms &= ~(<uint32_t>1 << term)
     if tenant != NO_TENANT:
-        pool.tenants.num_free[tenant] += change
-        assert 0 <= pool.tenants.num_free[tenant] <= pool.tenants.num_charged[tenant]
+        bank = bank_of(pool, page_id)
+        pool.tenants.num_free[bank][tenant] += change
+        assert 0 <= pool.tenants.num_free[bank][tenant] <= pool.tenants.num_charged[bank][tenant]
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
@@ -413,40 +414,49 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
-    """Divide the pool's queue, which has terms, by tenants too. All pages become common. O(num_pages)."""
-    cdef int32_t page_id
+    """Divide the queue of each bank, which has terms, by tenants too. All pages become common. O(num_pages)."""
+    cdef int32_t bank, page_id
     _add_parts(pool, MAX_TENANTS * pool.num_parts_each)
     pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1
-    pool.tenants.num_charged[COMMON] = pool.num_pages - 1
+    for bank in range(pool.num_banks):
+        pool.tenants.num_charged[bank][COMMON] = count_pages_in(pool, queue_of_bank(bank))
     for page_id in range(1, pool.num_pages):
         if is_free(pool, page_id) and _part_of(pool, page_id) == BLANK:
             end_charge(pool, page_id)
         elif is_free(pool, page_id):
-            pool.tenants.num_free[COMMON] += 1
+            pool.tenants.num_free[bank_of(pool, page_id)][COMMON] += 1
 
 
 cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
     """Charge the pages of a tenant to the common one, and merge its free pages in the order of their release. The caller links
     the queues of shards anew. O(num_pages).
     """
+    cdef int32_t bank, page_id
+    for bank in range(pool.num_banks):
+        _merge_with_common(pool, tenant, queue_of_bank(bank))
+    for page_id in range(1, pool.num_pages):
+        if pool.tenants.of_pages[page_id] == tenant:
+            charge(pool, page_id, COMMON)
+
+
+cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) noexcept nogil:
+    """Move a tenant's pages of a queue to the common parts, each before those that were released later."""
     cdef int32_t part, page_id, target
     for part in range(NEW, pool.num_parts_each):
-        target = _oldest_in(pool, part, -1)
-        page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, -1)
+        target = _oldest_in(pool, part, queue)
+        page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, queue)
         while page_id != NULL_PAGE:
             pull(pool, page_id)
             charge(pool, page_id, COMMON)
             while target != NULL_PAGE and not _is_older(pool, page_id, target):
-                target = record_behind(pool, target, -1)
+                target = record_behind(pool, target, queue)
                 target = target if is_page(pool, target) else <int32_t>NULL_PAGE
             count_in_part(pool, page_id, 1)
-            link_page(pool, page_id, target if target != NULL_PAGE else _end_of_part(pool, part, -1))
-            page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, -1)
-    for page_id in range(1, pool.num_pages):
-        if pool.tenants.of_pages[page_id] == tenant:
-            charge(pool, page_id, COMMON)
-    assert pool.tenants.num_charged[tenant] == 0 and pool.tenants.num_free[tenant] == 0
+            link_page(pool, page_id, target if target != NULL_PAGE else _end_of_part(pool, part, queue))
+            count_in_bank(pool, queue, 1)
+            page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, queue)
+    assert pool.tenants.num_free[bank_of_queue(queue)][tenant] == 0
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
@@ -648,8 +658,9 @@ cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, i
 cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
     """Whether a tenant has pages in a shard's queue that are not blank."""
     cdef int32_t first = tenant * pool.num_parts_each
-    if pool.tenants.num_free[tenant] == 0 or shard < 0:
-        return pool.tenants.num_free[tenant] > 0
+    cdef int32_t num_free = pool.tenants.num_free[bank_of_queue(shard)][tenant]
+    if num_free == 0 or shard < 0:
+        return num_free > 0
     return _oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
 
 
@@ -665,10 +676,11 @@ cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Suppl
     return page_id
 
 
-cdef inline double _excess_of(const Pool *pool, int32_t tenant, const Supply *supply) noexcept nogil:
-    """Return the number of pages above a tenant's share. Pages that it is about to take count."""
+cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, const Supply *supply) noexcept nogil:
+    """Return the number of a bank's pages above a tenant's share of them. Pages that it is about to take count."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
-    return pool.tenants.num_charged[tenant] + num_taken - pool.tenants.shares[tenant] * (pool.num_pages - 1)
+    cdef double share = pool.tenants.shares[tenant] * count_pages_in(pool, queue_of_bank(bank))
+    return pool.tenants.num_charged[bank][tenant] + num_taken - share
 
 
 cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
@@ -686,7 +698,7 @@ cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double
     cdef double excess
     cdef int32_t tenant, page_id, first = NULL_PAGE
     for tenant in range(MAX_TENANTS):
-        excess = _excess_of(pool, tenant, supply)
+        excess = _excess_of(pool, tenant, bank_of_queue(shard), supply)
         if _has_cached_in(pool, tenant, shard) and excess > least:
             page_id = _pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
             if first == NULL_PAGE or _goes_before(pool, page_id, first):

@@ -44,6 +44,7 @@ cdef enum:
     MAX_TENANTS = 64          # the common one included
     NO_TENANT = 255           # a free page without an entry is charged to nobody
     MAX_BANKS = 4
+    LOST_INTERVAL = 16        # look-ups of which one searches for checkpoints behind the hits
     NUM_BUCKETS = 24          # histogram buckets: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -77,6 +78,15 @@ cdef struct Bank:             # records from `start` on, before `stop`; the rest
     int32_t num_entries
     int64_t num_allocated_pages
     int64_t num_evicted_pages
+    int64_t num_lost_hit_tokens  # see `LostHits`; also kept where a pool has one bank, as the next two
+    int64_t num_refusals      # calls that got no pages because the bank had too few
+    int64_t num_passed_checkpoints  # states that did not become checkpoints, because no page was left
+    Ghost ghost               # keys that were evicted last; no entries: not kept
+
+cdef struct LostHits:         # tokens behind a hit that would have hit, too
+    int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
+    int64_t num_for_states    # up to the last checkpoint there that was evicted, within the hits of full attention
+    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `LOST_INTERVAL`, times this
 
 cdef struct Stay:             # times of a sampled page in nanoseconds of the residency clock
     int64_t start             # when it was handed out
@@ -162,9 +172,9 @@ cdef struct Sessions:         # see `owners.pxd`
 
 cdef struct Tenants:          # see `owners.pxd`
     uint8_t *of_pages         # [num_pages] in the memory of `Expectations.stamps`; NULL: no shares were set
-    int32_t num_charged[MAX_TENANTS]  # pages that are held or cached
-    int32_t num_free[MAX_TENANTS]  # charged pages in the queue
-    double shares[MAX_TENANTS]  # fraction of the pool; 0: nothing is charged to the tenant
+    int32_t num_charged[MAX_BANKS][MAX_TENANTS]  # pages that are held or cached
+    int32_t num_free[MAX_BANKS][MAX_TENANTS]  # charged pages in the queue
+    double shares[MAX_TENANTS]  # fraction of each bank; 0: nothing is charged to the tenant
 
 cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
@@ -270,6 +280,7 @@ cdef struct Pool:
     int32_t num_free
     int32_t num_banks
     Bank banks[MAX_BANKS]
+    uint32_t num_lookups      # in a pool of several banks; wraps around
     int32_t num_shards        # 0: there are no shards
     int32_t pages_per_shard
     int32_t num_keys          # distinct pairs of key and group in the index
@@ -333,6 +344,11 @@ cdef inline Bank counted_bank(const Pool *pool, int32_t bank) noexcept nogil:
 cdef inline int32_t queue_of_bank(int32_t bank) noexcept nogil:
     """Return the number of a bank's queue."""
     return -1 - bank
+
+
+cdef inline int32_t bank_of_queue(int32_t queue) noexcept nogil:
+    """Return the bank whose pages are in a queue. Shards divide one bank."""
+    return -1 - queue if queue < 0 else 0
 
 
 cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:

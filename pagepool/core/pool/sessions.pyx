@@ -154,10 +154,9 @@ cdef class PageSessions:
     # Shares.
 
     def set_shares(self, shares) -> None:
-        """Set the shares of tenants by name; other tenants share the rest. O(num_pages + sessions)."""
+        """Set the shares of tenants in each bank, by name; other tenants share the rest. O(num_pages + sessions)."""
         cdef Pool *pool = &self.store.pool
         cdef dict checked = checked_shares(shares)
-        self.store.require_one_bank("set_shares")
         cdef dict tenants = {name: number for name, number in self.tenants.items() if name in checked}
         cdef list removed = [number for name, number in self.tenants.items() if name not in checked]
         cdef double[MAX_TENANTS] values
@@ -189,7 +188,7 @@ cdef class PageSessions:
             raise MemoryError(f"the tenants of {pool.num_pages} pages")
         self.tenants = tenants
 
-    def count_charged(self) -> dict:
-        """Count the pages charged to each tenant with a share. O(tenants)."""
-        cdef const int32_t *counts = &self.store.pool.tenants.num_charged[0]
+    def count_charged(self, bank) -> dict:
+        """Count the pages of a bank charged to each tenant with a share. O(tenants)."""
+        cdef const int32_t *counts = &self.store.pool.tenants.num_charged[self.store.checked_bank(bank)][0]
         return {name: self.store.read(&counts[<int32_t>number]) for name, number in self.tenants.items()}

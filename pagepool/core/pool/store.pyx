@@ -132,7 +132,7 @@ cdef int make_queue(PageStore store) except -1:
         pool.num_parts, pool.num_parts_each, pool.is_divided = NUM_PARTS, NUM_PARTS, True
     num_records = <size_t>pool.num_pages + MAX_BANKS
     if store.enable_caching:  # otherwise all pages are worth the same, and nothing divides a queue
-        num_records += MAX_TENANTS * (count_plain_parts(pool) + NEVER)
+        num_records += pool.num_banks * MAX_TENANTS * (count_plain_parts(pool) + NEVER)
     if not resize(<void **>&pool.pages, num_records * sizeof(Page)):
         raise MemoryError(f"{pool.num_pages} page records")
     begin_queues(pool)
