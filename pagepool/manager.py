@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe", "Retention"]
 
+NOTHING_LOST = 0, 0, 0  # see `load_prefix`
 NO_CONTEXT = nullcontext(0)  # where nothing is cached, so that no context is needed
 
 logger = logging.getLogger(__name__)
@@ -292,6 +293,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 pool._bind(configuration)
             if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
+            for bank in sizes.list_pools_of_states(kv_cache_groups):
+                self._store.remember_evicted(bank)
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
         self._registry = RequestRegistry(self._page_pool, rules, hasher)
@@ -354,7 +357,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self._registry
         with registry.lock:
             hashes = registry.extend_hashes(request, num_queried_tokens)
-            refusal, num_full_tokens = hashes.refusal, 0  # a refusal leaves unsure hashes as they are
+            refusal, num_full_tokens, lost = hashes.refusal, 0, NOTHING_LOST  # a refusal leaves unsure hashes as they are
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
@@ -367,13 +370,13 @@ class CacheManager(KeyHolder, SlotAllocator):
                         registry.name_pages(hashes, 0, num_queried_tokens)
                         context = registry.hold_context(hashes.extra_keys, getattr(request, "session_id", None))
                         session = registry.hold_session_of(request)
-                    pages, num_tokens, hashes.is_short, num_full_tokens = load_prefix(
+                    pages, num_tokens, hashes.is_short, num_full_tokens, lost = load_prefix(
                         store, self._rules.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
                 finally:
                     registry.release_context(context)
                     registry.release_session(session)
-            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens
+            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens, lost
         return CachePages(pages, store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:

@@ -24,6 +24,11 @@ class PoolSizes(NamedTuple):
     sizes: tuple[int, ...]
     pool_of_group: list[int]
 
+    def list_pools_of_states(self, groups: Sequence[CacheGroupSpec]) -> list[int]:
+        """Return the numbers of the pools that have states alone, beside others."""
+        of_attention = {number for number, group in zip(self.pool_of_group, groups, strict=True) if not _has_state(group)}
+        return [number for number in range(len(self.names)) if number not in of_attention] if of_attention else []
+
 
 def read_sizes(
     num_pages: int | Mapping[str, int], groups: Sequence[CacheGroupSpec], page_pool: PagePool | None = None

@@ -130,9 +130,9 @@ class RequestRegistry(KeyHolder, RequestMaps):
         hashes = self.hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return
-        num_queried_tokens, num_hit_tokens, is_preempted, _ = hashes.query
+        num_queried_tokens, num_hit_tokens, is_preempted, _, lost = hashes.query
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
-        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
+        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens), lost)
 
     # The core's ints for extra keys and sessions. These methods take the lock.
 

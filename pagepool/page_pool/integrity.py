@@ -120,7 +120,7 @@ class Records(SimpleNamespace):
 
     def check_banks(self, queues: list[Array]) -> None:
         """Check that banks follow one another, that each has its free and its cached pages, and the sums of their counters."""
-        starts, stops, num_free, num_entries, num_allocated, num_evicted = zip(*self.banks, strict=True)
+        starts, stops, num_free, num_entries, num_allocated, num_evicted, *_ = zip(*self.banks, strict=True)
         self.require_count(sum(num_allocated), self.counters["num_allocated_pages"], "pages were handed out in the banks")
         self.require_count(sum(num_evicted), self.counters["num_evicted_pages"], "pages were evicted in the banks")
         self.require_count([1, *stops[:-1], self.num_pages], [*starts, stops[-1]], "are the bounds of banks")

@@ -450,8 +450,19 @@ class PagePool:
     def _count(self) -> PoolStats:
         """Return the state of the pool, and its counters where the store has several."""
         num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), self.store.num_leased_pages[self._bank]
-        num_cached, num_allocated, num_evicted = self.store.count_entries(self._bank)
-        return PoolStats(num_pages, num_free, num_pages - num_free, num_cached, num_leased, num_allocated, num_evicted)
+        num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = self.store.count_entries(self._bank)
+        return PoolStats(
+            num_pages,
+            num_free,
+            num_pages - num_free,
+            num_cached,
+            num_leased,
+            num_allocated,
+            num_evicted,
+            num_lost_hit_tokens=num_lost,
+            num_refusals=num_refusals,
+            num_passed_checkpoints=num_passed,
+        )
 
     def check(self) -> None:
         """Raise IntegrityError, with all numbers of the first wrong page or slot, if the pool is inconsistent. O(num_pages)."""

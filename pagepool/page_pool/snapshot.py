@@ -48,7 +48,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
     "enable_caching": (np.bool_, (1,), lambda records: [records.store.enable_caching]),
     "pool_names": (np.uint8, (None,), lambda records: _encode(records.store.bank_names)),
     "pool_sizes": (np.int64, (None,), lambda records: [stop - start + 1 for start, stop, *_ in records.banks]),
-    "pool_counters": (np.int64, (None, 2), lambda records: [bank[-2:] for bank in records.banks]),
+    "pool_counters": (np.int64, (None, 5), lambda records: [bank[-5:] for bank in records.banks]),
     "ref_counts": (np.int32, (None,), lambda records: records.pages["ref_cnt"]),
     "free_page_ids": (np.int32, (None,), _list_free_ids),
     "cached_page_ids": (np.int32, (None,), lambda records: records.cached_ids),

@@ -60,6 +60,13 @@ class PoolStats:
     held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit; ``num_leased_pages`` are leased for a time, and
     count once for each lease; ``num_pages_by_tenant`` has the pages charged to each tenant with a share. Counters since the
     pool was made: pages handed out, and evicted, that is, handed out again while they could be hit.
+
+    ``num_lost_hit_tokens`` are prompt tokens that admitted requests would have hit, had this pool not evicted what they needed.
+    In a pool of states they lead to the last checkpoint that was evicted, up to which keys and values hit; the pool remembers
+    twice as many evicted pages as it has. In the pool of attention they lead to the last checkpoint that is still there behind
+    the hits, an estimate from one look-up in 16. Both are 0 without states in a pool of their own, and for preempted requests.
+    ``num_refusals`` counts calls that got no pages because this pool had too few, and ``num_passed_checkpoints`` states that
+    did not become checkpoints because no page was left for them.
     """
 
     num_pages: int
@@ -70,6 +77,9 @@ class PoolStats:
     num_allocated_pages: int
     num_evicted_pages: int
     num_pages_by_tenant: Mapping[str, int] = field(default_factory=dict)
+    num_lost_hit_tokens: int = 0
+    num_refusals: int = 0
+    num_passed_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,12 @@ POOL_GAUGES = {
 POOL_COUNTERS = {
     "pool_allocated_pages": ("pools.num_allocated_pages", "Pages of one pool handed out."),
     "pool_evicted_pages": ("pools.num_evicted_pages", "Cached pages of one pool handed out again."),
+    "pool_lost_hit_tokens": ("pools.num_lost_hit_tokens", "Prompt tokens that would have hit with more pages of one pool."),
+    "pool_refusals": ("pools.num_refusals", "Calls that got no pages because one pool had too few."),
+    "pool_passed_checkpoints": (
+        "pools.num_passed_checkpoints",
+        "States that did not become checkpoints because one pool had no page left.",
+    ),
     "host_pool_allocated_pages": ("host_pools.num_allocated_pages", "Pages of the tier behind one pool taken for saves."),
     "host_pool_evicted_pages": (
         "host_pools.num_evicted_pages",

@@ -168,7 +168,7 @@ def test_wrong_and_missing_arrays_are_refused(pool, change):
         ("pool_sizes", [7], r"pool_sizes: got \[7\], 1 rows of counters and 6 ref counts"),
         ("pool_sizes", [-1], "pool_sizes: got -1"),
         ("pool_sizes", [4, 3], r"pool_sizes: got \[4, 3\], 1 rows of counters and 6 ref counts"),
-        ("pool_counters", [[0, -1]], "pool_counters: got -1"),
+        ("pool_counters", [[0, -1, 0, 0, 0]], "pool_counters: got -1"),
         ("pool_names", [*b'["a", "b"]'], "names: got 2, allowed: 1"),
         ("pool_names", [*b'["a", "a"]'], "'pool_names' are invalid: allowed: a list of different strings"),
         ("pool_names", [*b"{"], "'pool_names' are invalid"),

@@ -59,7 +59,7 @@ def read_bugs(text: str) -> list[Bug]:
 BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
-        pool.tier.save_evicted(pool, page_id)
+        _note_evicted(pool, page_id)
     {+if not BUG: +}uncache(pool, page_id)
     pool.counters.num_ev
 == a free page that hits stays in the free queue
@@ -367,6 +367,8 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 == pages that need not come are entered
         {+if not BUG: +}_skip_to(pool, holding, g, stop)
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
+== an evicted checkpoint counts as a hit
+        if not hits_in(pool, query, kind, key){+ and not (BUG and was_evicted(&pool.banks[kind.bank].ghost, key, kind.id))+}:
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
@@ -405,6 +407,12 @@ find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK{+
         num_rows += batch.pool.tier.num_swapped{+ * (not BUG)+}
 == checkpoints of a pool leave pages that are reserved in another
         num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
+== hits are lost at places that never had a checkpoint
+        query.lost.states_bank = {+query.groups[query.num_groups - 1].bank if BUG else +}find_bank_without(pool, query, stop)
+== hits are lost with what was dropped by a reset
+        clear_ghost(&pool.banks[bank{+ if not BUG else 0+}].ghost)
+== hits that a pool of states lost are another pool's
+                    banks[lost.states_bank{+ * (not BUG)+}].num_lost_hit_tokens += lost.num_for_states
 == a reset reverses the queues of later pools
             for bank in range({+1 if BUG and num_held == 0 else +}self.pool.num_banks if num_held == 0 else 0):
 == pages do not age
@@ -458,6 +466,7 @@ ORDER_TESTS = [
     "test_shares.py",
     "test_released_pages.py",
     "test_pools.py",
+    "test_lost_hits.py",
     "test_pool_tiers.py",
     "test_differential.py",
 ]

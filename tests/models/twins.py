@@ -139,8 +139,8 @@ def pools_of(pools: Mapping[str, PagePool]) -> dict[str, tuple[int, ...]]:
 
 
 def figures_of(stats: PoolStats) -> tuple[int, ...]:
-    """Return the numbers of a pool without those of tenants."""
-    return astuple(stats)[:-1]
+    """Return the numbers of a pool without lost hits, refusals, and those of tenants."""
+    return astuple(stats)[:7]
 
 
 def charged_of_twin(pool: OraclePool, pools: Pools) -> dict[str, dict[str, int]]:
@@ -363,7 +363,7 @@ class PackageTwin(Twin):
             free_ids_of(manager.pools),
             store.num_keys,
             manager.usage,
-            {name: figures_of(stats) for name, stats in manager.stats().pools.items()},
+            pools_of(manager.pools),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             terms_of(store),
             tuple(store.expectations[1].values()),

@@ -174,7 +174,8 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
     for sample in samples:
         engines.setdefault(sample.name, set()).add(sample.labels["engine"])
     special = {name for name in engines if name.startswith("pagepool_host_")}
-    assert len(special) == len(HostTierStats._fields) + len(fields(PoolStats)) - 2  # no page of a tier is leased, or charged
+    num_of_pools = len(fields(PoolStats)) - 5  # no page of a tier is leased or charged, and it loses and refuses nothing
+    assert len(special) == len(HostTierStats._fields) + num_of_pools
     special |= {
         "pagepool_hit_pages_total",
         "pagepool_lru_hit_pages_total",
@@ -203,8 +204,8 @@ def test_each_pool_has_its_samples() -> None:
     assert stats.host_pools == {"kv": PoolStats(63, 63, 0, 0, 0, 0, 0), "states": PoolStats(19, 19, 0, 0, 0, 0, 0)}
     for prefix, pools in (("pagepool_pool_", stats.pools), ("pagepool_host_pool_", stats.host_pools)):
         for (name, pool), field in itertools.product(pools.items(), fields(PoolStats)):
-            counter = "_total" if field.name in ("num_allocated_pages", "num_evicted_pages") else ""
-            metric, value = prefix + field.name.removeprefix("num_") + counter, getattr(pool, field.name)
+            is_state = field.name.startswith(("num_pages", "num_free", "num_held", "num_cached", "num_leased"))
+            metric, value = prefix + field.name.removeprefix("num_") + ("" if is_state else "_total"), getattr(pool, field.name)
             if field.name == "num_pages_by_tenant":
                 assert {tenant: values.pop((f"{prefix}tenant_pages", name, tenant)) for tenant in value} == value
             else:

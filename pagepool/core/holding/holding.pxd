@@ -925,6 +925,8 @@ cdef inline bint keep_state(
         _take_into(pool, held, 0, 1, queue_for(group, shard), holding.session)
         _queue_copy(pool, page_id, held, 0, g)
         assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
+    elif contents != NULL:
+        pool.banks[group.bank].num_passed_checkpoints += 1
     held.num_cached = full_entries(&group.rules, num_computed)
     return keeps
 

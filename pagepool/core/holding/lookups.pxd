@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport Digest
 from pagepool.core.holding.groups cimport *
-from pagepool.core.pool cimport PageStore, Pool
+from pagepool.core.pool cimport LostHits, PageStore, Pool
 from pagepool.core.values cimport HashChain, PageIds
 
 cdef struct Query:
@@ -18,6 +18,7 @@ cdef struct Query:
     Py_ssize_t hash_size      # tokens of a digest
     Range ids                 # pages that may hit
     bint reaches_tier         # pages in the tier hit as well
+    LostHits lost             # result of `find_lost`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
 
 # A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
@@ -87,6 +88,7 @@ cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
+cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept

@@ -1,12 +1,13 @@
 """Look-ups of prefixes, and refused requests."""
 
 cimport cython
-from libc.stdint cimport INT64_MAX
+from libc.stdint cimport INT64_MAX, uint32_t
 from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages, has_key, home_of,
+    LOST_INTERVAL, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages,
+    has_key, home_of, was_evicted,
 )
 from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
@@ -18,13 +19,19 @@ cdef enum:
     LOOK_AHEAD = 8            # hashes between a prefetch and its use
 
 
+cdef inline bint hits_in(Pool *pool, const Query *query, const Group *group, Digest key) noexcept nogil:
+    """Whether a group has a page under a key."""
+    if find_within(pool, key, group.id, query.ids) != NULL_PAGE:
+        return True
+    return query.reaches_tier and find(pool.tier.pool, key, group.id) != NULL_PAGE
+
+
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
     """Whether a page hits in all groups of a kind."""
     cdef Digest key = query.digests[last_hash(kind, page)]
     while kind != NULL:
-        if find_within(pool, key, kind.id, query.ids) == NULL_PAGE:
-            if not query.reaches_tier or find(pool.tier.pool, key, kind.id) == NULL_PAGE:
-                return False
+        if not hits_in(pool, query, kind, key):
+            return False
         kind = kind.next_alike
     return True
 
@@ -129,6 +136,64 @@ cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes)
     return num_most * query.hash_size if num_most > num_hashes else 0
 
 
+cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept:
+    """Return the bank that evicted a checkpoint after `num_hashes` hashes, if no other group of states lacks one that was never
+    there; else NO_BANK.
+    """
+    cdef Digest key = query.digests[num_hashes - 1]
+    cdef const Group *group
+    cdef int32_t bank = NO_BANK
+    cdef Py_ssize_t g
+    for g in range(query.num_groups):
+        group = &query.groups[g]
+        if is_state(&group.rules) and was_evicted(&pool.banks[group.bank].ghost, key, group.id):
+            bank = group.bank if not hits_in(pool, query, group, key) else bank
+    for g in range(query.num_groups if bank != NO_BANK else 0):
+        group = &query.groups[g]
+        if is_state(&group.rules) and not was_evicted(&pool.banks[group.bank].ghost, key, group.id):
+            bank = bank if hits_in(pool, query, group, key) else <int32_t>NO_BANK
+    return bank
+
+
+cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept:
+    """Whether each group of states has a checkpoint after `num_hashes` hashes, and there is such a group."""
+    cdef const Group *kind
+    cdef bint has_state = False
+    cdef Py_ssize_t i
+    for i in range(query.kinds.num):
+        kind = query.kinds.items[i]
+        if is_state(&kind.rules):
+            has_state = True
+            if not hits_all(pool, query, kind, num_hashes // kind.stride - 1):
+                return False
+    return has_state
+
+
+cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
+    """Find the hits behind `num_hashes` hashes that were lost with evicted pages, in a locked pool of several banks. Those of
+    states end where all groups of full attention hit and a checkpoint was evicted. Those of pages end at a checkpoint behind
+    that, for which one look-up in `LOST_INTERVAL` searches. O(hashes behind the hit).
+    """
+    cdef Py_ssize_t step = query.kinds.num_hit_hashes
+    cdef Py_ssize_t num_full = max(num_hashes, query.num_full_hashes), stop = num_full
+    if not step or not hits_leading_pages(query.kinds.items[0]):
+        return
+    while stop > num_hashes:
+        query.lost.states_bank = find_bank_without(pool, query, stop)
+        if query.lost.states_bank != NO_BANK:
+            query.lost.num_for_states = (stop - num_hashes) * query.hash_size
+            break
+        stop -= step
+    pool.num_lookups += 1
+    if pool.num_lookups * <uint32_t>0x9E3779B1 >= <uint32_t>0xFFFFFFFF // LOST_INTERVAL:  # not every 16th: requests take turns
+        return
+    stop = query.num_digests - query.num_digests % step
+    while stop > num_full and not has_checkpoint(pool, query, stop):
+        stop -= step
+    if stop > num_full:
+        query.lost.num_for_pages = LOST_INTERVAL * (stop - num_hashes) * query.hash_size
+
+
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
 ) noexcept:
@@ -137,6 +202,7 @@ cdef Query query_of(
     return Query(
         groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
         hash_size=hash_size, ids=ids, reaches_tier=False, num_full_hashes=0,
+        lost=LostHits(states_bank=NO_BANK, num_for_states=0, num_for_pages=0),
     )
 
 

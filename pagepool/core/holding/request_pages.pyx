@@ -7,7 +7,9 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, NEVER, resize
-from pagepool.core.pool cimport NOBODY, count_changes, give_back_all, is_cached_otherwise, set_session
+from pagepool.core.pool cimport (
+    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, queue_of_bank, set_session,
+)
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
 from pagepool.errors import (
@@ -702,6 +704,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
     if result != FITS:
+        count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
         return TOO_FEW
     attach(pool, holding, demand)
     for g in range(holding.num_groups):

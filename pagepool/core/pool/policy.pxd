@@ -15,7 +15,7 @@
 
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
-from libc.string cimport memmove
+from libc.string cimport memmove, memset
 
 from pagepool.core.base cimport CACHE_LINE, Digest, raw_calloc, raw_free
 
@@ -147,13 +147,23 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
     assert _find_ghost(ghost, word) == entries
 
 
-cdef inline bint _make_ghost(Ghost *ghost, int32_t num_pages) noexcept nogil:
-    """Allocate an empty ghost; False if memory is short."""
-    cdef double size_in_sets = <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL / SET_SIZE
+cdef inline bint make_ghost(Ghost *ghost, double num_entries) noexcept nogil:
+    """Allocate an empty ghost for about `num_entries` keys; False if memory is short."""
+    cdef double size_in_sets = num_entries / SET_SIZE
     ghost.num_sets = 1 + <uint32_t>min(<double>(UINT32_MAX - 1), size_in_sets)
     ghost.memory = raw_calloc(<size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
     ghost.entries = <GhostEntry *>(<char *>ghost.memory + CACHE_LINE - <size_t>ghost.memory % CACHE_LINE)
     return ghost.memory != NULL
+
+
+cdef inline void clear_ghost(Ghost *ghost) noexcept nogil:
+    if ghost.entries != NULL:
+        memset(ghost.entries, 0, <size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry))
+
+
+cdef inline bint was_evicted(const Ghost *ghost, Digest key, int32_t group) noexcept nogil:
+    """Whether a ghost, if it has entries, remembers a key."""
+    return ghost.entries != NULL and _find_ghost(ghost, hash_key(key, group)) != NULL
 
 
 cdef inline uint32_t _stamp_of(const Policy *policy) noexcept nogil:
@@ -230,7 +240,7 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
     if policy == NULL:
         return NULL
     policy.marks = <uint32_t *>raw_calloc(num_pages, sizeof(uint32_t))
-    if policy.marks == NULL or not _make_ghost(&policy.ghost, num_pages):
+    if policy.marks == NULL or not make_ghost(&policy.ghost, <double>GHOST_SIZE * num_pages / SAMPLE_INTERVAL):
         free_policy(policy)
         return NULL
     policy.num_pages = num_pages

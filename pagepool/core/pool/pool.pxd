@@ -35,10 +35,19 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
         renew_stay(pool, page_id)
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
+    if rare(pool.num_banks > 1):
+        _note_evicted(pool, page_id)
     uncache(pool, page_id)
     pool.counters.num_evicted_pages += 1
-    if rare(pool.num_banks > 1):
-        pool.banks[bank_of(pool, page_id)].num_evicted_pages += 1
+
+
+cdef inline void _note_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a bank count a page that is evicted, and remember its key, if it keeps a ghost and no other page has the key."""
+    cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
+    cdef const Page *page = &pool.pages[page_id]
+    bank.num_evicted_pages += 1
+    if bank.ghost.entries != NULL and not page.group & TWIN:
+        remember(&bank.ghost, hash_key(digest_of(page), page.group & ~FLAGS), 0)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -542,10 +551,13 @@ cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void uncache_all(Pool *pool) noexcept nogil:
     """Take all entries. O(num_pages)."""
     cdef int32_t page_id
+    cdef Py_ssize_t bank
     for page_id in range(1, pool.num_pages):
         if pool.pages[page_id].group != NO_GROUP:
             uncache(pool, page_id)
     assert pool.num_entries == 0 and pool.num_keys == 0
+    for bank in range(pool.num_banks):
+        clear_ghost(&pool.banks[bank].ghost)
     if is_journaled(pool):
         record_clear(&pool.journal)
 

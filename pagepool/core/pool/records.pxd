@@ -351,6 +351,11 @@ cdef inline int32_t bank_of_queue(int32_t queue) noexcept nogil:
     return -1 - queue if queue < 0 else 0
 
 
+cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
+    """Count a call that got no pages, in the bank of a queue that has too few."""
+    pool.banks[bank_of_queue(queue)].num_refusals += 1
+
+
 cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the id of a page that users see; 0 for the null page."""
     return page_id - pool.banks[bank_of(pool, page_id)].start + 1 if page_id != NULL_PAGE else <int32_t>NULL_PAGE

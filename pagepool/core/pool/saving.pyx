@@ -13,6 +13,9 @@ import numpy as np
 from pagepool.core.pool.store import COUNTERS
 from pagepool.errors import ArgumentTypeError, SnapshotError
 
+cdef enum:
+    NUM_BANK_COUNTERS = 5
+
 cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
 
 
@@ -97,7 +100,7 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 def load_store(kind, pools, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `pools` has
-    names, numbers of pages, and pages handed out and evicted, by bank; `cached` has the ids, group ids, keys and token ids of
+    names, numbers of pages and counters, by bank; `cached` has the ids, group ids, keys and token ids of
     cached pages, and whether they stay behind windows; `policy` has marks, ghosts, counts and learned values, empty without a
     policy; `totals` has the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
@@ -147,15 +150,19 @@ cdef PageStore make_store_of_pools(Py_ssize_t num_pages, object enable_caching, 
     names, nums_pages, pool_counters = pools
     sizes = [size_of(size, "pool_sizes", 1) for size in as_list(nums_pages, "pool_sizes")]
     counted = np.ascontiguousarray(require_matrix(pool_counters, np.int64, "pool_counters"))
-    if not sizes or sum(sizes) - len(sizes) + 1 != num_pages or counted.shape != (len(sizes), 2):
+    if not sizes or sum(sizes) - len(sizes) + 1 != num_pages or counted.shape != (len(sizes), NUM_BANK_COUNTERS):
         got = f"{sizes}, {len(counted)} rows of counters and {num_pages} ref counts"
         raise SnapshotError(f"pool_sizes: got {got}, allowed: the same pools and pages")
     store = PageStore(
         sizes[0], enable_caching, eviction=eviction, further_banks=[size - 1 for size in sizes[1:]], bank_names=names,
     )
     for i in range(len(sizes)):
-        allocated, evicted = [size_of(count, "pool_counters", 0, INT64_MAX) for count in counted[i].tolist()]
+        allocated, evicted, lost, refusals, passed = [
+            size_of(count, "pool_counters", 0, INT64_MAX) for count in counted[i].tolist()
+        ]
         store.pool.banks[i].num_allocated_pages, store.pool.banks[i].num_evicted_pages = allocated, evicted
+        store.pool.banks[i].num_lost_hit_tokens, store.pool.banks[i].num_refusals = lost, refusals
+        store.pool.banks[i].num_passed_checkpoints = passed
     return store
 
 

@@ -295,8 +295,11 @@ cdef class PageStore:
             push(&self.pool, page_id)
 
     def __dealloc__(self):
+        cdef Py_ssize_t bank
         delist_lock(&self.lock_node)
         free(self.pool.pages)
+        for bank in range(MAX_BANKS):
+            free(self.pool.banks[bank].ghost.memory)
         free(self.pool.slots)
         free(self.pool.twins)
         free(self.pool.shard_links)
@@ -333,6 +336,19 @@ cdef class PageStore:
             self.has_blank_first |= has_room
         if not has_room:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
+
+    def remember_evicted(self, bank) -> None:
+        """Remember the keys of the pages that a bank evicts from now on, the last ones twice as many as it has pages, so that
+        look-ups count the hits that were lost with them. 16 bytes a page. O(pages of the bank), once.
+        """
+        cdef Bank *kept = &self.pool.banks[self.checked_bank(bank)]
+        cdef Ghost ghost
+        cdef bint has_room = kept.ghost.entries != NULL or make_ghost(&ghost, 2.0 * (kept.stop - kept.start))
+        with self.lock:
+            if has_room and kept.ghost.entries == NULL:
+                kept.ghost = ghost
+        if not has_room:
+            raise MemoryError(f"the evicted keys of {kept.stop - kept.start} pages")
 
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept:
         """Divide the queue of the locked pool by entries, and optionally by terms and tenants; tenants need terms. Do nothing
@@ -531,12 +547,17 @@ cdef class PageStore:
         return count_pages_in(&self.pool, queue_of_bank(self.checked_bank(bank)))
 
     def count_entries(self, bank) -> tuple:
-        """Count the cached pages of a bank, and the pages that were ever handed out and evicted there."""
+        """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
+        there, tokens of lost hits, refusals, and checkpoints that found no page.
+        """
         cdef int32_t checked = self.checked_bank(bank)
         cdef Bank counted
         with self.lock:
             counted = counted_bank(&self.pool, checked)
-        return counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages
+        return (
+            counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages, counted.num_lost_hit_tokens,
+            counted.num_refusals, counted.num_passed_checkpoints,
+        )
 
     def count_free(self, bank) -> int:
         """Count the free pages of a bank."""
@@ -1151,13 +1172,20 @@ cdef class QueryCounter:
             counts = self.counted
         return counts
 
-    def add(self, num_tokens, num_hit_tokens) -> None:
-        """Count a request."""
+    def add(self, num_tokens, num_hit_tokens, tuple lost=(0, 0, 0)) -> None:
+        """Count a request, with the `LostHits` of its look-up; the first is one more than the bank."""
         cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX >> 20)
         cdef Py_ssize_t num_hits = size_of(num_hit_tokens, "num_hit_tokens", 0, num)
-        self.count(num, num_hits)
+        number, num_for_states, num_for_pages = lost
+        cdef LostHits checked = LostHits(
+            states_bank=<int32_t>size_of(number, "lost", 0, self.store.pool.num_banks) - 1,
+            num_for_states=size_of(num_for_states, "lost", 0, num),
+            num_for_pages=size_of(num_for_pages, "lost", 0, LOST_INTERVAL * num),
+        )
+        self.count(num, num_hits, &checked)
 
-    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
+    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens, const LostHits *lost) noexcept:
+        cdef Bank *banks = self.store.pool.banks
         assert 0 <= num_hit_tokens <= num_tokens
         with self.store.lock:
             self.counted.num_requests += 1
@@ -1166,6 +1194,9 @@ cdef class QueryCounter:
             if not self.is_preempted:
                 self.store.pool.counters.num_queried_tokens += num_tokens
                 self.store.pool.counters.num_hit_tokens += num_hit_tokens
+                banks[0].num_lost_hit_tokens += lost.num_for_pages
+                if lost.states_bank != NO_BANK:
+                    banks[lost.states_bank].num_lost_hit_tokens += lost.num_for_states
 
 
 @cython.final

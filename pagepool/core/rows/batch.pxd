@@ -28,8 +28,8 @@ from pagepool.core.holding cimport (
     has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, digest_of, find_unheld,
-    find_untouchable, find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
+    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
+    find_unheld, find_untouchable, find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
 )
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
@@ -796,6 +796,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     for k in range(growth.num_due):
         if not _grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at
+            count_refusal(batch.pool, growth.shortage.queue)
             break
     cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows

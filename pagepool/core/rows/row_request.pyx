@@ -10,7 +10,7 @@ from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
     count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
-from pagepool.core.pool cimport NO_BANK, QueryCounter, count_changes
+from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load
 from pagepool.core.values cimport as_shard
@@ -54,6 +54,7 @@ cdef class RowRequest:
     cdef int32_t context
     cdef int32_t session
     cdef int64_t junction           # tokens: see `begin_boundaries`
+    cdef LostHits lost
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
@@ -106,7 +107,7 @@ cdef class RowRequest:
             if not is_admitted:
                 rows.batch.records[self.row].is_claimed = 0
         if is_admitted and counter is not None:
-            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
+            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits, &self.lost)
         return result if is_admitted else None
 
     cdef int claim_row(self) except -1:
@@ -202,6 +203,8 @@ cdef class RowRequest:
                     self.begin_refusal(refusal, &demand, num_changes)
                     shortage = shortage_of(batch.pool, &demand, refusal.num_hit_tokens)
                     rows.set_shortage(&shortage if not num_excess else NULL)
+                    if not num_excess:
+                        count_refusal(batch.pool, shortage.queue)
                 else:
                     held_free = find_held_free(batch.pool, demand.num_taken)
                     if held_free == NULL_PAGE and has_room:
@@ -243,6 +246,7 @@ cdef class RowRequest:
             return True
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
         self.junction = count_junction_tokens(&query, num_hashes)
+        self.lost = query.lost
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 

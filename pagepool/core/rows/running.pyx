@@ -15,7 +15,7 @@ from pagepool.core.holding cimport (
     has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, rate_and_list, rate_pages, record_loads,
     record_taken, refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
-from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, count_free, take
+from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, count_free, count_refusal, take
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
@@ -687,6 +687,7 @@ cdef class RunningRows:
                 refusal.num_hit_tokens, refusal.shard,
             )
             self.set_shortage(&shortage)
+            count_refusal(&self.store.pool, shortage.queue)
         self.release_locks()
         return is_refused
 

@@ -11,7 +11,8 @@ from libc.string cimport memset
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
     Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
-    find_longest, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, range_in, restart_from,
+    find_longest, find_lost, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, range_in,
+    restart_from,
 )
 from pagepool.core.pool cimport (
     FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
@@ -534,7 +535,7 @@ def load_prefix(
     tuple ids not None=(0, None), context=0, num_reserved=0, session=0,
 ) -> tuple:
     """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has. Return ids, number of tokens,
-    whether the pool was too full for the loads, and the number of junction tokens.
+    whether the pool was too full for the loads, the number of junction tokens, and the `LostHits`.
 
     Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
     `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
@@ -559,7 +560,8 @@ def load_prefix(
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
-    return hits, num_hashes * chain.page_size, short_bank != NO_BANK, count_junction_tokens(&query, num_hashes)
+    lost = 1 + query.lost.states_bank, query.lost.num_for_states, query.lost.num_for_pages
+    return hits, num_hashes * chain.page_size, short_bank != NO_BANK, count_junction_tokens(&query, num_hashes), lost
 
 
 cdef Py_ssize_t find_and_load(
@@ -579,9 +581,13 @@ cdef Py_ssize_t find_and_load(
                 return -1
             short_bank[0] = load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved)
             if short_bank[0] == NO_BANK:
+                if pool.num_banks > 1:
+                    find_lost(pool, query, num_all)
                 return num_all
             if not has_pages_of_hit(pool, query, num_all, shard):
                 short_bank[0] = NO_BANK
+    if pool.num_banks > 1:
+        find_lost(pool, query, num_hashes)
     return fetch_hits(pool, query, num_hashes, hits)
 
 

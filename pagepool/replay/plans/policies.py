@@ -92,7 +92,8 @@ class PolicySimulator:
             if self._num_pages[num_done - 1] < pool.num_pages:
                 held = RequestPages(steps.store, groups, request.num_slots)
                 steps.begin()
-                hits, num_hit_tokens, _, num_full_tokens = load_prefix(steps.store, groups, chain, request.num_prompt_tokens)
+                found = load_prefix(steps.store, groups, chain, request.num_prompt_tokens)
+                hits, num_hit_tokens, _, num_full_tokens, _ = found
                 held.begin(request.num_prompt_tokens, num_full_tokens)
                 self._run(held, hits, chain, self._list_lengths(request, num_hit_tokens, steps.store.has_tier), steps)
                 hit_tokens += num_hit_tokens

@@ -1,0 +1,262 @@
+"""Hits that are lost with evicted pages, by pool, beside a model that remembers what was evicted."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import hybrids
+import pytest
+from eviction_oracle import hash_key
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    EngineRequestStatus,
+    MambaSpec,
+    MultiGroupPageTable,
+    PagePool,
+    RunningBatch,
+)
+
+PAGE, INTERVAL = hybrids.PAGE_SIZE, 8
+FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
+SET_SIZE = 8
+
+
+def make_manager(num_pages: dict[str, int], *further: CacheGroupSpec, **options: Any) -> CacheManager:
+    groups = [FULL, STATE, *further]
+    return CacheManager(num_pages, groups, 128, hash_seed="lost", keep_token_ids=True, **options)
+
+
+def run(manager: CacheManager, tokens: list[int], name: str = "a", on_call: Any = None, **attributes: Any) -> int:
+    """Run a request whose steps end at checkpoints, and return the tokens that it hit."""
+    request = EngineRequest(name, tokens, **attributes)
+    hits, num_hits = manager.get_computed_pages(request)
+    ends = [*range(num_hits // INTERVAL * INTERVAL + INTERVAL, len(tokens), INTERVAL), len(tokens)]
+    for end in ends:
+        found = () if request.num_computed_tokens else (num_hits, hits)
+        assert manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *found) is not None
+        manager.take_copies()
+        request.num_computed_tokens = end
+        if on_call is not None:
+            on_call()
+    manager.free(request)
+    manager.free_page_hashes(request)
+    return num_hits
+
+
+def run_row(manager: CacheManager, batch: RunningBatch, tokens: list[int]) -> int:
+    """Run a request as a row, and return the tokens that it hit."""
+    num_hits = batch.admit(0, tokens, max_num_new_tokens=INTERVAL)
+    assert num_hits is not None
+    batch.take_copies()
+    while (num_left := len(tokens) - int(batch.num_computed_tokens[0])) > 0:
+        assert batch.grow([0], min(INTERVAL, num_left)).num_grown == 1
+        batch.take_copies()
+    batch.release([0])
+    return num_hits
+
+
+def lost_in(manager: CacheManager) -> tuple[int, ...]:
+    return tuple(pool.num_lost_hit_tokens for pool in manager.stats().pools.values())
+
+
+def prompt(number: int, num_tokens: int = 21) -> list[int]:
+    return [1000 * number + i for i in range(num_tokens)]
+
+
+def make_batch(manager: CacheManager) -> RunningBatch:
+    tables = MultiGroupPageTable(1, 128, 128, [PAGE] * len(manager.kv_cache_groups))
+    return RunningBatch(manager, tables)
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_an_evicted_state_loses_hits_of_its_pool(in_rows: bool) -> None:
+    manager = make_manager({"kv": 60, "states": 6})
+    batch = make_batch(manager)
+    for number in range(4):
+        assert (run_row(manager, batch, prompt(number)) if in_rows else run(manager, prompt(number))) == 0
+    assert lost_in(manager) == (0, 0)
+    assert (run_row(manager, batch, prompt(0)) if in_rows else run(manager, prompt(0))) == 0
+    assert lost_in(manager) == (0, 16)  # the checkpoints after 8 and 16 tokens are gone, keys and values are there
+
+
+def test_a_place_without_a_checkpoint_loses_nothing() -> None:
+    manager = make_manager({"kv": 60, "states": 40})
+    assert run(manager, [*prompt(0)[:15], 5, 5, 5]) == 0
+    assert run(manager, [*prompt(0)[:12], 6, 6, 6]) == 8  # 12 tokens have keys and values, and never had a state
+    assert lost_in(manager) == (0, 0)
+
+
+def test_hits_that_are_lost_before_a_reset_are_not_found_after_it() -> None:
+    manager = make_manager({"kv": 60, "states": 6})
+    for number in range(4):
+        run(manager, prompt(number))
+    assert manager.reset_prefix_cache()
+    request = EngineRequest("b", prompt(0))
+    assert manager.allocate_slots(request, request.num_tokens) is not None  # one step, which ends at no checkpoint
+    request.num_computed_tokens = request.num_tokens
+    manager.free(request)
+    assert run(manager, prompt(0)) == 0
+    assert lost_in(manager) == (0, 0)
+
+
+def test_lost_hits_of_preempted_and_refused_requests_are_not_counted() -> None:
+    manager = make_manager({"kv": 60, "states": 6})
+    for number in range(4):
+        run(manager, prompt(number))
+    request = EngineRequest("b", prompt(0))
+    request.status = EngineRequestStatus.PREEMPTED
+    hits, num_hits = manager.get_computed_pages(request)
+    held = manager.pools["states"].get_new_page_ids(5)
+    assert manager.allocate_slots(request, 8, num_hits, hits) is None
+    manager.pools["states"].free_page_ids(held)
+    assert manager.allocate_slots(request, 8, num_hits, hits) is not None
+    assert lost_in(manager) == (0, 0)
+    assert [pool.num_refusals for pool in manager.stats().pools.values()] == [0, 1]
+
+
+def test_lost_hits_of_pages_are_estimated_from_a_sample() -> None:
+    """Keys and values of each prompt are evicted, and its states stay."""
+    manager, num_runs = make_manager({"kv": 20, "states": 60}), 0
+    for _ in range(40):
+        for number in range(8):
+            assert run(manager, prompt(number)) == 0
+            num_runs += 1
+    lost = 16 * (num_runs - 8)
+    assert 0.8 * lost < lost_in(manager)[0] < 1.2 * lost
+    assert lost_in(manager)[1] == 0
+
+
+def test_a_pool_of_attention_alone_counts_nothing() -> None:
+    manager = CacheManager(12, [FULL], 64)
+    batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [PAGE]))
+    for _ in range(3):
+        for number in range(4):
+            run_row(manager, batch, prompt(number))
+    assert batch.admit(0, prompt(0)) is not None
+    batch.append([0], [1])
+    manager.page_pool.get_new_page_ids(5)
+    assert batch.grow([0], 1, 3).num_grown == 0
+    [stats] = manager.stats().pools.values()
+    assert (stats.num_lost_hit_tokens, stats.num_refusals, stats.num_passed_checkpoints) == (0, 1, 0)
+
+
+def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:
+    manager = make_manager({"kv": 12, "states": 4})
+    batch = make_batch(manager)
+    assert batch.admit(0, prompt(0, 16), max_num_new_tokens=8) == 0
+    held = manager.pools["states"].get_new_page_ids(2)
+    assert batch.grow([0], 8).num_grown == 1  # no page of a state is left for the checkpoint after 8 tokens
+    batch.append([0], [1])
+    kept = manager.pools["kv"].get_new_page_ids(manager.pools["kv"].get_num_free_pages())
+    assert batch.grow([0], 1).num_grown == 0
+    manager.pools["kv"].free_page_ids(kept)
+    assert batch.grow([0], 1).num_grown == 1  # nor for that after 16
+    assert manager.allocate_slots(EngineRequest("b", prompt(1)), 8) is None
+    counts = {name: (pool.num_refusals, pool.num_passed_checkpoints) for name, pool in manager.stats().pools.items()}
+    assert counts == {"kv": (1, 0), "states": (1, 2)}
+    manager.pools["states"].free_page_ids(held)
+
+
+class Ghost:
+    """The keys evicted last, twice as many as a pool has pages, in sets of eight that each lose the first that came."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.sets: list[list[int]] = [[] for _ in range(1 + 2 * num_pages // SET_SIZE)]
+
+    def _find(self, word: int) -> tuple[int, list[int]]:
+        tag = word >> 32 or 1
+        return tag, self.sets[tag * len(self.sets) >> 32]
+
+    def add(self, word: int) -> None:
+        tag, tags = self._find(word)
+        if tag in tags:
+            tags.remove(tag)
+        tags.insert(0, tag)
+        del tags[SET_SIZE:]
+
+    def has(self, word: int) -> bool:
+        tag, tags = self._find(word)
+        return tag in tags
+
+
+class Model:
+    """The pools of a manager as lists of prefixes, which the first token of their last page names."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.manager = manager
+        self.group_of = {"kv": 0, "states": 1}
+        self.ghost = Ghost(manager.pools["states"].num_pages - 1)
+        self.keys: dict[int, int] = {}
+        self.cached: dict[str, dict[int, int]] = {}  # prefixes by page
+        self.free: list[int] = []
+        self.lost = [0, 0]
+        self.num_lookups = 0
+        self.observe()
+
+    def _read(self, pool: PagePool) -> dict[int, int]:
+        hashes = {page.page_id: page.page_hash.page_hash for page in pool.pages if page.page_hash is not None}
+        for page_hash in hashes.values():
+            self.keys[page_hash.token_ids[0]] = page_hash.hash_value
+        return {page_id: page_hash.token_ids[0] for page_id, page_hash in hashes.items()}
+
+    def observe(self) -> None:
+        """Note what a call evicted, in the order of the free queue before it, and what is cached now."""
+        before, now = self.cached.get("states", {}), self._read(self.manager.pools["states"])
+        gone = [page for page, prefix in before.items() if now.get(page) != prefix]
+        for page in sorted(gone, key=self.free.index):
+            if list(before.values()).count(before[page]) == 1:  # the last one of its content
+                self.ghost.add(hash_key(self.keys[before[page]], 1))
+            del before[page]
+        self.cached = {"kv": self._read(self.manager.pools["kv"]), "states": now}
+        self.free = self.manager.pools["states"].free_page_ids_in_order().tolist()
+
+    def look_up(self, tokens: list[int]) -> int:
+        """Return the tokens that hit, and count those that were lost."""
+        self.num_lookups += 1
+        prefixes = [tokens[i] for i in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE)]
+        kv, states = ({*self.cached[name].values()} for name in ("kv", "states"))
+        num_full = next((i for i, prefix in enumerate(prefixes) if prefix not in kv), len(prefixes))
+        places = range(2, len(prefixes) + 1, 2)
+        num_hits = max((place for place in places if place <= num_full and prefixes[place - 1] in states), default=0)
+        was = [p for p in places if num_hits < p <= num_full and self._was_evicted(prefixes[p - 1])]
+        behind = [p for p in places if p > num_full and prefixes[p - 1] in states]
+        self.lost[1] += PAGE * (max(was, default=num_hits) - num_hits)
+        if behind and self.num_lookups * 0x9E3779B1 % 2**32 < (2**32 - 1) // 16:
+            self.lost[0] += 16 * PAGE * (max(behind) - num_hits)
+        return PAGE * num_hits
+
+    def _was_evicted(self, prefix: int) -> bool:
+        return self.ghost.has(hash_key(self.keys[prefix], 1))
+
+
+@pytest.mark.parametrize("sizes", [{"kv": 100, "states": 8}, {"kv": 30, "states": 40}, {"kv": 50, "states": 20}])
+def test_lost_hits_are_those_of_a_model(sizes: dict[str, int]) -> None:
+    for seed in range(3):
+        rng, manager = Random(seed), make_manager(sizes)
+        model, tree = Model(manager), {(): 0}
+        for _ in range(250):
+            path: tuple[int, ...] = ()
+            for _ in range(rng.randint(1, 9)):
+                path += (min(int(rng.expovariate(1.2)), 5),)
+                tree.setdefault(path, len(tree))
+            nodes = [tree[path[:i]] for i in range(1, len(path) + 1)]
+            tokens = [PAGE * node + i for node in nodes for i in range(PAGE)] + [10**6] * rng.randint(1, 2)
+            expected = model.look_up(tokens)
+            assert run(manager, tokens, on_call=model.observe) == expected, seed
+            model.observe()
+            assert lost_in(manager) == tuple(model.lost), (seed, sizes)
+        assert any(lost_in(manager)), seed
+        manager.check()
+
+
+def test_states_of_two_pools_are_lost_in_the_pool_that_evicted_them() -> None:
+    other = CacheGroupSpec(MambaSpec(PAGE, ((2, 2),), "float16", checkpoint_interval=INTERVAL), pool="others")
+    manager = make_manager({"kv": 60, "states": 40, "others": 6}, other)
+    for number in range(4):
+        run(manager, prompt(number))
+    assert run(manager, prompt(0)) == 0
+    assert dict(zip(manager.pools, lost_in(manager), strict=True)) == {"kv": 0, "states": 0, "others": 16}
