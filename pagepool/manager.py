@@ -72,6 +72,7 @@ from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
 from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
+from pagepool.stats.advice import Advisor
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
@@ -303,6 +304,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if host_tier is not None:
             host_tier._bind(self._store)
         self._host_tier = host_tier
+        self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
 
     def __repr__(self) -> str:
         """Return the sizes, and the use of the pool."""
@@ -935,6 +937,15 @@ class CacheManager(KeyHolder, SlotAllocator):
             },
             host_pools={} if self._host_tier is None else self._host_tier._count_pools(),
         )
+
+    def advise(self) -> str | None:
+        """Say which of several pools is too small: which lost most hits since the last call, or since the manager was made, and
+        how many. Return None if none lost a hundredth of the prompt tokens, and with one pool. Call this once an hour, say: the
+        loss of the pool of attention is an estimate. See ``num_lost_hit_tokens`` of `PoolStats`. O(1).
+
+        A pool that binds gets more memory by another split: see ``pagepool plan --arrays apart``.
+        """
+        return self._advisor.advise(self.stats(), self._store.counters["num_queried_tokens"])
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""

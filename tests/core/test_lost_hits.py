@@ -260,3 +260,28 @@ def test_states_of_two_pools_are_lost_in_the_pool_that_evicted_them() -> None:
         run(manager, prompt(number))
     assert run(manager, prompt(0)) == 0
     assert dict(zip(manager.pools, lost_in(manager), strict=True)) == {"kv": 0, "states": 0, "others": 16}
+
+
+def test_advice_names_the_pool_that_lost_most_since_the_last_one() -> None:
+    manager = make_manager({"kv": 60, "states": 6})
+    assert manager.advise() is None
+    for number in range(4):
+        run(manager, prompt(number))
+    assert manager.advise() is None
+    run(manager, prompt(0))
+    run(manager, prompt(5, 11))
+    share = "50.0% of 32 prompt tokens since the last advice"
+    assert manager.advise() == f"states binds: {share} would have hit with more of its pages; kv 0.0%"
+    assert manager.advise() is None
+    alone = CacheManager(12, [FULL], 64)
+    assert alone.advise() is None
+
+
+def test_advice_on_restored_pools_begins_anew() -> None:
+    manager = make_manager({"kv": 60, "states": 6})
+    for number in (0, 1, 2, 3, 0):
+        run(manager, prompt(number))
+    restored = make_manager({"kv": 60, "states": 6}, page_pool=PagePool.restore(manager.pools["kv"].snapshot()))
+    assert lost_in(restored) == (0, 16)
+    assert restored.advise() is None
+    assert manager.advise() is not None
