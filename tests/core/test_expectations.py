@@ -394,6 +394,31 @@ def test_a_span_with_a_gone_page_is_not_leased(windows: str, is_row: bool) -> No
     assert lease_after([], is_row, FULL, WINDOW, stop=12, windows=windows) == [[0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("specs", "num_hit_tokens", "needed"),
+    [((WINDOW,), 20, [3, 4, 5]), ((replace(WINDOW, sliding_window=5), FULL), 16, [3, 4]), ((FULL, WINDOW), 16, [2, 3, 4])],
+)
+@pytest.mark.parametrize("windows", ["ends", "all"])
+def test_with_eagle_a_span_is_leased_if_requests_hit_all_that_they_can(
+    windows: str, specs: Sequence[Any], num_hit_tokens: int, needed: Sequence[int]
+) -> None:
+    window = next(g for g, spec in enumerate(specs) if isinstance(spec, type(WINDOW)))
+    for lost in range(6):
+        options = {"windows": windows, "retention": Retention(max_leased_share=1.0)}
+        manager = CacheManager(64, [CacheGroupSpec(spec) for spec in specs], 64, use_eagle=True, **options)
+        request, longer = EngineRequest("a", list(range(24))), EngineRequest("b", list(range(30)))
+        allocated = manager.allocate_slots(request, 24)
+        assert allocated is not None
+        manager.free(request)
+        manager.page_pool.evict_pages([allocated.get_page_ids()[window][lost]])
+        assert (manager.probe(longer).num_hit_tokens == num_hit_tokens) == (lost not in needed)
+        if lost not in needed:
+            manager.lease(request, stop=24, seconds=9)
+        else:
+            with refused(lambda m=manager: manager_state(m), ArgumentError, r"got 24, .* gone, .* resume_at=\[24\]"):
+                manager.lease(request, stop=24, seconds=9)
+
+
 def test_without_caching_no_span_is_leased() -> None:
     assert "no page is cached" in lease_after([], True, FULL, stop=12, enable_caching=False)
 

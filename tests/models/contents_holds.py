@@ -123,6 +123,8 @@ class Holds:
         leased = {self.books.index.content_of(record) for record in records}
         require(leased <= cached, "a page of others is leased", job, leased - cached)
         require(own <= leased, "a page is not leased", job, own - leased, lease)
+        if span[1] is not None:
+            require(not (gone := self._find_gone(job, span[1], cached)), "leased, and a page is gone", job, span, gone)
         self._hold(records)
         cells = self.device.read_pages(records)
         self.leases.append(Leased(lease, records, cells, ~self._is_garbage(records)))
@@ -172,10 +174,17 @@ class Holds:
         return span, contents
 
     def _require_gone(self, job: Job, span: Span, contents: set[Content]) -> None:
-        """Raise unless a page of a span is not cached, or one with which a request resumes at its end, or it has none."""
-        needed = contents | {*(() if span[1] is None else self.books.list_needed(job, span[1]))}
-        is_gone = not contents or any(not self.books.index.has(content, None) for content in needed)
-        require(is_gone, "no page is gone", job, span)
+        """Raise unless a page of a span is not cached, or one with which a request resumes at its end, or none is."""
+        cached = {content for content in contents if self.books.index.has(content, None)}
+        gone = contents - cached if span[1] is None else self._find_gone(job, span[1], contents)
+        require(bool(gone) or not cached, "no page is gone", job, span)
+
+    def _find_gone(self, job: Job, stop: int, contents: set[Content]) -> set[Content]:
+        """Find lost pages of full attention in a span, and lost ones of other kinds with which a request resumes at its end."""
+        full = {group_id for group_id, group in enumerate(self.world.setting.groups) if group.kind == "full"}
+        needed = {content for content in contents if content[0] in full}
+        needed |= {content for content in self.books.list_needed(job, stop) if content[0] not in full}
+        return {content for content in needed if not self.books.index.has(content, None)}
 
     def _find_own(self, job: Job, contents: set[Content]) -> set[Content]:
         """Return those of the contents with which pages of a job are cached."""

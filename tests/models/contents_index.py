@@ -166,14 +166,18 @@ class Books:
         return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
 
     def list_needed(self, job: Job, stop: int) -> list[Content]:
-        """Return the contents of pages that a request needs which resumes at the last place up to `stop`."""
-        length = self._find_resumption(min(stop, job.num_tokens))
-        return [
-            content
-            for kind in self.kinds
-            if length > 0
-            for content in self._list_read(kind, job.list_histories(length), length)
-        ]
+        """Return the contents of pages that a request needs which resumes at the last place up to `stop`. With eagle each kind
+        also reads what it and the kinds after it drop behind that place.
+        """
+        length = self._find_resumption(min(stop, job.num_tokens)) if self.may_hit else 0
+        histories, needed = job.list_histories(min(stop, job.num_tokens)), []
+        kinds = self._list_attention() if self.setting.use_eagle else []
+        for kind in self.kinds if length > 0 else ():
+            needed += self._list_read(kind, histories, length)
+            behind = (len(kinds) - 1 - kinds.index(kind)) * self.hit_step + kind.page_size if kind in kinds else 0
+            ends = range(length + kind.page_size, length + behind + 1, kind.page_size) if behind else ()
+            needed += [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
+        return needed
 
     def _list_attention(self) -> list[Group]:
         return [kind for kind in self.kinds if kind.kind != "mamba"]

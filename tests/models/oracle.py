@@ -1048,14 +1048,13 @@ class OracleManager:
                 raise ValueError("a page is gone")
         if stop is None or not self.hit_step or self.page_pool.enable_caching is False:
             return
-        end = self._floor(min(stop, request.num_tokens)) - self.hit_step * self.use_eagle
-        if self.windows is not None:
-            end = self.windows.find_end(request, stop)
+        windows = self.windows or OracleWindows(self, 0, 0)
+        end = windows.find_resumption(min(stop, request.num_tokens))
         can_hit = all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
-        found = self._find_cached(request, 0, end) if end > 0 and can_hit else {}
+        found = self._find_cached(request, 0, min(stop, request.num_tokens)) if end > 0 and can_hit else {}
         for (group_id, place), page in found.items():
             kind = self.kinds[group_id]
-            if type(kind) is not Full and place >= kind.first_hit_page(end, self.use_eagle) and page is None:
+            if type(kind) is not Full and page is None and place in windows.pages_at(kind, end, end):
                 raise ValueError("requests can no longer resume at the end")
 
     def _check_span(self, start: int, stop: int | None) -> None:

@@ -87,10 +87,6 @@ class OracleWindows:
         ends = sorted({*boundaries.tokens, request.num_computed_tokens})[-NUM_BOUNDARIES:]
         self.boundaries[request.request_id] = replace(boundaries, tokens=tuple(ends))
 
-    def find_end(self, request: Any, stop: int | None) -> int:
-        """Return the number of tokens at which a request is to resume behind a span; 0: anywhere."""
-        return 0 if stop is None else self.find_resumption(min(stop, request.num_tokens))
-
     def first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
         """Return the first page that a request keeps: its next tokens attend to it, or a request that goes on where it may end
         now. Behind checkpoints, that is where all groups have whole pages.
@@ -117,12 +113,14 @@ class OracleWindows:
         if self.interval and not self.has_checkpoints:
             parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
             windows += [(max(0, end - self.num_uncertain), end) for end in map(self.find_resumption, parts) if end]
-        return any(place in self._pages_at(kind, first, end) for first, end in windows)
+        return any(place in self.pages_at(kind, first, end) for first, end in windows)
 
-    def _pages_at(self, kind: Kind, first: int, end: int) -> range:
+    def pages_at(self, kind: Kind, first: int, end: int) -> range:
         """Return the pages of a group that a request needs which resumes from `first` to `end`. With eagle each kind looks up
-        one more, which it drops, behind what the kinds behind it drop.
+        one more, which it drops, behind what the kinds behind it drop; a state has one page, its checkpoint.
         """
+        if isinstance(kind, Mamba):
+            return range(kind.first_hit_page(end, False), kind.num_places(end))
         eagle, num_behind = self.manager.use_eagle, len(self.kinds) - 1 - self.kinds.index(kind)
         stop = (end + eagle * num_behind * self.manager.hit_step) // kind.page_size + eagle
         return range(kind.first_hit_page(first, eagle), stop)

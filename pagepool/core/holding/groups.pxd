@@ -8,6 +8,7 @@ cdef struct Kinds:            # groups of one kind have equal rules, and hit ali
     const Group **items       # [num] first group of each kind; full attention first: it bounds the others at the least cost
     Py_ssize_t num
     Py_ssize_t num_hit_hashes  # hits are multiples of this many hashes; 0: nothing hits, because a group is never cached
+    int32_t num_hit_tokens    # tokens of these hashes
     bint use_eagle            # the last page of a hit is dropped
     Py_ssize_t num_later_drops  # with eagle: kinds of windows behind full attention, each drops one page
 

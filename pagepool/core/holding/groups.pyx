@@ -3,7 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
 from pagepool.core.pool cimport MAX_BANKS
@@ -83,6 +83,8 @@ cdef class CacheGroups:
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
+        multiple = self.kinds.num_hit_hashes * (self.groups.rules.entry_size // max(1, self.groups.stride))
+        self.kinds.num_hit_tokens = min(multiple, INT32_MAX)
         if boundaries is not None:
             self.boundaries.multiple, self.boundaries.slack, self.boundaries.interval = [
                 <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
@@ -90,8 +92,7 @@ cdef class CacheGroups:
             self.boundaries.use_eagle = use_eagle
         list_kinds(self, True)
         list_kinds(self, False)
-        if boundaries is not None:
-            plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
+        plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
 
     def __dealloc__(self):
         free(self.groups)
@@ -197,14 +198,15 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
 cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     """Compute the pages of windows and chunks that a request needs to resume behind others' tokens. `find_longest` shortens a
     hit kind by kind. With eagle each kind but states drops a page, and the rest of a multiple; the first drops a whole multiple
-    if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`.
+    if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`. Where all pages stay, none is
+    held for that.
     """
     cdef Kinds *kinds = &groups.kinds
     cdef Boundaries *boundaries = &groups.boundaries
     cdef const Group *item
     cdef Group *group
     cdef Py_ssize_t g, kind
-    cdef int64_t num_behind = 0, num_dropped = 0
+    cdef int64_t num_behind = 0, num_dropped = 0, multiple = boundaries.multiple or kinds.num_hit_tokens
     for kind in range(kinds.num - 1, -1, -1):
         item = kinds.items[kind]
         boundaries.has_checkpoints |= keeps_checkpoints(item)
@@ -215,8 +217,10 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
         while item != NULL:
             (<Group *>item).num_read_behind = <int32_t>num_dropped
             item = item.next_alike
-        num_behind = min(num_behind + boundaries.multiple, <int64_t>MAX_TOKENS)
+        num_behind = min(num_behind + multiple, <int64_t>MAX_TOKENS)
     boundaries.num_dropped = <int32_t>num_dropped
+    if not boundaries.multiple:
+        return
     boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0
     boundaries.has_ends = kinds.use_eagle or not boundaries.has_checkpoints
     if boundaries.has_ends:

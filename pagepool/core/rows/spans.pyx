@@ -347,28 +347,25 @@ cdef class TokenSpan:
         return first if first < INT64_MAX else -1
 
     cdef int64_t find_lost_end(self) noexcept:
-        """Return the token count at which requests will resume behind the span, if a page of a window or chunk, or a
+        """Return the least token count behind which requests resume as behind the span, if a page of a window or chunk, or a
         checkpoint, that they need there is not cached; else 0. The locks are held.
         """
-        cdef const Boundaries *rule = &self.groups.boundaries
-        cdef const Group *group = self.groups.groups
+        cdef Boundaries rule = self.groups.boundaries
+        cdef const Group *group
         cdef Py_ssize_t g
-        cdef int64_t i, stop, end = min(self.stop, self.num_tokens), num_dropped = 0
-        cdef int64_t multiple = self.groups.kinds.num_hit_hashes * (group.rules.entry_size // max(1, group.stride))
-        cdef bint use_eagle = self.groups.kinds.use_eagle
-        if not multiple or self.stop == INT64_MAX:
+        cdef int64_t i, stop
+        cdef int32_t end
+        rule.multiple = rule.multiple or self.groups.kinds.num_hit_tokens
+        if not rule.multiple or self.stop == INT64_MAX:
             return 0
-        if rule.multiple:
-            end, num_dropped = find_resumption(rule, end), rule.num_dropped
-        else:
-            end -= end % multiple + use_eagle * multiple  # eagle drops a page
-        for g in range(self.groups.num if end > 0 else 0):
+        end = find_resumption(&rule, min(self.stop, self.num_tokens, <int64_t>MAX_TOKENS))
+        for g in range(self.groups.num if end else 0):
             group = &self.groups.groups[g]
-            stop = end // group.rules.entry_size
-            i = stop - 1 if is_state(&group.rules) else first_hit_page(&group.rules, <int32_t>min(end, MAX_TOKENS), use_eagle)
+            stop = (end + <int64_t>group.num_read_behind) // group.rules.entry_size
+            i = stop - 1 if is_state(&group.rules) else first_hit_page(&group.rules, end, self.groups.kinds.use_eagle)
             for i in range(i, 0 if hits_leading_pages(group) else stop):
                 if (i + 1) * group.stride > self.num_digests or self.find_cached_page(g, i) == NULL_PAGE:
-                    return end + num_dropped
+                    return end + <int64_t>rule.num_dropped
         return 0
 
     cdef bint has_state(self) noexcept:
