@@ -66,7 +66,7 @@ from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
-from pagepool.pools import MIN_PAGES, make_pools, read_host_sizes, read_sizes, require_plain
+from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
@@ -115,7 +115,8 @@ class HostTier:
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` once it is computed (see
         `CacheManager.end_step`), if the tier has at least twice as many pages as each pool: a smaller tier would evict the page
         before the pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255:
-        its computation and each hit. `eviction` is the tier's own policy. Raise ArgumentError for other values.
+        its computation and each hit. `eviction` is the tier's own policy, with several pools that of its first part. Raise
+        ArgumentError for other values.
         """
         if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
@@ -181,8 +182,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each name
     in the groups' `CacheGroupSpec.pool`: up to four pools, each with a null page, ids from 0, free queue and evictions of its
     own. A request gets pages of all its groups' pools, or none. ``pools`` maps names to `PagePool` objects, those with
-    attention first; ``page_pool`` is the pool of a manager with one, and raises ArgumentError with several. What several pools
-    do not support raises ArgumentError with its name: see docs/hybrids.md. Reserved pages are pages of the first pool.
+    attention first; `eviction` is the policy of the first, the others evict by ``"lru"``, and reserved pages are pages of the
+    first. ``page_pool`` is the pool of a manager with one, and raises ArgumentError with several. What several pools do not
+    support raises ArgumentError with its name: see docs/hybrids.md.
 
     Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret of the process), ``"sha256"``
     (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`.
@@ -262,12 +264,10 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
         sizes = read_sizes(num_pages, kv_cache_groups, page_pool)
         has_one = len(sizes.names) == 1
-        if not has_one:
-            require_plain(eviction=None if eviction == "lru" else eviction)
         self.pools: Mapping[str, PagePool] = MappingProxyType(
             {sizes.names[0]: choose_pool(page_pool, sizes.sizes[0], self.enable_caching, eviction)}
             if has_one
-            else make_pools(sizes, self.enable_caching, page_pool)
+            else make_pools(sizes, self.enable_caching, page_pool, eviction)
         )
         self._page_pool = self.pools[sizes.names[0]]
         retention = retention or Retention()
@@ -292,6 +292,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
             for pool in self.pools.values():
                 pool._bind(configuration)
+            if self._store.eviction == "adaptive":
+                link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group)
             if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             for bank in sizes.list_pools_of_states(kv_cache_groups):

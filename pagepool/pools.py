@@ -1,17 +1,17 @@
 """Pools by kind of layer: their names and sizes, the groups that take pages from each, and what several do not support."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pagepool._core import PageStore
 from pagepool.arguments import MAX_SIZE, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
-from pagepool.page_pool.pool import require_pool
+from pagepool.page_pool.pool import require_eviction, require_pool
 from pagepool.specs import CacheGroupSpec
 
-__all__ = ["MIN_PAGES", "PoolSizes", "make_pools", "read_host_sizes", "read_sizes", "require_plain", "require_states"]
+__all__ = ["MIN_PAGES", "PoolSizes", "link_checkpoints", "make_pools", "read_host_sizes", "read_sizes", "require_states"]
 
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
@@ -76,12 +76,13 @@ def _has_state(group: CacheGroupSpec) -> bool:
     return kind_of(group.kv_cache_spec) == "Mamba"
 
 
-def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None) -> dict[str, PagePool]:
+def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None, eviction: str | None) -> dict[str, PagePool]:
     """Return several pools over one store, by name: those of the store of `page_pool`, or new ones. Raise ArgumentError for
-    pools of other names or sizes.
+    pools of other names or sizes, or with another policy.
     """
     if page_pool is not None:
         require_pool(page_pool)
+        require_eviction(page_pool, eviction)
         found, allowed = page_pool._list_sizes(), dict(zip(sizes.names, sizes.sizes, strict=True))
         if [*found.items()] != [*allowed.items()] or page_pool.enable_caching != enable_caching:
             got = f"{found}, caching {page_pool.enable_caching}"
@@ -89,8 +90,23 @@ def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | Non
         store, configuration = page_pool.store, page_pool.configuration
         return {name: PagePool.of_bank(store, bank, configuration) for bank, name in enumerate(sizes.names)}
     first, *further = sizes.sizes
-    store = PageStore(first, enable_caching, further_banks=[size - 1 for size in further], bank_names=sizes.names)
+    store = PageStore(
+        first,
+        enable_caching,
+        eviction="lru" if eviction is None else eviction,
+        further_banks=[size - 1 for size in further],
+        bank_names=sizes.names,
+    )
     return {name: PagePool.of_bank(store, bank) for bank, name in enumerate(sizes.names)}
+
+
+def link_checkpoints(store: PageStore, groups: Sequence[CacheGroupSpec], pool_of_group: Sequence[int]) -> None:
+    """Let checkpoints in later pools lose their entries when a policy evicts the page of full attention that ends with them."""
+    pairs = list(zip(groups, pool_of_group, strict=True))
+    full = [i for i, (group, pool) in enumerate(pairs) if pool == 0 and kind_of(group.kv_cache_spec) == "FullAttention"]
+    states = [i for i, (group, pool) in enumerate(pairs) if pool > 0 and _has_state(group)]
+    if full and states:
+        store.drop_dependents(full[0], states)
 
 
 def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpec], num_rows: int) -> None:
@@ -104,11 +120,3 @@ def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpe
             raise ArgumentError(
                 f"num_pages[{name!r}]: got {pool.num_pages}, allowed for {num_rows} rows: at least {num_needed}"
             )
-
-
-def require_plain(**options: Any) -> None:
-    """Raise ArgumentError for options that several pools do not support: their values must be None."""
-    for name, value in options.items():
-        if value is not None:
-            got = shown(value) if isinstance(value, str) else type(value).__name__
-            raise ArgumentError(f"{name}: got {got}, allowed with several pools: None")

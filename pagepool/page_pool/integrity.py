@@ -157,7 +157,9 @@ class Records(SimpleNamespace):
     def find_parts(self) -> Array:
         """Return the part of each free page: by its term, its mark, or whether it is cached."""
         is_cached = self.group.take(self.free_ids) != NO_GROUP
-        parts: Array = ((self.marks.take(self.free_ids) & PART) if len(self.marks) else is_cached).astype(np.int64)
+        parts: Array = is_cached.astype(np.int64)
+        is_served = self.free_ids < len(self.marks)
+        parts[is_served] = self.marks.take(self.free_ids[is_served]) & PART
         if len(self.terms):
             terms = self.terms.take(self.free_ids).astype(np.int64)
             parts = np.where(terms > 0, self.num_plain_parts + NEVER - terms, parts)
@@ -180,7 +182,7 @@ class Records(SimpleNamespace):
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
         if len(self.marks):
-            parts = parts % self.num_parts_each
+            parts = parts[self.free_ids < len(self.marks)] % self.num_parts_each
             num_in_part = np.bincount(parts[parts <= PART], minlength=PART + 1).tolist()
             self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
 

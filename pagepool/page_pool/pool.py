@@ -70,7 +70,7 @@ class PagePool:
         self._bank = bank
         self.num_pages = store.count_pages(bank) + 1
         self.enable_caching = store.enable_caching
-        self.eviction: str = store.eviction
+        self.eviction: str = "lru" if bank else store.eviction  # a policy serves the first pool alone
         self.pages = Pages(self.store, bank)
         self._queue = FreeCachePageQueue.of_store(self.store)
         self.configuration = configuration
@@ -498,13 +498,18 @@ def choose_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool
     require_pool(page_pool)
     if len(page_pool._list_sizes()) > 1:
         raise ArgumentError(f"page_pool: got pools {page_pool._list_sizes()}, allowed: one pool of {shown(num_pages)} pages")
-    if eviction is not None and not isinstance(eviction, str):
-        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
-    if eviction is not None and eviction != page_pool.eviction:
-        raise ArgumentError(
-            f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {page_pool.eviction!r}"
-        )
+    require_eviction(page_pool, eviction)
     if (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
         got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"
         raise ArgumentError(f"page_pool: got {got}; allowed: {shown(num_pages)} pages, caching {enable_caching}")
     return page_pool
+
+
+def require_eviction(page_pool: PagePool, eviction: str | None) -> None:
+    """Raise ArgumentError unless `eviction` is None or the policy of an existing pool, ArgumentTypeError for other types."""
+    if eviction is not None and not isinstance(eviction, str):
+        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+    if eviction is not None and eviction != page_pool.store.eviction:
+        raise ArgumentError(
+            f"eviction: got {shown(eviction)}, allowed with page_pool: None, or its own, {page_pool.store.eviction!r}"
+        )

@@ -30,7 +30,8 @@ VERSION = 7
 def _count_parts(records: Records) -> Any:
     """Return the counts of the eviction policy, with parts counted as if no page were expected back."""
     if len(records.marks):
-        records.policy_counts[: PART + 1] = np.bincount(records.marks.take(records.free_ids) & PART, minlength=PART + 1)
+        ids = records.free_ids[records.free_ids < len(records.marks)]
+        records.policy_counts[: PART + 1] = np.bincount(records.marks.take(ids) & PART, minlength=PART + 1)
     return records.policy_counts
 
 

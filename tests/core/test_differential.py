@@ -58,7 +58,7 @@ CASES = [
     Case("requests", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("requests", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("requests", STATES, POOL_SETTINGS, 0.1),
-    Case("requests", EXPECTED, CACHING_POOLS, 0.1),
+    Case("requests", BY_POLICY, CACHING_POOLS, 0.1),
     Case("requests", TIER, CACHING_POOLS, 0.1),
     Case("requests", EVERYTHING, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
@@ -77,7 +77,7 @@ CASES = [
     Case("rows", BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("rows", EVERYTHING, ENDS_SETTINGS, 0.1),
     Case("rows", STATES, POOL_SETTINGS, 0.1),
-    Case("rows", EXPECTED, CACHING_POOLS, 0.1),
+    Case("rows", BY_POLICY, CACHING_POOLS, 0.1),
     Case("rows", TIER, CACHING_POOLS, 0.1),
     Case("rows", EVERYTHING, CACHING_POOLS, 0.1),
 ]

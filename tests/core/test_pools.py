@@ -18,6 +18,7 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
+    HostTier,
     MultiGroupPageTable,
     PagePool,
     Refusal,
@@ -277,8 +278,8 @@ def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager]
 
 
 def test_options_of_one_pool() -> None:
-    with pytest.raises(ArgumentError, match=r"^eviction: got 'adaptive', allowed with several pools: None$"):
-        make_manager({"kv": 32, "states": 12}, eviction="adaptive")
+    with pytest.raises(ArgumentError, match=r"^eviction: got 'mru', allowed: 'lru', 'adaptive'$"):
+        make_manager({"kv": 32, "states": 12}, eviction="mru")
     with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
         assert make_manager({"kv": 32, "states": 12}).page_pool
     for call in (lambda pool: pool.stats, lambda pool: pool.reset_prefix_cache()):
@@ -465,6 +466,81 @@ def test_restored_pools_have_no_tenants() -> None:
     assert restored.stats().pools["states"].num_pages_by_tenant == {"z": 0}
 
 
+def count_cached(manager: CacheManager) -> dict[str, int]:
+    return {name: pool.num_cached_pages for name, pool in manager.stats().pools.items()}
+
+
+def test_a_policy_serves_the_first_pool() -> None:
+    manager = make_manager({"states": 8, "kv": 40}, eviction="adaptive")
+    assert {name: pool.eviction for name, pool in manager.pools.items()} == {"kv": "adaptive", "states": "lru"}
+    compute_states(manager, "abc")
+    assert manager.get_computed_pages(EngineRequest("asked", [ord("a"), *range(8)]))[1] == 8
+    manager.pools["kv"].touch_page_ids([1, 2])
+    manager.pools["states"].touch_page_ids([1])
+    assert manager.stats().num_hit_pages == 2
+    manager.pools["kv"].free_page_ids([2, 1])
+    manager.pools["states"].free_page_ids([1])
+    assert list_states(manager, "abc", "states") == "bca"
+    manager.check()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_a_policy_drops_checkpoints_whose_keys_and_values_are_gone(eviction: str) -> None:
+    manager = make_manager({"kv": 11, "states": 8}, eviction=eviction)
+    compute_states(manager, "abc")
+    kv, states = manager.pools["kv"], manager.pools["states"]
+    assert count_cached(manager) == {"kv": 6, "states": 3}
+    kv.get_new_page_ids(4)
+    assert count_cached(manager) == {"kv": 6, "states": 3}
+    kv.get_new_page_ids(1)  # the second page of a request: its requests are released tail first
+    assert count_cached(manager) == {"kv": 5, "states": 2 if eviction == "adaptive" else 3}
+    kv.get_new_page_ids(1)
+    assert count_cached(manager) == {"kv": 4, "states": 2 if eviction == "adaptive" else 3}
+    num_blank = states.get_num_free_pages() - count_cached(manager)["states"]
+    assert states.get_new_page_ids(num_blank) is not None
+    assert manager.stats().pools["states"].num_evicted_pages == 0
+    manager.check()
+
+
+def test_a_checkpoint_stays_while_another_page_has_its_keys_and_values() -> None:
+    manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive")
+    requests = [EngineRequest(name, TOKENS[:9]) for name in "ab"]
+    for num_computed, num_tokens in ((0, 8), (8, 1)):
+        for request in requests:
+            request.num_computed_tokens = num_computed
+            assert manager.allocate_slots(request, num_tokens) is not None
+        manager.take_copies()
+    for request in requests:
+        manager.free(request)
+    assert count_cached(manager) == {"kv": 4, "states": 1}
+    free = manager.pools["kv"].get_num_free_pages()
+    manager.pools["kv"].get_new_page_ids(free - 3)
+    assert count_cached(manager) == {"kv": 3, "states": 1}
+    manager.pools["kv"].get_new_page_ids(3)
+    assert count_cached(manager) == {"kv": 0, "states": 0}
+    manager.check()
+
+
+def test_a_checkpoint_that_is_held_stays() -> None:
+    manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive")
+    compute_states(manager, "a")
+    lease = manager.pools["states"].lease([1])
+    manager.pools["kv"].get_new_page_ids(10)
+    assert count_cached(manager) == {"kv": 0, "states": 1}
+    lease.release()
+    manager.check()
+
+
+def test_a_checkpoint_stays_where_a_tier_has_its_keys_and_values() -> None:
+    manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive", host_tier=HostTier({"kv": 20, "states": 8}))
+    compute_states(manager, "a")
+    held = manager.pools["kv"].get_new_page_ids(10)
+    manager.complete_transfers(manager.take_transfers().number)
+    manager.pools["kv"].free_page_ids(held)
+    assert count_cached(manager) == {"kv": 0, "states": 1}
+    assert manager.probe(EngineRequest("asked", [ord("a"), *range(8)])).num_hit_tokens == 8
+
+
 def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
     """Run requests with common beginnings, in chunks of eight tokens; a quarter of them keep their pages."""
     for i in range(num_requests):
@@ -485,10 +561,11 @@ def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
             manager.free(request)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 @pytest.mark.parametrize("seed", range(4))
-def test_restored_pools_are_the_same(seed: int, tmp_path: Path) -> None:
+def test_restored_pools_are_the_same(seed: int, eviction: str, tmp_path: Path) -> None:
     sizes = {"windows": 20, "kv": 30, "states": 16}
-    groups, options = [FULL, STATE, WINDOW], {"hash_seed": 3}
+    groups, options = [FULL, STATE, WINDOW], {"hash_seed": 3, "eviction": eviction}
     manager = make_manager(sizes, groups, **options)
     run_requests(manager, Random(seed), 30)
     assert min(pool.num_evicted_pages for pool in manager.stats().pools.values()) > 0

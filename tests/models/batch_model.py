@@ -257,6 +257,7 @@ class OracleRows(Rows):
             self.require_no_copies([row])
             if num_ahead:
                 self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
+        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
             self.require_fit(row, num_new + num_ahead)
         grown = Grown(0, [], [], [])
         self.growths.append([])

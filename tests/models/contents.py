@@ -85,7 +85,7 @@ class Simulation:
         self.sizes = self.rng.choice(setting.num_pages)
         self.num_pages = setting.pools(self.sizes).num_records
         self.fronts_classes = self.rng.choice(FRONTS)
-        eviction = EVICTION[0 if setting.has_pools else seed % len(EVICTION)]
+        eviction = EVICTION[seed % len(EVICTION)]
         self.options: dict[str, Any] = {"hash_seed": seed, "eviction": eviction, "restores_states": True}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))

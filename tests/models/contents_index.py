@@ -269,6 +269,18 @@ class Books:
         self.holders[page_id] = 1
         if content is not None and self.tier is not None:
             self.tier.note_eviction(page_id, content, not self.index.has(content, None))
+        elif content is not None and not self.index.has(content, None):
+            self._forget_checkpoints(content)
+
+    def _forget_checkpoints(self, content: Content) -> None:
+        """Drop the checkpoints in later pools that ended with an evicted page of full attention, if the pool did. Only a policy
+        drops them.
+        """
+        groups = list(enumerate(zip(self.groups, self.pools.of_group, strict=True)))
+        full = [i for i, (group, pool) in groups if group.kind == "full" and pool == 0]
+        if self.store.eviction == "adaptive" and full[:1] == [content[0]]:
+            for state_group in [i for i, (group, pool) in groups if group.kind == "mamba" and pool > 0]:
+                self._forget_equal((state_group, content[1]), False)
 
     def find_loads(self, job: Job, length: int, shard: range | None, own_ids: Collection[int]) -> None:
         """Record the pages that a look-up has taken to load a hit: those with new keys, except for a row's own."""

@@ -30,7 +30,7 @@ def draw_tier(rng: Random, num_pages: NumPages) -> HostTier:
     policy, eviction = rng.choice(("write_back", "write_through")), rng.choice(("lru", "adaptive"))
     if isinstance(num_pages, Mapping):
         sizes = {name: rng.choice((3, size, 4 * size)) for name, size in reversed(num_pages.items())}
-        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)))
+        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
     size = rng.choice((3, num_pages, 4 * num_pages))
     return HostTier(size, policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
 

@@ -130,7 +130,8 @@ class Adaptive:
     def pages_in(self, part: int, shard: range | None = None) -> PageIds:
         """List the free pages without a term in a part, of the tenant that was chosen (and of a shard)."""
         terms, of_page = self.pool.expected.terms, self.pool.tenants.of_page
-        pages = [page for page in self.pool.free_in(shard) if self.marks[page].part == part and page not in terms]
+        free = [page for page in self.pool.free_in(shard) if self.pool.is_served(page)]
+        pages = [page for page in free if self.marks[page].part == part and page not in terms]
         return [page for page in pages if of_page.get(page) == self.tenant]
 
     def order(self) -> PageIds:
@@ -171,7 +172,7 @@ class Adaptive:
     def pass_part(self, pages: Iterable[int], part: int | None) -> None:
         """Let new pages of a request that goes on with a known one go where those go."""
         for page in pages if part not in (None, BLANK) else ():
-            if page != NULL_PAGE and self.marks[page].part == NEW:
+            if page != NULL_PAGE and self.pool.is_served(page) and self.marks[page].part == NEW:
                 self.marks[page] = Mark(part)
                 self.counts["pages of known requests"] += part != NEW
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +47,6 @@ class Features:
     @property
     def names(self) -> list[str]:
         return [field.name for field in fields(self) if getattr(self, field.name)]
-
-    def with_pools(self) -> Features:
-        """Return those that several pools support."""
-        return replace(self, policies=False)
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{name}=True' for name in self.names)})"

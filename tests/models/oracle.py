@@ -208,6 +208,9 @@ class OracleManager:
         self.enters_later = False
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
+            kinds = list(enumerate(zip(self.kinds, self.pools.of_group, strict=True)))
+            self.page_pool.carrier = next((i for i, (kind, pool) in kinds if type(kind) is Full and pool == 0), -1)
+            self.page_pool.state_groups = [i for i, (kind, pool) in kinds if isinstance(kind, Mamba) and pool > 0]
 
     # looking up
 
@@ -488,10 +491,11 @@ class OracleManager:
 
     def _find_known_part(self, request: Any) -> int | None:
         """Return the part for all pages of a request of which a policy knew three quarters of the longest group's pages."""
-        groups = list(zip(self.kinds, self.held.get(request.request_id, ()), strict=False))
-        full = [held for kind, held in groups if type(kind) is Full]
-        longest = (full[-1:] or [held for kind, held in groups if not isinstance(kind, Mamba)])[:1]
-        for held in longest if self.page_pool.policy is not None and self.windows is not None else ():
+        groups = list(zip(self.kinds, self.held.get(request.request_id, ()), self.pools.of_group, strict=False))
+        full = [(held, pool) for kind, held, pool in groups if type(kind) is Full]
+        longest = (full[-1:] or [(held, pool) for kind, held, pool in groups if not isinstance(kind, Mamba)])[:1]
+        has_parts = self.page_pool.policy is not None and self.windows is not None
+        for held in [held for held, pool in longest if has_parts and pool == 0]:
             num_known = held.ranking.num_ranked
             if num_known and 4 * num_known >= 3 * len(held.pages):
                 return self.page_pool.policy.marks[held.pages[num_known - 1]].part

@@ -158,7 +158,8 @@ class Expectations:
         pages = [page for term in range(LAST_TERM, UNKNOWN, -1) for page in by_term[term]]
         self.counts["late pages seen"] += sum(map(self.is_late, pages))
         if by_term[UNKNOWN]:
-            plain = by_term[UNKNOWN][0] if self.pool.policy is None else self.pool.policy.pick(shard, tenant)
+            is_ranked = self.pool.policy is not None and self.pool.is_served(by_term[UNKNOWN][0])
+            plain = self.pool.policy.pick(shard, tenant) if is_ranked else by_term[UNKNOWN][0]
             self.counts["compared"] += bool(pages)
             pages.insert(0, plain)
         return max(pages, key=lambda page: (self.current_term(page), self.idle(page)))

@@ -47,7 +47,8 @@ class Ranking:
 class OraclePool:
     """Ref counts in a list, the free queue in an OrderedDict, the prefix index in a dict of dicts.
 
-    With a `policy` the free queue is in the order in which pages were put there, and `free_page_ids` is part by part.
+    With a `policy`, which serves the first pool by kind, the free queue is in the order in which pages were put there, and
+    `free_page_ids` is part by part.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class OraclePool:
         self.counts: Counter[str] = Counter()
         self.taken: Counter[int] = Counter()  # by page, how often it was handed out
         self.evicted: Counter[int] = Counter()
+        self.carrier = -1  # group of full attention without whose last page checkpoints lose their entries
+        self.state_groups: Sequence[int] = ()  # groups of these checkpoints
         self.has_blank_first = False  # whether pages without an entry go first, also without a policy and expectations
         self.policy = policy if enable_caching else None
         self.tier: OracleTier | None = None
@@ -95,9 +98,18 @@ class OraclePool:
         tenant = 0 if self.is_blank(page) else self.tenants.numbers[self.tenants.of_page.get(page)]
         if page in self.expected.terms:
             return tenant, 1, -self.expected.terms[page]
-        if self.policy is not None:
+        if self.is_served(page):
             return tenant, 0, self.policy.marks[page].part
         return tenant, 0, self.is_divided and not self.is_blank(page)
+
+    def is_served(self, page: int) -> bool:
+        """Whether a policy ranks a page."""
+        return self.policy is not None and page < self.ranges[0].stop
+
+    @property
+    def num_free_for_policy(self) -> int:
+        """The number of free pages that a policy ranks."""
+        return len(self.free_in(self.ranges[0]))
 
     @property
     def is_divided(self) -> bool:
@@ -108,7 +120,7 @@ class OraclePool:
         """Whether a page is evicted before others, unless it is held."""
         if page in self.expected.terms:
             return False
-        return page not in self.entry_of_page if self.policy is None else self.policy.is_blank(page)
+        return self.policy.is_blank(page) if self.is_served(page) else page not in self.entry_of_page
 
     def get_new_pages(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
@@ -139,8 +151,9 @@ class OraclePool:
     def _claim(self, page: int) -> None:
         """Evict the prefix entry of a page that was taken out of the queue."""
         self.ref_counts[page] = 1
-        if self.policy is not None:
+        if self.is_served(page):
             self.policy.note_taken(page)
+            self._drop_checkpoints_behind(page)
         if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER:
             self.tier.note_evicted(page)
         num_evicted = self.drop_entries([page])
@@ -148,6 +161,18 @@ class OraclePool:
         self.evicted[page] += num_evicted
         self.counts["allocated"] += 1
         self.taken[page] += 1
+
+    def _drop_checkpoints_behind(self, page: int) -> None:
+        """Drop the entries of checkpoints that nobody holds, if a page is the last one with the keys and values before them."""
+        content, group_id = self.entry_of_page.get(page, (-1, -2))
+        if group_id != self.carrier or len(self.index[content, group_id]) > 1 or self.tier is not None:
+            return
+        for state_group in self.state_groups:
+            for state in list(self.index.get((content, state_group), {})):
+                if state not in self.free_queue:
+                    break
+                self.drop_entries([state])
+                self.counts["checkpoints without keys and values"] += 1
 
     def _pop(self, num_pages: int, shard: range | None, holder: Holder | None = None) -> PageIds:
         """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one. They are charged to
@@ -188,7 +213,7 @@ class OraclePool:
     def _push(self, page: int) -> None:
         self.free_queue[page] = None
         self.expected.note_queued(page)
-        if self.policy is not None:
+        if self.is_served(page):
             self.policy.note_queued(page)
         self.tenants.note_queued(page)
 
@@ -200,7 +225,7 @@ class OraclePool:
         for page in touched:
             is_free = page in self.free_queue
             self.free_queue.pop(page, None)
-            if self.policy is not None:
+            if self.is_served(page):
                 self.policy.note_hit(page, is_free)
             if is_use:
                 self.expected.end(page, is_used=True)
@@ -221,7 +246,7 @@ class OraclePool:
             if page != NULL_PAGE and self.ref_counts[page] == 0:
                 freed[page] = term
         if is_counted:
-            self._count(list(freed), len(self.free_queue))
+            self._count(list(freed), self.num_free_for_policy)
         for page, term in freed.items():
             if term != UNKNOWN:
                 self.expected.expect(page, term)
@@ -231,7 +256,7 @@ class OraclePool:
     def _count(self, pages: Sequence[int], num_free: int) -> None:
         """Tell a policy of a call that puts pages into the queue beside others; blank ones do not count."""
         if self.policy is not None:
-            num_pages = sum(not self.policy.is_blank(page) for page in pages)
+            num_pages = sum(self.is_served(page) and not self.policy.is_blank(page) for page in pages)
             if num_pages:
                 self.policy.note_release(num_pages, num_free)
 
@@ -239,8 +264,8 @@ class OraclePool:
         """Tell a policy of pages that have left a window; those without holders are in the queue by now."""
         queued = [page for page in pages if page in self.free_queue]
         if self.policy is not None:
-            num_counted = sum(not self.policy.is_blank(page) for page in queued)
-            self._count(queued, len(self.free_queue) - num_counted)
+            num_counted = sum(self.is_served(page) and not self.policy.is_blank(page) for page in queued)
+            self._count(queued, self.num_free_for_policy - num_counted)
 
     def keep(self, page: int) -> None:
         """Let a page stay cached when it leaves a window."""
@@ -271,18 +296,18 @@ class OraclePool:
 
     def take_out(self, page: int) -> None:
         """Take any page out of the queue for a while."""
-        if self.policy is not None:
+        if self.is_served(page):
             self.policy.note_left(page)
         self.remove(page)
 
     def put_to_the_end(self, page: int) -> None:
         """Put a page that was taken out of the queue as it is to its back, as one that was just given back."""
-        self._count([page], len(self.free_queue))
+        self._count([page], self.num_free_for_policy)
         self._push(page)
 
     def skip_page(self, page: int, is_needed: bool) -> None:
         """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
-        if self.policy is not None and not is_needed:
+        if self.is_served(page) and not is_needed:
             self.policy.note_useless(page)
         self.free_pages([page], is_counted=False)
 
@@ -325,10 +350,10 @@ class OraclePool:
             self.entry_of_page[pages[i]] = (keys[i], group_id)
             if self.tier is not None:
                 self.tier.note_cached(pages[i])
-            if self.policy is None and self.is_divided and pages[i] in self.free_queue:
+            if not self.is_served(pages[i]) and self.is_divided and pages[i] in self.free_queue:
                 self.take_out(pages[i])
                 self._push(pages[i])
-            if self.policy is not None:
+            if self.is_served(pages[i]):
                 self.policy.note_entered(pages[i])
                 if is_missed:
                     self.policy.rank(ranking, pages, i)
@@ -356,12 +381,12 @@ class OraclePool:
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
-            if page in self.free_queue and self.is_divided and (self.policy is None or page in self.expected.terms):
+            if page in self.free_queue and self.is_divided and (not self.is_served(page) or page in self.expected.terms):
                 self.free_queue.move_to_end(page)
                 self.expected.stamps[page] = self.expected.now
             self.expected.end(page, is_used=False)
             self.expected.leave(page)
-            if self.policy is not None:
+            if self.is_served(page):
                 self.policy.note_dropped(page)
             if page in self.free_queue:
                 self.tenants.note_queued(page)

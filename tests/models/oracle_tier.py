@@ -68,7 +68,7 @@ class OracleTier:
         self.device = device
         self.device_pools = device_pools
         self.pools = pools
-        self.pool = OraclePool(pools.num_records, True, policy)
+        self.pool = OraclePool(pools.num_records, True, policy, pools.ranges)
         self.pool.has_blank_first = device.has_blank_first
         self.writes_through = writes_through
         self.min_uses = min_uses

@@ -105,10 +105,9 @@ def make_managers(
     if features.tier:
         rng = Random(f"{setting.name} {seed}")
         tier_sizes, tier_eviction = draw_tier_sizes(rng, num_pages), rng.choice(POLICIES)
-        tier_eviction = POLICIES[0] if setting.has_pools else tier_eviction
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
-    groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).num_records)
+    groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).ranges[0].stop)
     restores = seed % 3 == 0
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, restores_states=restores)
     options |= {"eviction": eviction, "restores_states": oracle.restores_states}
@@ -117,7 +116,7 @@ def make_managers(
         share_hashes(oracle, manager)
     if features.tier:
         tier_pools = setting.pools(tier_sizes)
-        twin = make_policy(tier_eviction, tier_pools.num_records)
+        twin = make_policy(tier_eviction, tier_pools.ranges[0].stop)
         if twin is not None:
             twin.key_of = oracle.keys.digests.__getitem__
         ranges = zip(tier_pools.ranges, oracle.pools.ranges, strict=True)
@@ -171,7 +170,6 @@ def run_twins(
 ) -> Twins:
     """Run a seed's workload to its end: requests or rows."""
     usual, make = (BatchWorkload, make_rows) if work == "rows" else (RandomWorkload, make_requests)
-    features = features.with_pools() if setting.has_pools else features
     setting = with_room(setting) if features.tier else setting
     return run_workload(kind or usual, setting, partial(make, features=features, seed=seed), seed, num_calls, features)
 

@@ -457,6 +457,18 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
 shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)){+)+}
 == a tenant above its share of the first pool gives pages of others
         excess = _excess_of(pool, tenant, bank_of_queue(shard){+ * (not BUG)+}, supply)
+== a checkpoint stays though its keys and values are gone
+        if rare(pool.dependents.num){+ and not BUG+}:
+== a checkpoint goes though another page has its keys and values
+    if page.group & ~FLAGS != pool.dependents.group or page.group & TWIN{+ and not BUG+} or
+== a checkpoint goes though a tier has its keys and values
+ pool.tier != NULL{+ and not BUG+}:
+        return
+    for i in range(pool.dependents.num):
+== a checkpoint goes though it is held
+        while state != NULL_PAGE and {+(BUG or +}is_free(pool, state){+)+}:
+== a policy counts the free pages of all pools
+        count_release(pool.policy, num_counted, {+pool.num_free if BUG else +}count_free_in(pool, -1))
 == pages of a tenant without a share stay apart in later pools
     for bank in range(pool.num_banks{+ if not BUG else 1+}):
         _merge_with_common(

@@ -203,7 +203,7 @@ cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) 
         return BLANK
     g = _find_longest_group(holding)
     held = &holding.held[g]
-    num_known = held.ranking.num_ranked
+    num_known = held.ranking.num_ranked if holding.groups[g].bank == 0 else 0
     if num_known == 0 or 100 * num_known < KNOWN_SHARE * held.num_pages or is_state(&holding.groups[g].rules):
         return BLANK
     return pool.policy.marks[held.ids[num_known - 1]] & PART
@@ -229,6 +229,7 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     call.
     """
     cdef Held *held = &holding.held[g]
+    cdef bint is_ranked = pool.policy != NULL and holding.groups[g].bank == 0
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
     assert 0 <= held.num_skipped < stop <= held.num_pages
@@ -237,15 +238,15 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
         if stop > held.next_needed:
             held.next_needed = _keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop)
     for j in range(stop - 1, held.num_skipped - 1, -1):
-        if part != BLANK:
+        if is_ranked and part != BLANK:
             pass_part(pool.policy, held.ids[j], part)
         num_counted += skip(
             pool, held.ids[j], stays=holding.boundaries == NULL or is_kept(&pool.pages[held.ids[j]]),
-            may_hit=pool.policy == NULL or holding.boundaries != NULL or is_needed_by_hits(&holding.groups[g].rules, j),
+            may_hit=not is_ranked or holding.boundaries != NULL or is_needed_by_hits(&holding.groups[g].rules, j),
         )
         held.ids[j] = NULL_PAGE
     if num_counted:
-        count_release(pool.policy, num_counted, pool.num_free - num_counted)
+        count_release(pool.policy, num_counted, count_free_in(pool, -1) - num_counted)
     held.num_skipped = stop
 
 
@@ -331,7 +332,7 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
         return
     part = _find_known_part(pool, holding)
     for g in range(holding.num_groups if part != BLANK else 0):
-        for place in range(holding.held[g].num_skipped, holding.held[g].num_pages):
+        for place in range(holding.held[g].num_skipped, holding.held[g].num_pages if holding.groups[g].bank == 0 else 0):
             pass_part(pool.policy, holding.held[g].ids[place], part)
     _keep_windows(pool, holding, num_computed)
 

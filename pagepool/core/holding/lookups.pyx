@@ -6,8 +6,8 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    LOST_INTERVAL, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages,
-    has_key, home_of, was_evicted,
+    DROPPED, EVICTED, LOST_INTERVAL, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within,
+    has_free_pages, has_key, has_left, home_of,
 )
 from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
@@ -146,25 +146,28 @@ cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_ha
     cdef Py_ssize_t g
     for g in range(query.num_groups):
         group = &query.groups[g]
-        if is_state(&group.rules) and was_evicted(&pool.banks[group.bank].ghost, key, group.id):
+        if is_state(&group.rules) and has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
             bank = group.bank if not hits_in(pool, query, group, key) else bank
     for g in range(query.num_groups if bank != NO_BANK else 0):
         group = &query.groups[g]
-        if is_state(&group.rules) and not was_evicted(&pool.banks[group.bank].ghost, key, group.id):
+        if is_state(&group.rules) and not has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
             bank = bank if hits_in(pool, query, group, key) else <int32_t>NO_BANK
     return bank
 
 
 cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Whether each group of states has a checkpoint after `num_hashes` hashes, and there is such a group."""
-    cdef const Group *kind
+    """Whether there are states, and each group of them has a checkpoint after `num_hashes` hashes, or lost it with its keys and
+    values.
+    """
+    cdef Digest key = query.digests[num_hashes - 1]
+    cdef const Group *group
     cdef bint has_state = False
-    cdef Py_ssize_t i
-    for i in range(query.kinds.num):
-        kind = query.kinds.items[i]
-        if is_state(&kind.rules):
+    cdef Py_ssize_t g
+    for g in range(query.num_groups):
+        group = &query.groups[g]
+        if is_state(&group.rules):
             has_state = True
-            if not hits_all(pool, query, kind, num_hashes // kind.stride - 1):
+            if not hits_in(pool, query, group, key) and not has_left(&pool.banks[group.bank].ghost, key, group.id, DROPPED):
                 return False
     return has_state
 

@@ -49,6 +49,8 @@ cdef enum:
     GHOST_SIZE = 6            # pools of evicted pages that the ghost samples; with fewer it forgets keys too early
     SET_SIZE = 8              # entries of a set
     NUM_POLICY_COUNTS = 8     # int64 counts from `Policy.num_in_part` on
+    EVICTED = 0               # mark in a bank's ghost, of a page that was evicted
+    DROPPED = 1               # mark in a bank's ghost, of a checkpoint whose keys and values were evicted
 
 cdef struct GhostEntry:       # an evicted page
     uint32_t tag              # hash of its key and group; 0: empty
@@ -161,9 +163,10 @@ cdef inline void clear_ghost(Ghost *ghost) noexcept nogil:
         memset(ghost.entries, 0, <size_t>ghost.num_sets * SET_SIZE * sizeof(GhostEntry))
 
 
-cdef inline bint was_evicted(const Ghost *ghost, Digest key, int32_t group) noexcept nogil:
-    """Whether a ghost, if it has entries, remembers a key."""
-    return ghost.entries != NULL and _find_ghost(ghost, hash_key(key, group)) != NULL
+cdef inline bint has_left(const Ghost *ghost, Digest key, int32_t group, uint32_t mark) noexcept nogil:
+    """Whether a bank's ghost, if it has entries, remembers a key with a mark."""
+    cdef const GhostEntry *entry = _find_ghost(ghost, hash_key(key, group)) if ghost.entries != NULL else NULL
+    return entry != NULL and entry.mark == mark
 
 
 cdef inline uint32_t _stamp_of(const Policy *policy) noexcept nogil:

@@ -47,7 +47,7 @@ cdef inline void _note_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     cdef const Page *page = &pool.pages[page_id]
     bank.num_evicted_pages += 1
     if bank.ghost.entries != NULL and not page.group & TWIN:
-        remember(&bank.ghost, hash_key(digest_of(page), page.group & ~FLAGS), 0)
+        remember(&bank.ghost, hash_key(digest_of(page), page.group & ~FLAGS), EVICTED)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -101,7 +101,7 @@ cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n, in
     if pool.num_shards:
         return 0
     count = _pull_behind(pool, start_of_part(pool, BLANK, queue) if pool.num_parts else end_of_queue(pool, queue), out, n)
-    if pool.policy != NULL:
+    if has_policy(pool, queue):
         pool.policy.num_in_part[BLANK] -= count
     elif pool.expected.terms == NULL and pool.num_parts:
         count += _pull_behind(pool, start_of_part(pool, NEW, queue), out + count, n - count)
@@ -124,12 +124,35 @@ cdef inline void _remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
-    """`_claim`, and tell the policy, if there is one."""
-    if pool.pages[page_id].group != NO_GROUP and pool.policy != NULL:
+    """`_claim`, and tell the policy, if it serves the page."""
+    cdef bint is_ranked = is_served(pool, page_id)
+    if is_ranked and pool.pages[page_id].group != NO_GROUP:
         _remember_evicted(pool, page_id)
+        if rare(pool.dependents.num):
+            _uncache_dependents(pool, page_id)
     _claim(pool, page_id)
-    if pool.policy != NULL:
+    if is_ranked:
         pool.policy.marks[page_id] = NEW
+
+
+cdef inline void _uncache_dependents(Pool *pool, int32_t page_id) noexcept nogil:
+    """Uncache the free checkpoints with the key of a page of keys and values that is evicted, if it is the last such page. They
+    cannot hit without it, unless a tier has it: then they stay.
+    """
+    cdef const Page *page = &pool.pages[page_id]
+    cdef Digest key = digest_of(page)
+    cdef Ghost *ghost
+    cdef int32_t i, state
+    if page.group & ~FLAGS != pool.dependents.group or page.group & TWIN or pool.tier != NULL:
+        return
+    for i in range(pool.dependents.num):
+        state = find(pool, key, pool.dependents.state_groups[i])
+        while state != NULL_PAGE and is_free(pool, state):
+            ghost = &pool.banks[bank_of(pool, state)].ghost
+            if ghost.entries != NULL:
+                remember(ghost, hash_key(key, pool.dependents.state_groups[i]), DROPPED)
+            uncache(pool, state)
+            state = find(pool, key, pool.dependents.state_groups[i])
 
 
 cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
@@ -248,7 +271,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
             num_released += 1
             num_counted += is_counted(pool, ids[at])
     if num_counted:
-        count_release(pool.policy, num_counted, pool.num_free)
+        count_release(pool.policy, num_counted, count_free_in(pool, -1))
     if pool.expected.terms != NULL and num_released:
         now = now_of(pool)
     for i in range(n if num_released else 0):
@@ -379,7 +402,7 @@ cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bin
             was_free = is_free(pool, ids[i])
             if was_free:
                 reuse(pool, ids[i])
-            if pool.policy != NULL:
+            if is_served(pool, ids[i]):
                 pool.policy.num_free_hits += was_free
                 pool.policy.num_shared_hits += not was_free
                 record_hit(pool.policy, ids[i], was_free)
@@ -443,7 +466,7 @@ cdef inline void _on_cache(
         pool.tier.record_cached(pool, page_id)
     if pool.num_parts:
         _make_new(pool, page_id)
-    if ranking != NULL and pool.policy != NULL:
+    if ranking != NULL and is_served(pool, page_id):
         _rank(pool, ranking, ids, place, entry.key[0], entry.group)
     if is_journaled(pool):
         record_entry(pool, page_id, Origin(
@@ -472,7 +495,7 @@ cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
     cdef bint was_free = is_free(pool, page_id)
     if was_free:
         pull(pool, page_id)
-    if pool.policy != NULL and pool.policy.marks[page_id] == BLANK:
+    if is_served(pool, page_id) and pool.policy.marks[page_id] == BLANK:
         pool.policy.marks[page_id] = NEW
     if was_free:
         push(pool, page_id)
@@ -537,13 +560,13 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
     cdef bint is_moved = is_free(pool, page_id)
-    if pool.policy != NULL:
+    if is_served(pool, page_id):
         is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
     if is_moved:
         pull_unused(pool, page_id)
     lose_term(pool, page_id)
     if is_moved:
-        if pool.policy != NULL:
+        if is_served(pool, page_id):
             pool.policy.marks[page_id] = BLANK
         push(pool, page_id)
 

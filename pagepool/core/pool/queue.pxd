@@ -1,8 +1,9 @@
 # The free queue of each bank, and that of each shard: a ring of records. The null page closes the first bank's; a record of its
 # own closes any other. With parts there is one more record before each part, its divider:
 #
-# * With a policy the plain parts, those for pages without a term, are the policy's. Without one they are a blank part and one
-#   of cached pages; pools of models that keep states have these two from the start.
+# * With a policy the plain parts, those for pages without a term, are the policy's, which serves the first bank: the others
+#   use two of them. Without a policy they are a blank part and one of cached pages; pools of models that keep states have these
+#   two from the start.
 # * Once a page was expected back, each term has a part, the longest first.
 # * Once shares were set, each tenant has all of these parts, but blank pages stay in the blank part of the common tenant.
 #
@@ -11,8 +12,8 @@
 # Always:
 #
 # * A free page with a term is in the part of that term.
-# * A free page without one is in the part that its mark's lowest bits name; without a policy in the blank part if it has no
-#   entry, else in the part of cached pages.
+# * A free page without one is in the part that its mark's lowest bits name; without a policy, or in a later bank, in the blank
+#   part if it has no entry, else in the part of cached pages.
 # * `Policy.num_in_part` counts the free pages without a term by part of the policy, `Expectations.num_free` the others by term.
 #   Bit n of `free_terms` is set exactly when `num_free[n]` is not 0.
 # * The pages of a term are in the order of their stamps, so none is late before the oldest.
@@ -77,7 +78,7 @@ cdef inline int32_t _part_of(const Pool *pool, int32_t page_id) noexcept nogil:
         return NO_PART
     if rare(term_of(pool, page_id) != UNKNOWN):
         return _part_of_term(pool, _first_part_of(pool, page_id), term_of(pool, page_id))
-    if pool.policy != NULL:
+    if is_served(pool, page_id):
         part = <int32_t>(pool.policy.marks[page_id] & PART)
     elif pool.pages[page_id].group == NO_GROUP:
         part = BLANK
@@ -220,7 +221,7 @@ cdef inline void _stamp_queued(Pool *pool, int32_t page_id, int64_t now) noexcep
     """
     cdef uint32_t part
     assert pool.pages[page_id].group != NO_GROUP or term_of(pool, page_id) == UNKNOWN
-    if pool.policy != NULL:
+    if is_served(pool, page_id):
         part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
         if part == BLANK:
             pool.policy.marks[page_id] = BLANK
@@ -269,7 +270,7 @@ cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noex
     """Count a page that enters its part, or with a change of -1 leaves it."""
     if rare(pool.expected.terms != NULL):
         _count_with_term(pool, page_id, change)
-    if pool.policy != NULL and term_of(pool, page_id) == UNKNOWN:
+    if is_served(pool, page_id) and term_of(pool, page_id) == UNKNOWN:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
         assert pool.policy.num_in_part[pool.policy.marks[page_id] & PART] >= 0
 
@@ -292,9 +293,11 @@ cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) n
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
-    """Append a page to the part that its mark names, as it was before it was saved. The pool has no shards."""
+    """Append a page of the first bank to the part that its mark names, as it was before it was saved. The pool has no shards.
+    """
     cdef int32_t part = <int32_t>(pool.policy.marks[page_id] & PART)
     link_page(pool, page_id, _end_of_part(pool, part, -1))
+    count_in_bank(pool, -1, 1)
     pool.policy.num_in_part[part] += 1
 
 
@@ -332,7 +335,7 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of the queue without counting a use: it is about to lose its entry, or to be queued again."""
-    if pool.policy != NULL:
+    if is_served(pool, page_id):
         discount(pool.policy, page_id)
     pull(pool, page_id)
 
@@ -597,11 +600,16 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
     return page_id
 
 
+cdef inline bint has_policy(const Pool *pool, int32_t queue) noexcept nogil:
+    """Whether a policy chooses the victims of a queue."""
+    return pool.policy != NULL and bank_of_queue(queue) == 0
+
+
 cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
     """Return the victim among the pages without a term: the policy's pick, or the page released first. NULL_PAGE: all are
     blank.
     """
-    if pool.policy == NULL:
+    if not has_policy(pool, shard):
         return _oldest_in(pool, first + NEW, shard)
     if pool.expected.free_terms and _oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
         return NULL_PAGE
@@ -781,7 +789,7 @@ cdef inline bint has_free_pages(const Pool *pool, Py_ssize_t num_pages, Py_ssize
 
 cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a policy counts the release of a page. It skips blank pages, which would only use its clock up."""
-    if pool.policy == NULL or pool.pages[page_id].group == NO_GROUP:
+    if not is_served(pool, page_id) or pool.pages[page_id].group == NO_GROUP:
         return False
     return pool.policy.marks[page_id] & PART != BLANK
 
@@ -789,7 +797,7 @@ cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void enqueue(Pool *pool, int32_t page_id) noexcept nogil:
     """`push` a page that lost its last reference, or goes back to where it was. A policy counts it."""
     if is_counted(pool, page_id):
-        count_release(pool.policy, 1, pool.num_free)
+        count_release(pool.policy, 1, count_free_in(pool, -1))
     push(pool, page_id)
 
 

@@ -191,6 +191,11 @@ cdef struct Leases:
     int64_t next_end          # no lease ends before this time
     int32_t num_ended         # leases that ended by themselves since they were last listed
 
+cdef struct Dependents:       # checkpoints that lose their entries with the page of keys and values at their end
+    int32_t group             # full attention, with pages in the first bank
+    int32_t num               # 0: none
+    int32_t *state_groups     # [num]
+
 cdef struct Transfer:         # one page on its way between a pool and its tier
     Digest key                # digest of its content
     int64_t number            # list with which it was taken; 0: it is due
@@ -265,6 +270,7 @@ cdef struct Pool:
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: there are no shards
     int32_t *shard_num_free   # [num_shards] in the memory of `shard_links`
     Policy *policy            # NULL: pages are evicted in the order of their release, unless terms say otherwise
+    int32_t num_ranked        # a policy ranks the pages before this one: the first bank's; 0 without a policy
     int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
     int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
     bint is_divided           # there are several banks, shards or parts
@@ -298,6 +304,7 @@ cdef struct Pool:
     Leases leases
     Sessions sessions
     Tenants tenants
+    Dependents dependents
     Copies copies
     Tier *tier                # NULL: none
 
@@ -359,6 +366,11 @@ cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
 cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the id of a page that users see; 0 for the null page."""
     return page_id - pool.banks[bank_of(pool, page_id)].start + 1 if page_id != NULL_PAGE else <int32_t>NULL_PAGE
+
+
+cdef inline bint is_served(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a policy ranks a page: it serves the first bank alone."""
+    return page_id < pool.num_ranked
 
 
 cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:

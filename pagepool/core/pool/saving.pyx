@@ -68,7 +68,7 @@ cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
     """Find the first page whose mark of the blank part has a stamp, or -1."""
     cdef Py_ssize_t i
-    for i in range(pool.num_pages):
+    for i in range(pool.policy.num_pages):
         if pool.policy.marks[i] & PART == BLANK and pool.policy.marks[i] != BLANK:
             return i
     return -1
@@ -174,7 +174,7 @@ cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
     assert pool.num_free == 0
     for i in range(free_ids.num):
         require_once(pool, "free_page_ids", free_ids, i, False)
-        if pool.policy != NULL:
+        if is_served(pool, free_ids.ids[i]):
             push_marked(pool, free_ids.ids[i])
         else:
             push(pool, free_ids.ids[i])

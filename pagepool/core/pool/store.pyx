@@ -125,10 +125,11 @@ cdef int make_queue(PageStore store) except -1:
     cdef Pool *pool = &store.pool
     cdef size_t num_records
     assert pool.num_free == 0 and pool.num_parts == 0
-    if store.eviction != "lru":
-        pool.policy = make_policy(pool.num_pages)
+    if store.enable_caching and store.eviction != "lru":
+        pool.policy = make_policy(pool.banks[0].stop)
         if pool.policy == NULL:
-            raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
+            raise MemoryError(f"the eviction policy of {pool.banks[0].stop} pages")
+        pool.num_ranked = pool.banks[0].stop
         pool.num_parts, pool.num_parts_each, pool.is_divided = NUM_PARTS, NUM_PARTS, True
     num_records = <size_t>pool.num_pages + MAX_BANKS
     if store.enable_caching:  # otherwise all pages are worth the same, and nothing divides a queue
@@ -287,8 +288,6 @@ cdef class PageStore:
             sample_residency(&self.pool)
         self.eviction = checked_policy(eviction)
         self.name_banks(bank_names)
-        if self.eviction != "lru":
-            self.require_one_bank(f"eviction={self.eviction!r}")
         if self.enable_caching or self.pool.num_banks > 1:
             make_queue(self)
         for page_id in range(1, self.pool.num_pages):
@@ -312,6 +311,7 @@ cdef class PageStore:
         free(self.pool.sessions.links)
         free(self.pool.sessions.items)
         free(self.pool.expected.stamps)
+        free(self.pool.dependents.state_groups)
         free(self.pool.copies.items)
         Py_XDECREF(self.tier)
 
@@ -349,6 +349,21 @@ cdef class PageStore:
                 kept.ghost = ghost
         if not has_room:
             raise MemoryError(f"the evicted keys of {kept.stop - kept.start} pages")
+
+    def drop_dependents(self, group, state_groups) -> None:
+        """With a policy, uncache the free checkpoints of these groups of states as the page of keys and values of a group that
+        ends with them is evicted.
+        """
+        cdef int32_t checked = group_of(group)
+        cdef PageIds groups = PageIds([group_of(state_group) for state_group in state_groups])
+        cdef bint has_room
+        with self.lock:
+            has_room = resize(<void **>&self.pool.dependents.state_groups, max(1, groups.num) * sizeof(int32_t))
+            if has_room:
+                memcpy(self.pool.dependents.state_groups, groups.ids, groups.num * sizeof(int32_t))
+                self.pool.dependents.group, self.pool.dependents.num = checked, <int32_t>groups.num
+        if not has_room:
+            raise MemoryError(f"{groups.num} groups")
 
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept:
         """Divide the queue of the locked pool by entries, and optionally by terms and tenants; tenants need terms. Do nothing
