@@ -31,7 +31,7 @@ from pagepool.page_table import (
 )
 from pagepool.refusal import Refusal
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
-from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
+from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StateWrites, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,
     CacheGroupSpec,
@@ -80,6 +80,7 @@ __all__ = [
     "Retention",
     "RunningBatch",
     "SlidingWindowSpec",
+    "StateWrites",
     "StepResult",
     "TimeHistogram",
     "Transfers",

@@ -60,6 +60,7 @@ class CacheGroups:
         use_eagle: bool = ...,
         boundaries: tuple[int, int, int] | None = ...,
         banks: Sequence[int] | None = ...,
+        writes_states: bool = ...,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def count_peak_pages(
@@ -457,6 +458,8 @@ class RunningRows:
         num_shards: int,
         unifies_pages: bool = ...,
         restores_states: bool = ...,
+        max_steps_ahead: int = ...,
+        writes_anywhere: bool = ...,
     ) -> None: ...
     def _is_refused_still(
         self,
@@ -488,8 +491,18 @@ class RunningRows:
     def swap_out(self, row: int) -> bool: ...
     def swap_in(self, row: int) -> int | None: ...
     def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]: ...
-    def _find_next_multiple(self, rows: _Ids, interval: int) -> npt.NDArray[np.int32]: ...
+    def find_next_checkpoint(self, rows: _Ids) -> npt.NDArray[np.int32]: ...
+    def take_writes(self) -> StateWrites: ...
     def get_page_ids(self, row: int) -> tuple[list[int], ...]: ...
+
+@final
+class StateWrites:
+    rows: Final[npt.NDArray[np.int32]]
+    num_tokens: Final[npt.NDArray[np.int32]]
+    page_ids: Final[npt.NDArray[np.int32]]
+    group: Final[npt.NDArray[np.int32]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __len__(self) -> int: ...
 
 @final
 class RowRequest:
@@ -502,7 +515,7 @@ class RowRequest:
         max_num_new_tokens: int | None = ...,
         num_reserved_pages: int = ...,
         options: tuple[object, ...] | None = ...,
-        interval: int = ...,
+        ends_at_checkpoint: bool = ...,
         num_external_tokens: int = ...,
         resume_at: Sequence[int] | None = ...,
     ) -> Self: ...

@@ -25,7 +25,7 @@ from pagepool.core.holding.lookups import RefusedRequest, RequestHashes, find_pr
 from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.row_request import RowRequest
-from pagepool.core.rows.running import RunningRows, StepResult
+from pagepool.core.rows.running import RunningRows, StateWrites, StepResult
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
 from pagepool.core.pool.saving import find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.pool.sessions import PageSessions

@@ -14,6 +14,7 @@ from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttent
 __all__ = ["GroupRules", "find_interval", "find_slack_and_interval", "kind_of", "make_rules"]
 
 SLACK = 64  # default slack: a request can also resume this many tokens before a boundary
+CHECKPOINT_STEP = 64  # tokens: kernels of recurrent layers have states at its multiples
 INTERVAL_STEP = 2048
 MAX_BOUNDARY = 1 << 30
 SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
@@ -32,6 +33,8 @@ class GroupRules(NamedTuple):
     """Tokens between checkpoints of states; None if no states are kept."""
     has_state: bool
     """Whether a group has states, kept or not."""
+    writes_states: bool
+    """Whether steps write checkpoints at boundaries."""
     configuration: Configuration
     """Settings by name, except those of hashes. Managers that share cached pages must agree in all of them."""
 
@@ -40,8 +43,8 @@ class GroupRules(NamedTuple):
         has states, and the errors of `require_token_counts`.
         """
         counts = require_token_counts("resume_at", resume_at, most)
-        if counts and self.has_state:
-            reason = "which are kept only after multiples of checkpoint_interval tokens"
+        if counts and self.has_state and not self.writes_states:
+            reason = 'which are kept only after multiples of checkpoint_interval tokens without checkpoints="ends"'
             raise ArgumentError(f"resume_at: got {counts}, allowed for a model with states, {reason}: none")
         return counts
 
@@ -63,11 +66,12 @@ def make_rules(
         raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
     sizes = [require_int("page_size", spec.page_size, 1) for spec in specs]
     page_sizes = [size for size, kind in zip(sizes, kinds, strict=True) if kind != "Mamba"]
-    found = [getattr(spec, "checkpoint_interval", None) for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"]
-    intervals = [interval or 1 for interval in found if interval is not None]
+    writes_states = _are_written([spec for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"])
+    found = [_spacing_of(spec) for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"]
+    intervals = [spacing or 1 for spacing in found if spacing is not None]
     hash_page_size = gcd(*(page_sizes or intervals)) or 1
     num_hit_tokens = lcm(*page_sizes, *intervals)
-    for interval in intervals:
+    for interval in intervals if not writes_states else ():
         if interval % hash_page_size:
             allowed = f"multiples of {hash_page_size}, the tokens of a hash"
             raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: {allowed}")
@@ -75,27 +79,47 @@ def make_rules(
     rules = [_rules_of(each, spec, num_hit_tokens, use_eagle) for each, spec in zip(described, specs, strict=True)]
     index_ids = [each["index_group_id"] if enable_caching else None for each in described]
     num_hashes = [each["num_hashes_per_page"] for each in described]
-    boundaries = _find_boundaries(specs, windows, retention or Retention(), num_hit_tokens, None not in index_ids)
+    state_interval = find_state_interval(kv_cache_groups) if writes_states and enable_caching else None
+    boundaries = _find_boundaries(
+        specs, windows, retention or Retention(), num_hit_tokens, None not in index_ids, state_interval
+    )
     configuration: Configuration = {"num_kv_cache_groups": len(described)}
     for i, each in enumerate(described):
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
     return GroupRules(
-        CacheGroups(list(zip(rules, index_ids, num_hashes, strict=True)), use_eagle, boundaries, banks),
+        CacheGroups(
+            list(zip(rules, index_ids, num_hashes, strict=True)), use_eagle, boundaries, banks, state_interval is not None
+        ),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),
-        checkpoint_interval=num_hit_tokens if intervals and enable_caching else None,
+        checkpoint_interval=(state_interval if writes_states else num_hit_tokens) if intervals and enable_caching else None,
         has_state="Mamba" in kinds,
+        writes_states=writes_states,
         configuration=configuration | {"hash_page_size": hash_page_size},
     )
 
 
 def _find_boundaries(
-    specs: Sequence[Any], windows: str, retention: Retention, num_hit_tokens: int, is_cached: bool
+    specs: Sequence[Any],
+    windows: str,
+    retention: Retention,
+    num_hit_tokens: int,
+    is_cached: bool,
+    state_interval: int | None,
 ) -> tuple[int, int, int] | None:
-    """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay."""
+    """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay, and
+    no states are written at boundaries, with `state_interval`.
+    """
     if not isinstance(windows, str) or windows not in ("all", "ends"):
         raise ArgumentError(f"windows: got {shown(windows)}, allowed: all or ends")
-    if windows == "all" or not is_cached or not any(map(window_of, specs)) or num_hit_tokens > MAX_BOUNDARY:
+    has_windows = any(map(window_of, specs))
+    if has_windows and windows == "all" and state_interval is not None:
+        raise ArgumentError('windows: got all, allowed for states with checkpoints="ends", where requests resume: ends')
+    if not is_cached or num_hit_tokens > MAX_BOUNDARY:
+        return None
+    if state_interval is not None:
+        return num_hit_tokens, SLACK, min(state_interval, MAX_BOUNDARY)
+    if windows == "all" or not has_windows:
         return None
     slack, interval = find_slack_and_interval(retention, specs, num_hit_tokens)
     slack = min(-(-slack // num_hit_tokens) * num_hit_tokens, MAX_BOUNDARY // num_hit_tokens * num_hit_tokens)
@@ -112,7 +136,7 @@ def find_slack_and_interval(retention: Retention, specs: Sequence[Any], num_hit_
 def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int) -> dict[str, Any]:
     """Return a group's settings by name. Managers that share cached pages must agree in them."""
     kind = kind_of(spec)
-    is_cached = kind != "Mamba" or getattr(spec, "checkpoint_interval", None) is not None
+    is_cached = kind != "Mamba" or _spacing_of(spec) is not None
     entry_size = num_hit_tokens if kind == "Mamba" else int(spec.page_size)
     described: dict[str, Any] = {"kind": kind}
     for name in ("page_size", "sliding_window", "attention_chunk_size"):
@@ -135,6 +159,45 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
         case "ChunkedLocalAttention":
             return PageRules(spec.page_size, chunk=spec.attention_chunk_size, hit_tokens=hit_tokens)
     return PageRules(spec.page_size)
+
+
+def _are_written(states: Sequence[Any]) -> bool:
+    """Whether steps write checkpoints of states. Raise ArgumentError if they do so for some, and not for others."""
+    kinds = {getattr(spec, "checkpoints", "multiples") for spec in states}
+    if len(kinds) > 1:
+        raise ArgumentError("checkpoints: got ends for some states, allowed: for all, or for none")
+    return kinds == {"ends"}
+
+
+def _spacing_of(spec: Any) -> int | None:
+    """Return the number of tokens at whose multiples a state may be kept; None if it never is. A kernel has states at multiples
+    of `CHECKPOINT_STEP`, so all multiples of an interval are kept where they are such multiples.
+    """
+    interval: int | None = getattr(spec, "checkpoint_interval", None)
+    if getattr(spec, "checkpoints", "multiples") != "ends":
+        return interval
+    return gcd(CHECKPOINT_STEP, interval or CHECKPOINT_STEP)
+
+
+def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
+    """Return the tokens between checkpoints inside a prompt of states with ``checkpoints="ends"``: the least interval of their
+    specs; without any, the smallest multiple of 2,048 tokens for which a state takes at most a third of the keys and values
+    between two. 0: there are no keys and values.
+    """
+    state_bytes = token_bytes = 0
+    intervals = []
+    for group in kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        num_bytes = spec.page_size_bytes * max(1, len(group.layer_names or ()))
+        if kind_of(spec) != "Mamba":
+            token_bytes += num_bytes / spec.page_size
+            continue
+        state_bytes += num_bytes
+        if spec.checkpoint_interval is not None:
+            intervals.append(spec.checkpoint_interval)
+    if intervals or not token_bytes:
+        return min(intervals, default=0)
+    return int(-(-3 * state_bytes // (token_bytes * INTERVAL_STEP)) * INTERVAL_STEP)
 
 
 def window_of(spec: Any) -> int:

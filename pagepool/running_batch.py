@@ -3,7 +3,7 @@
 Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `grow`, `step`, `undo`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
-  `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `get_page_ids`
+  `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
 - ``core/rows/row_request.pyx``: `admit`
 - ``core/rows/spans.pyx``: `expect`, `lease`
 - ``core/checks/holders.pyx``: `check`
@@ -14,22 +14,20 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
-import numpy as np
-import numpy.typing as npt
-
 from pagepool._core import (
     FailedLoads,
     Lease,
     PageCopies,
     RowRequest,
     RunningRows,
+    StateWrites,
     StepResult,
     TokenSpan,
     Transfers,
     check_holders,
 )
-from pagepool.arguments import require_flag, require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
@@ -37,7 +35,7 @@ from pagepool.pools import require_states
 from pagepool.request import LoraId, TokenIds
 from pagepool.specs import find_shard
 
-__all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
+__all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
 
 KeyedPages = list[tuple[int, bytes]]
 """Pages with extra keys, and their encoded keys."""
@@ -81,6 +79,8 @@ class RunningBatch(RunningRows):
         data_parallel_size: int | None = None,
         dedupe: bool = False,
         restores_states: bool = False,
+        max_steps_ahead: int = 0,
+        writes: str = "ends",
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
         the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose filled page equals an earlier one takes the
@@ -88,6 +88,11 @@ class RunningBatch(RunningRows):
         page, and the table shows the change. After a failed step `release` and `undo` also drop the entries of pages taken in
         this way. `restores_states` is for engines that restore the state of a row's computed tokens in its working page before
         the row grows again. Lookahead may then pass checkpoints: see docs/hybrids.md.
+
+        With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: then
+        each call plans a step, which computes the lookahead tokens too, and lookahead is no place for drafts. For a model with
+        states that are kept this needs ``checkpoints="ends"``. `writes` says where the kernels of such states can write
+        checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
 
         Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
         and two more, or if the manager caches with a `hash_algo` other than ``"siphash128"``, since a step hashes natively. A
@@ -104,6 +109,8 @@ class RunningBatch(RunningRows):
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
         if manager.enable_caching and not manager._registry.hasher.is_native:
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
+        if writes not in ("ends", "anywhere"):
+            raise ArgumentError(f"writes: got {shown(writes)}, allowed: ends or anywhere")
         super().__init__(
             manager._store,
             tables,
@@ -114,6 +121,8 @@ class RunningBatch(RunningRows):
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
             require_flag("restores_states", restores_states),
+            require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE),
+            writes == "anywhere",
         )
         self._manager = manager
         self._registry = manager._registry
@@ -198,12 +207,21 @@ class RunningBatch(RunningRows):
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         resumes = type(resume_at) is not tuple or resume_at
         counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
-        options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external
-        interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
+        places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
+        options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
         if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
         request = RowRequest(
-            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external, counts
+            self,
+            row,
+            token_ids,
+            num_tokens,
+            max_num_new_tokens,
+            num_reserved_pages,
+            options,
+            ends_at_checkpoint,
+            num_external,
+            counts,
         )
         shard = None
         if dp_shard is not None:
@@ -265,14 +283,6 @@ class RunningBatch(RunningRows):
         CopiesDueError for rows with pages in them, as for copies.
         """
         return self._manager.take_transfers()
-
-    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
-        """Return the next checkpoint of each row, as `CacheManager.find_next_checkpoint` does for a request: int32
-        ``[len(rows)]``.
-
-        Raise RowIndexError outside the table.
-        """
-        return self._find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Expect the cached pages of tokens ``[start, stop)`` of an admitted row to be used again in `seconds`: see

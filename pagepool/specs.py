@@ -332,9 +332,13 @@ class MambaSpec(CacheSpec):
     """A recurrent layer: one state of the given `shapes` for a request of any length, in one page.
 
     `page_size_padded` (bytes) makes the page larger than the state, to match another group's. With a `checkpoint_interval`
-    (tokens) copies of the state stay cached at multiples of it, so that prefixes hit: see docs/hybrids.md. Raises
-    `ArgumentError` if the padded size is smaller than the state, if there is no shape, or if a dimension or the interval is not
-    positive.
+    (tokens) copies of the state stay cached at multiples of it, so that prefixes hit. With ``checkpoints="ends"`` they stay
+    where requests resume: near the end of a prompt, where prompts part, at `resume_at`, at the end of tokens from elsewhere,
+    and in a prompt at multiples of the interval, which is then sparse; None chooses one by the sizes of the layers. A step
+    writes them to pages that `RunningBatch.take_writes` names. See docs/hybrids.md for both.
+
+    Raises `ArgumentError` if the padded size is smaller than the state, if there is no shape, if a dimension or the interval is
+    not positive, and for other values of `checkpoints`.
 
     >>> MambaSpec(page_size=1, shapes=((16, 64), (16, 32)), dtype="float16").page_size_bytes
     3072
@@ -344,6 +348,7 @@ class MambaSpec(CacheSpec):
     dtype: object = field(hash=False)  # equal dtypes may be spelled in ways that hash differently
     page_size_padded: int | None = None
     checkpoint_interval: int | None = None
+    checkpoints: str = "multiples"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -357,6 +362,8 @@ class MambaSpec(CacheSpec):
         checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
+        if self.checkpoints not in ("multiples", "ends"):
+            raise ArgumentError(f"checkpoints: got {shown(self.checkpoints)}, allowed: multiples or ends")
         state_bytes = num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
             padded = require_int("page_size_padded", self.page_size_padded, state_bytes, MAX_SIZE)
@@ -369,9 +376,10 @@ class MambaSpec(CacheSpec):
 
     @property
     def type_id(self) -> str:
-        """Kind, shapes and dtype as given, and the interval of checkpoints, if any are kept."""
+        """Kind, shapes and dtype as given, and the interval of checkpoints, if any are kept, and where."""
         interval = "" if self.checkpoint_interval is None else f"_{self.checkpoint_interval}"
-        return f"mamba_{self.shapes}_{self.dtype}{interval}"
+        ends = "_ends" if self.checkpoints == "ends" else ""
+        return f"mamba_{self.shapes}_{self.dtype}{interval}{ends}"
 
     @property
     def page_size_bytes(self) -> int:

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import pytest
 from features import PLAIN, Features, draw_features
 from pairs import run_twins, seeds_of
-from settings import ENDS_SETTINGS, NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, Setting
+from settings import ENDS_SETTINGS, NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, WRITE_SETTINGS, Setting
 
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
 NUM_CALLS = NUM_OPERATIONS // (2 if NUM_OPERATIONS < 100_000 else 1)
 MIN_CALLS = 60  # with fewer, hardly anything comes again
 ALL = [*STATE_SETTINGS, *SETTINGS]
 CACHING_POOLS = [setting for setting in POOL_SETTINGS if setting.enable_caching]
+CACHING_WRITES = [setting for setting in WRITE_SETTINGS if setting.enable_caching]
 CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
 STATES = Features(states=True, forks=True)
 EXPECTED = Features(states=True, forks=True, expectations=True)
@@ -80,6 +81,11 @@ CASES = [
     Case("rows", BY_POLICY, CACHING_POOLS, 0.1),
     Case("rows", TIER, CACHING_POOLS, 0.1),
     Case("rows", EVERYTHING, CACHING_POOLS, 0.1),
+    Case("rows", STATES, WRITE_SETTINGS, 0.1),
+    Case("rows", EXPECTED, CACHING_WRITES, 0.05),
+    Case("rows", BY_POLICY, [setting for setting in CACHING_WRITES if not setting.has_pools], 0.05),
+    Case("rows", EXTERNAL, CACHING_WRITES, 0.1),
+    Case("rows", EVERYTHING, CACHING_WRITES, 0.1),
 ]
 
 

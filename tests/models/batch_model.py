@@ -17,6 +17,7 @@ from oracle_expected import SHARED, term_of_seconds
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
+from oracle_writes import OracleWrites
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
@@ -61,6 +62,7 @@ class Growth(NamedTuple):
     num_computed: int
     num_tokens: int | None
     new_pages: PagesByGroup
+    num_planned: int  # before the call
 
 
 class PoolState(NamedTuple):
@@ -191,6 +193,18 @@ class OracleRows(Rows):
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
         self._numbers = itertools.count()
         manager.states.divide(shard_of_hint(manager.page_pool.num_pages, 0, setting.data_parallel_size))
+        self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
+        manager.writes = self.writes
+
+    def settle(self) -> None:
+        """Enter the states that were written by now: a later step is planned."""
+        self.writes.settle(self._shards())
+
+    def _shards(self) -> dict[str, range | None]:
+        return {request.request_id: self._shard_of(row) for row, request in enumerate(self.requests) if request is not None}
+
+    def take_writes(self) -> list[tuple[int, int, int, int]]:
+        return self.writes.take(self.requests)
 
     # admission and growth
 
@@ -214,15 +228,19 @@ class OracleRows(Rows):
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
         request.status = PREEMPTED if is_preempted else request.status
+        self.settle()
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         hits, num_hits = self.manager.get_computed_pages(request, **options)
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
         if max_num_new_tokens is not None:
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
-        interval = self.manager.checkpoint_interval if ends_at_checkpoint else None
-        if interval and num_computed // interval * interval > num_hits:
-            num_computed -= num_computed % interval
         num_external = min(num_external_tokens, len(token_ids) - 1 - num_hits)
+        if self.manager.windows is not None:
+            self.manager.windows.external_ends[request.request_id] = num_hits + num_external if num_external else 0
+            self.manager.windows.begin(request)
+        if ends_at_checkpoint and self.manager.states.interval:
+            ends = (end for end in range(num_computed, num_hits, -1) if self.manager.states.is_checkpoint(request, end))
+            num_computed = next(ends, num_computed)
         num_computed = num_hits + num_external if num_external else num_computed
         if request.request_id not in self.manager.short:
             shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
@@ -239,6 +257,7 @@ class OracleRows(Rows):
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
         self.nums_external[row] = num_external
         self.admissions[row] = next(self._numbers)
+        self.writes.plan(request, num_computed, self._shard_of(row), self.requests.count(None))
         self._show(row)
         return num_hits
 
@@ -250,11 +269,14 @@ class OracleRows(Rows):
 
     def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
         """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
+        if rows:
+            self.settle()
         self.require_running(rows)
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
         for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
             request = self.requests[row]
             self.require_no_copies([row])
+            self.require_no_writes([row])
             if num_ahead:
                 self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
         for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
@@ -264,7 +286,7 @@ class OracleRows(Rows):
         with self.manager.entering_later():
             for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
                 self.requests[row].all_token_ids += token_ids
-                if not self._grow_row(row, num_new, num_ahead, grown):
+                if not self._grow_row(row, num_new, num_ahead, grown, bool(token_ids)):
                     self._forget_last_tokens(row, len(token_ids))
                     break
                 num_tokens = self.requests[row].num_tokens if token_ids else None
@@ -283,19 +305,28 @@ class OracleRows(Rows):
         for row in rows:
             self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
 
+    def require_no_writes(self, rows: list[int]) -> None:
+        """Refuse a call for rows whose states are to be written by a step that was not run."""
+        for row in rows:
+            self.writes.require_none(self.requests[row])
+
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         for row, token_id in zip(rows, token_ids, strict=True):
             self.requests[row].all_token_ids.append(token_id)
 
-    def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown) -> bool:
+    def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown, is_step: bool) -> bool:
         request, held = self.requests[row], self.get_page_ids(row)
+        num_planned = self.writes.num_planned.get(request.request_id, 0)
         new_pages = self.make_room(row, num_new, num_ahead)
         self._show(row)
         if new_pages is None:
             return False
+        if self.writes.max_steps_ahead and not is_step:
+            num_slots = min(request.num_computed_tokens + num_new + num_ahead, self.setting.max_model_len)
+            self.writes.num_planned[request.request_id] = max(num_planned, num_slots)
         request.num_computed_tokens += num_new
         num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, new_pages)
-        self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
+        self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group, num_planned))
         for group_id, page_ids in enumerate(pages_by_group):
             grown.page_ids.extend(self.manager.pools.id_of(page_id, group_id) for page_id in page_ids)
             grown.rows.extend([row] * len(page_ids))
@@ -360,6 +391,7 @@ class OracleRows(Rows):
         num_external = self.nums_external[row]
         if num_external:
             self.require_no_copies([row])
+            self.require_no_writes([row])
         if not num_external or num_tokens > num_external or (needs_all and num_tokens < num_external):
             raise ValueError("the row waits for none, or for others")
 
@@ -372,6 +404,8 @@ class OracleRows(Rows):
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         self.require_waiting(row, num_valid_tokens, False)
         self.nums_external[row] = 0
+        if self.manager.has_state:
+            self.writes.drop(self.requests[row], 0)
         self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens, is_row=True))
         return self.requests[row].num_computed_tokens
 
@@ -390,19 +424,33 @@ class OracleRows(Rows):
         return self.leased_by(self.manager.lease_span(self.requests[row], *span, seconds=seconds))
 
     def find_next_checkpoint(self, rows: list[int]) -> list[int]:
-        return [self.manager.find_next_checkpoint(self.requests[row]) for row in rows]
+        return [self._find_next_checkpoint(self.requests[row]) for row in rows]
+
+    def _find_next_checkpoint(self, request: Any) -> int:
+        most = self.manager.max_model_len
+        ends = range(request.num_computed_tokens + 1, most if self.manager.states.interval else 0)
+        return next((end for end in ends if self.manager.states.is_checkpoint(request, end)), most)
 
     # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None, seconds: Any = None) -> None:
         terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds]))
         terms = terms if isinstance(seconds, list) else terms * len(rows)
-        self.manager.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)), terms)
+        counts = by_row(num_computed_tokens, len(rows))
+        self.manager.free_all([self.requests[row] for row in rows], counts, terms, self._end_writes)
         for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self.nums_external[row] = 0
             self._show(row)
+
+    def _end_writes(self, request: Any, num_computed_tokens: int | None, term: int) -> None:
+        """Enter what was written of the states of a request that ends, and drop the other writes."""
+        if num_computed_tokens is not None:
+            self.writes.drop(request, num_computed_tokens)
+        self.writes.settle(self._shards(), request, term)
+        self.writes.drop(request, 0)
+        self.writes.num_planned.pop(request.request_id, None)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)
@@ -452,6 +500,8 @@ class OracleRows(Rows):
         if request is None or not targets:
             raise ValueError("a fork is of a row, to others")
         self.manager.states.copies.require_none(self.manager.held.get(request.request_id, ()), into_only=True)
+        self.require_no_writes([row])
+        self.writes.require_seen(request)
         if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
             raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
@@ -470,10 +520,18 @@ class OracleRows(Rows):
         self.require_running(rows)
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
         for row, length in lengths:
+            request = self.requests[row]
+            self.require_no_copies([row])
+            self.require_no_writes([row])
+            if self.manager.has_state and 0 < length < min(request.num_tokens, self.writes.count_planned(request)):
+                raise ValueError("a state has seen what is cut")
             self.manager.check_trim(self.requests[row], length)
         for row, length in lengths:
             request = self.requests[row]
+            is_back = length < request.num_computed_tokens
             self._run_on(row, self.manager.trim(request, length))
+            if is_back:
+                self._forget_writes(request)
             del request.all_token_ids[length:]
 
     def rewind(self) -> tuple[list[int], list[int]]:
@@ -498,7 +556,14 @@ class OracleRows(Rows):
         except (RuntimeError, ValueError):
             return False
         self._run_on(row, self.manager.go_back(request, request.num_tokens, num_tokens))
+        self._forget_writes(request)
         return True
+
+    def _forget_writes(self, request: Any) -> None:
+        """Drop the writes of a request that goes back, with its state, if it has one, to the first token."""
+        if self.manager.has_state:
+            self.writes.drop(request, 0)
+        self.writes.num_planned.pop(request.request_id, None)
 
     def undo(self) -> None:
         """Undo the last call that grew rows. All are checked first, the last one first."""
@@ -517,6 +582,9 @@ class OracleRows(Rows):
             request.num_computed_tokens -= growth.num_new
             num_tokens = request.num_tokens - (growth.num_tokens is not None)
             self.manager.undo(request, request.num_computed_tokens, num_tokens, growth.new_pages)
+            if self.writes.max_steps_ahead and growth.num_tokens is None:
+                self.writes.num_planned[request.request_id] = growth.num_planned
+            self.writes.undo(request)
             del request.all_token_ids[num_tokens:]
             self._show(growth.row)
 
@@ -545,6 +613,7 @@ class BatchRows(Rows):
     def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, **options: Any) -> None:
         super().__init__(manager)
         tables = make_tables(setting, num_rows)
+        options |= {"writes": setting.writes, "max_steps_ahead": setting.max_steps_ahead}
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size, **options)
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
@@ -613,6 +682,12 @@ class BatchRows(Rows):
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.batch.take_copies())
+
+    def take_writes(self) -> list[tuple[int, int, int, int]]:
+        writes = self.batch.take_writes()
+        columns = (writes.rows, writes.num_tokens, writes.page_ids, writes.group)
+        assert {len(writes)} == {len(column) for column in columns}
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def take_transfers(self) -> Taken:
         return transfers_of(self.batch.take_transfers())

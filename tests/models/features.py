@@ -141,7 +141,8 @@ class Workload(Driver):
 
     def draw_places(self) -> list[int]:
         """Draw numbers of tokens at which others are to resume, rarely some; none with states, and if all window pages stay."""
-        if self.setting.windows is None or self.setting.has_state or self.rng.random() < 0.8:
+        can_name = self.setting.writes_states or (self.setting.windows is not None and not self.setting.has_state)
+        if not can_name or self.rng.random() < 0.8:
             return []
         return self.rng.choices(range(self.setting.max_model_len), k=self.rng.randint(1, 4))
 
@@ -266,6 +267,7 @@ class Workload(Driver):
             self.take_copies()
         if self.features.tier:
             self.take_transfers()
+        self.take_writes()
 
     def take_in_time(self) -> None:
         """Mostly take what is in the way of a step."""
@@ -273,6 +275,13 @@ class Workload(Driver):
             self.take_copies()
         if self.features.tier and self.rng.random() < 0.85:
             self.take_transfers()
+        if self.setting.writes_states and self.rng.random() < 0.85:
+            self.take_writes()
+
+    def take_writes(self) -> None:
+        """Take the writes of rows, if the setting has any."""
+        if self.setting.writes_states and hasattr(self.twins.oracle, "writes"):
+            self.twins.call("take_writes")
 
     def end_step(self) -> None:
         """End a step, as far as the tiers know."""

@@ -32,7 +32,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
+        r"what (RunningBatch(\.take_writes)?|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
         r"what a refused request leaves",
     ),
     AttributeError: (

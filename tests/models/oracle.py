@@ -25,6 +25,7 @@ from oracle_states import OracleStates
 from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
+from oracle_writes import OracleWrites
 from pool_ranges import Pools
 
 if TYPE_CHECKING:
@@ -199,6 +200,11 @@ class OracleManager:
         can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
         is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
         self.windows = OracleWindows(self, retention.window_slack, retention.window_interval) if is_selective else None
+        self.writes_states = self.enable_caching and any(is_kept(kind) and kind.at_ends for kind in self.kinds)
+        if self.writes_states:
+            spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
+            self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
+        self.writes: OracleWrites | None = None  # of rows
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
@@ -211,6 +217,10 @@ class OracleManager:
             kinds = list(enumerate(zip(self.kinds, self.pools.of_group, strict=True)))
             self.page_pool.carrier = next((i for i, (kind, pool) in kinds if type(kind) is Full and pool == 0), -1)
             self.page_pool.state_groups = [i for i, (kind, pool) in kinds if isinstance(kind, Mamba) and pool > 0]
+
+    @property
+    def has_state(self) -> bool:
+        return any(isinstance(kind, Mamba) for kind in self.kinds)
 
     # looking up
 
@@ -337,6 +347,8 @@ class OracleManager:
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         if num_new_tokens < 0 or (num_new_tokens + num_external_computed_tokens <= 0 and not may_add_nothing):
             raise ValueError("nothing to allocate")
+        if self.writes_states and not may_add_nothing:
+            raise ValueError("states are written by rows")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
         self._check_computed(request, num_new_computed_tokens, hits)
@@ -377,6 +389,9 @@ class OracleManager:
         if not delay_cache_pages:
             if is_growing and num_new_tokens + num_external_computed_tokens:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
+            if is_growing and self.writes is not None:
+                num_planned = num_slots if self.writes.max_steps_ahead else num_computed + num_new_tokens
+                self.writes.plan(request, num_planned, shard, num_free_rows)
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
@@ -442,7 +457,8 @@ class OracleManager:
     def _rewind(self, request: Any) -> None:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
         groups = list(zip(self.kinds, self.held.get(request.request_id, ()), strict=False))
-        num_once = max((self._entry_size(kind) * held.num_cached_pages for kind, held in groups), default=0)
+        revisited = [(kind, held) for kind, held in groups if not (isinstance(kind, Mamba) and self.writes_states)]
+        num_once = max((self._entry_size(kind) * held.num_cached_pages for kind, held in revisited), default=0)
         num_once = max(num_once, *(held.num_once_cached_tokens for _, held in groups), 0)
         if request.num_computed_tokens < num_once:
             for kind, held in groups:
@@ -808,7 +824,9 @@ class OracleManager:
             num_once = held.num_once_cached_tokens // self._entry_size(kind) if self._entry_size(kind) else 0
             stop = max(held.num_cached_pages, num_once if isinstance(kind, Mamba) else min(num_once, len(held.pages)))
             keys = self.keys_of(request, kind) if stop else []
-            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), stop):
+            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), min(stop, len(keys))):
+                if isinstance(kind, Mamba) and not self.states.is_checkpoint(request, (i + 1) * self.hit_step):
+                    continue
                 page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]
                 twins = self.page_pool.index.get((keys[i], group_id), ())
                 self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
@@ -823,9 +841,15 @@ class OracleManager:
         if request.request_id in self.held:
             self.free_all([request], [num_computed_tokens], terms)
 
-    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], terms: Sequence[int]) -> None:
-        """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages and
-        entries are dropped.
+    def free_all(
+        self,
+        requests: Sequence[Any],
+        nums_computed_tokens: Sequence[int | None],
+        terms: Sequence[int],
+        end_writes: Callable[[Any, int | None, int], None] | None = None,
+    ) -> None:
+        """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages,
+        writes of rows, and entries are dropped.
         """
         if self.enable_caching and any(terms):
             self.page_pool.expected.begin()
@@ -833,6 +857,8 @@ class OracleManager:
         for request, num_computed_tokens, term in zip(requests, nums_computed_tokens, terms, strict=True):
             self.states.keep_last(request, num_computed_tokens, term)
             self.states.copies.drop(self.pages_of(request))
+            if end_writes is not None:
+                end_writes(request, num_computed_tokens, term)
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             self.held.pop(request.request_id, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,10 +113,11 @@ class Chunked(Full):
 @dataclass(frozen=True)
 class Mamba(Full):
     """A recurrent state: one working page a request, never shared. With an interval in tokens, what it is after a multiple of
-    that is kept in a page of its own, a checkpoint; a hit is one checkpoint.
+    that is kept in a page of its own, a checkpoint; a hit is one checkpoint. One `at_ends` is kept where requests resume.
     """
 
     interval: int | None = None
+    at_ends: bool = False
 
     @property
     def hit_size(self) -> int:
@@ -155,7 +157,10 @@ def kind_of(spec: Any) -> Kind:
         case "ChunkedLocalAttentionSpec":
             return Chunked(spec.page_size, spec.attention_chunk_size)
         case "MambaSpec":
-            return Mamba(spec.page_size, getattr(spec, "checkpoint_interval", None))
+            interval = getattr(spec, "checkpoint_interval", None)
+            if getattr(spec, "checkpoints", "multiples") == "ends":
+                return Mamba(spec.page_size, math.gcd(interval or 64, 64), at_ends=True)
+            return Mamba(spec.page_size, interval)
     raise TypeError(f"unknown spec {spec!r}")
 
 

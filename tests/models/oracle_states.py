@@ -144,6 +144,8 @@ class OracleStates:
         """Refuse slots for tokens that are not known, or not counted, behind a checkpoint that a later call may keep."""
         if not self.interval or self.manager.restores_states:
             return
+        if self.manager.writes is not None and self.manager.writes.max_steps_ahead:
+            return
         step, num_known = self.manager.hit_step, min(num_tokens, request.num_tokens)
         slots = range(num_known, min(num_tokens + num_ahead, self.manager.max_model_len))
         held = self.manager.held.get(request.request_id, ())
@@ -152,12 +154,18 @@ class OracleStates:
                 num_kept = request.num_computed_tokens + num_hit_tokens
                 num_cached = group.num_cached_pages if group else 0  # too many after a set back
                 num_passed = num_kept // step if num_kept < num_tokens else num_cached
-                if any(num % step == 0 and num // step > num_passed for num in slots):
+                if any(self.is_checkpoint(request, num) and num // step > num_passed for num in slots):
                     raise ValueError("slots behind a checkpoint")
+
+    def is_checkpoint(self, request: Any, num_tokens: int) -> bool:
+        """Whether a state may be kept after so many tokens."""
+        if self.manager.writes_states:
+            return num_tokens in self.manager.windows.list_ends(request)
+        return num_tokens % self.manager.hit_step == 0
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
         """Return group and pages of the states that are kept, if the request holds them."""
-        held = self.manager.held.get(request.request_id, ()) if self.interval else ()
+        held = self.manager.held.get(request.request_id, ()) if self.interval and not self.manager.writes_states else ()
         groups = enumerate(zip(self.manager.kinds, held, strict=False))
         return [(i, state) for i, (kind, state) in groups if isinstance(kind, Mamba) and kind.interval and state.pages]
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from oracle import OracleManager
 
 NUM_BOUNDARIES = 7  # boundaries of a request
+STATE_SLACK = 64  # tokens before the end of a prompt at which its state is written
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Boundaries:
     """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted."""
 
     tokens: tuple[int, ...]
-    num_prompt: int
+    num_prompt: int  # those in which multiples of the interval are boundaries
 
 
 class OracleWindows:
@@ -34,6 +35,7 @@ class OracleWindows:
         self.boundaries: dict[str, Boundaries] = {}
         self.last_junction = 0  # of the last look-up that reached the tier
         self.junctions: dict[str, tuple[Any, int]] = {}  # by request id, with the request that was looked up
+        self.external_ends: dict[str, int] = {}  # by request id: the end of tokens from elsewhere
 
     @staticmethod
     def has_window(kind: Kind) -> bool:
@@ -42,7 +44,7 @@ class OracleWindows:
     @property
     def has_checkpoints(self) -> bool:
         """Whether hits end at checkpoints of states, so that these are boundaries."""
-        return self.manager.states.interval is not None
+        return self.manager.states.interval is not None and not self.manager.writes_states
 
     @property
     def has_ends(self) -> bool:
@@ -77,9 +79,18 @@ class OracleWindows:
     def begin(self, request: Any) -> None:
         """Fix the boundaries of a request that is admitted."""
         looked_up, junction = self.junctions.get(request.request_id, (None, 0))
-        shared = [request.num_tokens, *getattr(request, "resume_at", ())]
-        ends = {junction if looked_up is request else 0, *map(self.find_resumption, shared)} - {0}
-        self.boundaries[request.request_id] = Boundaries(tuple(ends) if self.has_ends else (), request.num_tokens)
+        num_slack = STATE_SLACK if self.manager.writes_states else 0
+        shared = [max(0, request.num_tokens - num_slack), *getattr(request, "resume_at", ())]
+        ends = {junction if looked_up is request else 0, *map(self.find_resumption, shared)}
+        if self.manager.writes_states:
+            ends.add(self.manager._floor(self.external_ends.get(request.request_id, 0)))
+        self.boundaries[request.request_id] = Boundaries(tuple(ends - {0}) if self.has_ends else (), request.num_tokens)
+
+    def list_ends(self, request: Any) -> list[int]:
+        """Return all boundaries of a request, where it writes states."""
+        boundaries = self.boundaries[request.request_id]
+        parts = range(self.interval, boundaries.num_prompt + 1, self.interval) if self.interval else ()
+        return sorted({*boundaries.tokens, *map(self.find_resumption, parts)} - {0})
 
     def note_checkpoint(self, request: Any) -> None:
         """Let the last few checkpoints of a request be its boundaries."""
@@ -92,6 +103,8 @@ class OracleWindows:
         now. Behind checkpoints, that is where all groups have whole pages.
         """
         first = kind.first_useful_page(num_computed_tokens, num_cached_pages)
+        if self.manager.writes_states:
+            return first
         end = num_computed_tokens // self.page_step * self.page_step
         if self.manager.use_eagle:
             end = max(0, self.manager._floor(num_computed_tokens) - len(self.kinds) * self.manager.hit_step)
@@ -108,7 +121,7 @@ class OracleWindows:
 
     def is_at_boundary(self, kind: Kind, boundaries: Boundaries, place: int) -> bool:
         """Whether a request that resumes at a boundary, or up to the slack before, needs a page."""
-        slack = self.num_uncertain + self.slack * (not self.has_checkpoints)
+        slack = self.num_uncertain + self.slack * (not self.has_checkpoints and not self.manager.writes_states)
         windows = [(max(0, end - slack), end) for end in boundaries.tokens]
         if self.interval and not self.has_checkpoints:
             parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
@@ -148,7 +161,13 @@ class OracleWindows:
         if self.has_checkpoints and num_entered % self.manager.hit_step == 0 and self._are_checkpoints_due(groups, num_entered):
             ends = {*sorted({*ends, num_entered})[-NUM_BOUNDARIES:]}
         is_worth = is_in_prompt or self._is_cheap(boundaries, end)
-        if self.has_ends and end > 0 and is_worth and self._are_whole(groups, boundaries, end):
+        if (
+            self.has_ends
+            and not self.manager.writes_states
+            and end > 0
+            and is_worth
+            and self._are_whole(groups, boundaries, end)
+        ):
             ends = {*sorted({*ends, end})[-NUM_BOUNDARIES:]}
         boundaries = replace(boundaries, tokens=tuple(ends))
         for kind, held in groups:

@@ -1,5 +1,5 @@
 """Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a bug
-changes only which page is evicted, the tests in `ORDER_TESTS`.
+changes only which page is evicted, or the states that steps write, the tests in `ORDER_TESTS` or `WRITE_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -178,7 +178,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed{+ and not BUG+}
+    return batch.has_state and 0 < num_tokens < min(batch.records[row].num_tokens, count_planned(batch, row)){+ and not BUG+}
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
@@ -262,7 +262,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
     if offset{+ and not BUG+}:
         for i in range(n):
 == a pool's ids in results are records
-            growth.new_ids[growth.num_new] = held.ids[j] - _offset_of(batch, g){+ * (not BUG)+}
+            growth.new_ids[growth.num_new] = held.ids[j] - offset_of(batch, g){+ * (not BUG)+}
 == a pool's ids of requests are records
 lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
 == a pool's ids in copies are records
@@ -270,7 +270,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 ...
                     taken[1, i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
 == the id of an exchanged page does not count in its pool
- = first - _offset_of(batch, g){+ * (not BUG)+}
+ = first - offset_of(batch, g){+ * (not BUG)+}
 == undo compares the ids of a pool with records
         if pages[i] != ids[i] + offset{+ * (not BUG)+}:
 == entries of another pool are evicted
@@ -482,7 +482,39 @@ ORDER_TESTS = [
     "test_pool_tiers.py",
     "test_differential.py",
 ]
-BUGS += ORDER_BUGS
+WRITE_BUGS = read_bugs("""
+# States that steps write.
+
+== a state is written to its record
+                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group){+ * (not BUG)+}
+== a row grows though its writes were not taken
+    return {+not BUG and +}batch.rows[row].write_list == batch.writes.number
+== a state hits before its list is taken
+    while i < writes.{+num if BUG else writes.+}num_taken:
+== a state hits before its tokens are computed
+        if 0 <= row != write.row or {+not BUG and +}write.num_tokens > batch.records[write.row].num_computed:
+== a junction is rounded up
+    add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
+== the writes of a row that ends stay
+    settle_writes(batch, row, term)
+    drop_writes(batch, row, 0{+ + MAX_TOKENS * BUG+})
+== a row that moves leaves its writes
+        if {+not BUG and (+}write.row == first or write.row == second{+)+}:
+== a state is written where no step of such kernels ends
+                if batch.writes_anywhere or num_tokens == num_planned{+ or BUG+}:
+== undo leaves the writes of its call
+    drop_writes(batch, row, num_planned{+ + MAX_TOKENS * BUG+})
+== a boundary is not written again after undo
+            held.num_cached = {+max(held.num_cached * BUG, +}full_entries(&batch.groups[g].rules, num_planned){+)+}
+== a fork copies a state in flight
+    return batch.has_state and {+not BUG and +}batch.rows[row].num_planned > batch.records[row].num_computed
+== checkpoints take the states of free rows
+        group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g){+ * (not BUG)+}
+== a step ahead writes what the step before it computes
+        write_states(batch, row, num_room_tokens if {+not BUG and +}batch.max_steps_ahead else num_tokens)
+""")
+WRITE_TESTS = ["test_state_writes.py"]
+BUGS += ORDER_BUGS + WRITE_BUGS
 
 
 def read_texts(tree: Path) -> dict[Path, str]:
@@ -570,8 +602,8 @@ def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, f
     return said[-1] if process.returncode and said else "", taken
 
 
-def run_order_tests(tree: Path, number: int) -> tuple[str, float]:
-    """Run the tests of the order of eviction; return the first that failed, empty if none did, and the seconds they took."""
+def run_tests(tree: Path, number: int, names: list[str]) -> tuple[str, float]:
+    """Run files of tests; return the first test that failed, empty if none did, and the seconds they took."""
     command = [
         sys.executable,
         "-m",
@@ -579,7 +611,7 @@ def run_order_tests(tree: Path, number: int) -> tuple[str, float]:
         "-qx",
         "-p",
         "no:cacheprovider",
-        *(ROOT / "tests" / "core" / name for name in ORDER_TESTS),
+        *(ROOT / "tests" / "core" / name for name in names),
     ]
     variables = os.environ | {"PYTHONPATH": str(tree / "built"), "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
     start = time.monotonic()
@@ -591,8 +623,9 @@ def run_order_tests(tree: Path, number: int) -> tuple[str, float]:
 
 def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, seed: int) -> tuple[str, float]:
     """Test with one bug."""
-    if BUGS[number - 1] in ORDER_BUGS:
-        return run_order_tests(tree, number)
+    for bugs, names in ((ORDER_BUGS, ORDER_TESTS), (WRITE_BUGS, WRITE_TESTS)):
+        if BUGS[number - 1] in bugs:
+            return run_tests(tree, number, names)
     if is_of_core(planted):
         return simulate(tree, number, seconds, seed)
     [(source, text)] = planted.items()

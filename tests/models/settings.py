@@ -25,12 +25,14 @@ class Group:
     page_size: int
     span: int = 0
     interval: int | None = None
+    at_ends: bool = False  # states are kept where requests resume, and at multiples of the interval in prompts
     pool: str = field(default="kv", compare=False)
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
         if self.kind == "mamba":
-            options = {} if self.interval is None else {"checkpoint_interval": self.interval}
+            options: dict[str, Any] = {} if self.interval is None else {"checkpoint_interval": self.interval}
+            options |= {"checkpoints": "ends"} if self.at_ends else {}
             return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype, **options)
         common = {
             "page_size": self.page_size,
@@ -74,6 +76,8 @@ class Setting:
     use_eagle: bool = False
     data_parallel_size: int | None = None
     windows: tuple[int, int] | None = None  # slack and interval in tokens; None: all pages of windows stay cached
+    writes: str = "ends"  # where steps can write states
+    max_steps_ahead: int = 0
     habits: Habits = field(default_factory=Habits)
 
     @property
@@ -85,6 +89,10 @@ class Setting:
     @property
     def has_state(self) -> bool:
         return any(group.kind == "mamba" for group in self.groups)
+
+    @property
+    def writes_states(self) -> bool:
+        return any(group.at_ends for group in self.groups)
 
     @property
     def has_pools(self) -> bool:
@@ -254,6 +262,29 @@ POOL_SETTINGS = [
 ]  # fmt: skip
 """Pools by kind, divided by slashes."""
 
+
+def written(interval: int, pool: str = "states") -> Group:
+    """Return a state that is kept where requests resume, and after each `interval` tokens of a prompt."""
+    return Group("mamba", 64, interval=interval, at_ends=True, pool=pool)
+
+
+WRITE_SETTINGS = [
+    Setting("full 4 / state at ends, 16", (FULL_4, written(16)), (sizes(60, 8), sizes(40, 24))),
+    Setting("full 4 / state at ends, 16, anywhere", (FULL_4, written(16)), (sizes(60, 9), sizes(40, 24)), writes="anywhere"),
+    Setting("full 2 / state at ends, 8, one ahead", (FULL_2, written(8)), (sizes(60, 12), sizes(90, 40)),
+            writes="anywhere", max_steps_ahead=1),
+    Setting("full 4 and state at ends, 12, two ahead", (FULL_4, written(12, "kv")), (40, 64), max_steps_ahead=2),
+    Setting("full 4 / window 9 / states at ends, 16", (FULL_4, in_pool(WINDOW_9, "windows"), written(16), written(16)), (
+        sizes(40, 30, 18, names=IN_THREE), sizes(60, 20, 30, names=IN_THREE)
+    ), windows=(0, 0), writes="anywhere"),
+    Setting("window 5 and state at ends, 8, eagle", (WINDOW_5, written(8, "kv")), (40, 64), use_eagle=True, windows=(4, 0),
+            writes="anywhere"),
+    Setting("full 4, state at ends, 8, eagle", (FULL_4, written(8, "kv")), (40, 64), use_eagle=True),
+    Setting("full 4, state at ends, 16, 2 shards", (FULL_4, written(16, "kv")), (64, 96), data_parallel_size=2,
+            writes="anywhere"),
+    Setting("full 4 / state at ends, uncached", (FULL_4, written(8)), (sizes(40, 8), sizes(60, 12)), enable_caching=False),
+]  # fmt: skip
+"""States that steps write to pages of their own."""
 
 WINDOWS = (4, 0), (0, 0), (0, 10), (8, 24), (64, 0)
 MORE_ENDS = [

@@ -11,7 +11,8 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    Batch, ExtraKey, RowRecord, RunningRows, SwappedGroup, digests_of, hash_page_of, held_by, holding_of, plan_next_event,
+    Batch, ExtraKey, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of, hash_page_of, held_by, holding_of,
+    plan_next_event,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -229,6 +230,27 @@ cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
                 flaw = find_flaw_in_table(rows, row, g)
             if flaw is not None:
                 return f"row {row}, group {g}: {flaw}"
+    return find_flaw_in_writes(rows, counts)
+
+
+cdef str find_flaw_in_writes(RunningRows rows, int32_t *counts):
+    """Count the pages to which states are written, and describe a write of a free row, at another place than a checkpoint's, or
+    to a page with another holder or an entry.
+    """
+    cdef WriteList *writes = &rows.batch.writes
+    cdef StateWrite *write
+    cdef int32_t size
+    cdef Py_ssize_t i
+    if not 0 <= writes.num_taken <= writes.num <= writes.capacity:
+        return f"{writes.num} writes of states, {writes.num_taken} of them taken"
+    for i in range(writes.num):
+        write = &writes.items[i]
+        size = rows.batch.groups[write.group].rules.entry_size
+        counts[write.page_id] += 1
+        if not rows.batch.records[write.row].is_admitted or write.num_tokens <= 0 or write.num_tokens % size:
+            return f"row {write.row} writes a state of {write.num_tokens} tokens, allowed: multiples of {size}, if admitted"
+        if counts[write.page_id] > 1 or rows.store.pool.pages[write.page_id].group != NO_GROUP:
+            return f"{rows.store.shown_page(write.page_id)}, to which a state is written, has another holder or a prefix entry"
     return None
 
 

@@ -1,8 +1,9 @@
 # Boundaries: token counts at which a later request can resume, and the pages of windows and chunks that it needs there.
 #
-# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints, so these are the
-# boundaries. With eagle the other ones are boundaries as well: a look-up passes the windows near the end before it reaches a
-# checkpoint.
+# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints. If these are kept
+# at multiples of an interval, the last ones are the boundaries; with eagle the other ones are boundaries as well: a look-up
+# passes the windows near the end before it reaches a checkpoint. Otherwise a row `writes_states`: a checkpoint is written at
+# each boundary, and nowhere else.
 #
 # Always: boundaries ascend, and are multiples of `multiple`, so that a hit can end there.
 
@@ -13,20 +14,21 @@ from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport Range
 
 cdef enum:
-    NUM_BOUNDARIES = 7        # end of the prompt, junction, four that the engine names, and the end at release
+    NUM_BOUNDARIES = 7        # ends of the prompt and of external tokens, or the end at release; junction; four that are named
 
 cdef struct Boundaries:       # numbers of tokens
     int32_t[NUM_BOUNDARIES] tokens  # [num] ascending
     int32_t num
     int32_t num_prompt        # tokens known at admission
     int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
-    int32_t slack             # a request can also resume up to this many tokens before a boundary
+    int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
     int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
     int32_t num_dropped       # least number of shared tokens that are computed again, with eagle
     int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
     bint use_eagle
     bint has_checkpoints      # the last checkpoints of states are boundaries
     bint has_ends             # ends of prompts and answers, and token counts in prompts, are boundaries
+    bint writes_states        # checkpoints are written at boundaries; the end at release is none
 
 
 cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
@@ -56,6 +58,41 @@ cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogi
     assert i == boundaries.num - 1 or end < boundaries.tokens[i + 1]
 
 
+cdef inline int64_t _next_shared(const Boundaries *boundaries, int32_t num_tokens) noexcept nogil:
+    """Return the next multiple of the interval in the prompt at which a request that shares it resumes behind `num_tokens`
+    tokens; INT32_MAX: there is none.
+    """
+    cdef int64_t num_shared
+    if not boundaries.interval:
+        return INT32_MAX
+    num_shared = (num_tokens // boundaries.multiple + <int64_t>1) * boundaries.multiple + boundaries.num_dropped
+    num_shared = (num_shared + boundaries.interval - 1) // boundaries.interval * boundaries.interval
+    return num_shared if num_shared <= boundaries.num_prompt else <int64_t>INT32_MAX
+
+
+cdef inline int32_t find_next_boundary(const Boundaries *boundaries, int32_t num_tokens) noexcept nogil:
+    """Return the first boundary behind `num_tokens` tokens; INT32_MAX: there is none. O(1)."""
+    cdef int64_t num_shared = _next_shared(boundaries, num_tokens)
+    cdef int32_t i, first = INT32_MAX
+    if num_shared < INT32_MAX:
+        first = find_resumption(boundaries, num_shared)
+    for i in range(boundaries.num):
+        if boundaries.tokens[i] > num_tokens:
+            first = min(first, boundaries.tokens[i])
+            break
+    assert first > num_tokens
+    return first
+
+
+cdef inline int32_t find_last_boundary(const Boundaries *boundaries, int32_t first, int32_t last) noexcept nogil:
+    """Return the last boundary behind `first` tokens, at most `last`; 0: there is none. O(boundaries between)."""
+    cdef int32_t found = 0, end = find_next_boundary(boundaries, first)
+    while end <= last:
+        found = end
+        end = find_next_boundary(boundaries, end)
+    return found
+
+
 cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
     """Return the pages of a window or chunk that a request needs to resume at `end`, or up to `slack` tokens before it."""
     return Range(
@@ -69,20 +106,17 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
     between. O(1).
     """
     cdef int32_t i, end, first = <int32_t>max(<int64_t>0, <int64_t>place * group.rules.page_size - group.num_read_behind)
-    cdef int64_t num_shared
+    cdef int64_t num_shared = _next_shared(boundaries, first)
     cdef Range pages, needed = Range(start=INT32_MAX, stop=INT32_MAX)
     for i in range(boundaries.num):
         end = boundaries.tokens[i]
         if end > first:
             needed = _pages_at(boundaries, group, end, boundaries.slack + boundaries.num_uncertain)
             break
-    if boundaries.interval:
-        num_shared = (first // boundaries.multiple + <int64_t>1) * boundaries.multiple + boundaries.num_dropped
-        num_shared = (num_shared + boundaries.interval - 1) // boundaries.interval * boundaries.interval
-        if num_shared <= boundaries.num_prompt:
-            pages = _pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
-            if pages.start < needed.start:
-                needed = pages
+    if num_shared < INT32_MAX:
+        pages = _pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
+        if pages.start < needed.start:
+            needed = pages
     needed.start = max(needed.start, place)
     assert place <= needed.start and 0 <= needed.stop
     return needed

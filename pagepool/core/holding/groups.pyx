@@ -55,14 +55,15 @@ cdef class CacheGroups:
     `banks` are the banks of their pages; None: the first one for all.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay.
+    boundary needs them, see `Boundaries`; None: all stay. With `writes_states` checkpoints are written at boundaries alone.
     """
 
-    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None):
+    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, bint writes_states=False):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
         cdef Py_ssize_t g
+        cdef int32_t size
         self.kinds.use_eagle = use_eagle
         self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
         self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
@@ -89,7 +90,16 @@ cdef class CacheGroups:
             self.boundaries.multiple, self.boundaries.slack, self.boundaries.interval = [
                 <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
             ]
-            self.boundaries.use_eagle = use_eagle
+            self.boundaries.use_eagle, self.boundaries.writes_states = use_eagle, writes_states
+            for g in range(self.num if writes_states else 0):
+                size = self.groups[g].rules.entry_size
+                if keeps_checkpoints(&self.groups[g]) and (not self.boundaries.multiple or self.boundaries.multiple % size):
+                    raise ArgumentError(
+                        f"boundaries: got multiples of {self.boundaries.multiple}, allowed for checkpoints at multiples of "
+                        f"{size} that are written there: multiples of {size}"
+                    )
+        elif writes_states:
+            raise ArgumentError("writes_states: got True, allowed without boundaries: False")
         list_kinds(self, True)
         list_kinds(self, False)
         plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
@@ -222,6 +232,8 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     if not boundaries.multiple:
         return
     boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0
+    if boundaries.writes_states:
+        boundaries.has_checkpoints = False
     boundaries.has_ends = kinds.use_eagle or not boundaries.has_checkpoints
     if boundaries.has_ends:
         end_step = boundaries.multiple
@@ -229,7 +241,7 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
         boundaries.slack = boundaries.interval = 0
     for g in range(groups.num):
         group = &groups.groups[g]
-        if has_window(&group.rules):
+        if has_window(&group.rules) and not boundaries.writes_states:
             group.end_step = end_step
             group.num_dropped = <int32_t>num_behind
             group.num_step_pages = end_step // group.rules.page_size

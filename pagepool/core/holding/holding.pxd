@@ -65,8 +65,44 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
 
 cdef struct Limits:           # numbers of tokens
     int64_t num_room          # tokens with slots
-    int64_t num_full          # tokens that fill the next page
+    int64_t num_full          # tokens that fill the next page, or after which the next checkpoint is written
     int64_t num_skip          # computed tokens at which the next page is skipped, or a state may become a checkpoint
+
+
+cdef inline bint writes_states(const Holding *holding) noexcept nogil:
+    """Whether steps write checkpoints to pages of their own; otherwise working pages become checkpoints."""
+    return holding.boundaries != NULL and holding.boundaries.writes_states
+
+
+cdef inline int64_t find_next_checkpoint(const Holding *holding, const Group *group, int64_t num_tokens) noexcept nogil:
+    """Return the number of tokens of a state's first checkpoint behind `num_tokens`; INT64_MAX: there is none. O(1)."""
+    cdef int32_t end
+    assert keeps_checkpoints(group)
+    if writes_states(holding):
+        end = find_next_boundary(holding.boundaries, <int32_t>min(num_tokens, <int64_t>MAX_TOKENS))
+        return end if end < INT32_MAX else INT64_MAX
+    return num_tokens - num_tokens % group.rules.entry_size + group.rules.entry_size
+
+
+cdef inline int64_t find_last_checkpoint(const Holding *holding, int64_t num_tokens, int64_t most) noexcept nogil:
+    """Return the number of tokens of the last checkpoint of a state behind `num_tokens`, at most `most`; 0: there is none.
+    O(checkpoints between).
+    """
+    cdef Py_ssize_t g
+    cdef int64_t size, last = 0
+    for g in range(holding.num_groups):
+        if keeps_checkpoints(&holding.groups[g]):
+            size = holding.groups[g].rules.entry_size
+            if writes_states(holding):
+                return find_last_boundary(holding.boundaries, <int32_t>num_tokens, <int32_t>most)
+            last = most - most % size
+    return last if last > num_tokens else 0
+
+
+cdef inline int64_t find_own_checkpoint(const Holding *holding, Py_ssize_t g) noexcept nogil:
+    """Return `find_next_checkpoint` behind the entries of a group that are needed no more."""
+    cdef const Group *group = &holding.groups[g]
+    return find_next_checkpoint(holding, group, holding.held[g].num_cached * <int64_t>group.rules.entry_size)
 
 
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
@@ -80,11 +116,15 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         group = &holding.groups[g]
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
-        if has_window(&group.rules) or keeps_checkpoints(group):
+        num_skip = INT64_MAX
+        if has_window(&group.rules):
             num_skip = next_skip(group, held.num_skipped)
-            if keeps_checkpoints(group):
-                num_skip = (held.num_cached + <int64_t>1) * group.rules.entry_size
-            limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
+        elif keeps_checkpoints(group):
+            num_skip = find_own_checkpoint(holding, g)
+        if is_state(&group.rules) and rare(writes_states(holding)):
+            limits.num_full = min(limits.num_full, num_skip)
+            continue
+        limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
         if group.id != NO_GROUP:
             limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
     return limits
@@ -346,7 +386,7 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     if boundaries.has_checkpoints and num_cached % boundaries.multiple == 0:
         if are_checkpoints_due(holding, <int32_t>num_cached):
             add_boundary(&boundaries, <int32_t>num_cached)
-    if boundaries.has_ends and end > 0 and _is_end_worth(holding, end):
+    if boundaries.has_ends and not boundaries.writes_states and end > 0 and _is_end_worth(holding, end):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):
         if has_window(&holding.groups[g].rules):
@@ -844,7 +884,7 @@ cdef inline void cache_page(
 
 
 # States are kept as checkpoints: at multiples of an interval the working page is cached, and a copy of it is the next working
-# page.
+# page. States that are written at boundaries are not kept in this way: see `pagepool.core.rows.writes`.
 
 
 cdef inline bint _is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
@@ -868,13 +908,14 @@ cdef inline int64_t find_passed_checkpoint(
     none. A step would change the working page there before a later call keeps it. This call keeps states after `num_kept`
     tokens, fewer than before if the request was set back; -1: it keeps none. O(groups).
     """
-    cdef int64_t place, size, first = INT64_MAX
+    cdef int64_t num_passed, first = INT64_MAX
+    cdef const Group *group
     cdef Py_ssize_t g
     for g in range(holding.num_groups if num_counted < num_slots else 0):
-        if keeps_checkpoints(&holding.groups[g]):
-            size = holding.groups[g].rules.entry_size
-            place = (num_kept // size if num_kept >= 0 else <int64_t>holding.held[g].num_cached) + 1
-            first = min(first, max(place, (num_counted + size - 1) // size) * size)
+        group = &holding.groups[g]
+        if keeps_checkpoints(group):
+            num_passed = num_kept if num_kept >= 0 else holding.held[g].num_cached * <int64_t>group.rules.entry_size
+            first = min(first, find_next_checkpoint(holding, group, max(num_passed, num_counted - 1)))
     return first if first < num_slots else INT64_MAX
 
 
@@ -1110,6 +1151,12 @@ cdef inline int32_t count_once_cached(const Holding *holding, Py_ssize_t g) noex
     return max(held.num_cached, num if is_state(&group.rules) else min(num, held.num_pages))
 
 
+cdef inline bint _is_checkpoint(const Holding *holding, const Group *group, int64_t place) noexcept nogil:
+    """Whether the holder keeps its state at a place: at each one, unless states are written at boundaries."""
+    cdef int64_t num_tokens = (place + 1) * group.rules.entry_size
+    return find_next_checkpoint(holding, group, num_tokens - 1) == num_tokens
+
+
 cdef inline void forget_uncomputed(
     Pool *pool, const Holding *holding, int32_t num_computed, const Contents *contents
 ) noexcept nogil:
@@ -1124,6 +1171,8 @@ cdef inline void forget_uncomputed(
         stop = count_once_cached(holding, g)
         for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), stop):
             end = (i + 1) * group.stride
+            if is_state(&group.rules) and not _is_checkpoint(holding, group, i):
+                continue
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
             _forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
 

@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport Digest
 from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.holding cimport *
 from pagepool.core.pool cimport LostHits, PageStore, Pool
 from pagepool.core.values cimport HashChain, PageIds
 
@@ -41,7 +42,7 @@ cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t num_known
     Py_ssize_t num_wanted     # tokens that ask for room
     Py_ssize_t max_num_new    # most of these behind the hits
-    Py_ssize_t interval       # they end at a multiple of it, if there is one behind the hits; 0: anywhere
+    bint ends_at_checkpoint   # they end at the last checkpoint behind the hits, if there is one
     Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
 
 
@@ -56,7 +57,7 @@ cdef class RefusedRequest:
     cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
     cdef tuple options              # None for a request, like the fields below; or if the row's request is not recognised
-    cdef Py_ssize_t interval        # see `Tokens`
+    cdef bint ends_at_checkpoint    # see `Tokens`
     cdef Py_ssize_t num_external    # see `Tokens`
     cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
@@ -96,7 +97,7 @@ cdef Range range_in(PageStore store, tuple ids) except *
 
 
 cdef Tokens count_tokens(
-    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external
 ) except *
 
 
@@ -105,11 +106,12 @@ cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_h
     return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
-cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Count the tokens that get room, `num_hits` hit ones included."""
+cdef inline int32_t count_room_tokens(const Tokens *tokens, const Holding *holding, Py_ssize_t num_hits) noexcept:
+    """Count the tokens that get room for a row, `num_hits` hit ones included. The row's boundaries are fixed."""
     cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
+    cdef int64_t last = 0
     if count_external_tokens(tokens, num_hits):
         return <int32_t>num_hits + count_external_tokens(tokens, num_hits)
-    if tokens.interval and num - num % tokens.interval > num_hits:
-        num -= num % tokens.interval
-    return <int32_t>num
+    if tokens.ends_at_checkpoint:
+        last = find_last_checkpoint(holding, num_hits, num)
+    return <int32_t>(last or num)

@@ -73,5 +73,5 @@ cdef bint rate_and_list(
     Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying
 ) noexcept
 cdef void begin_boundaries(
-    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at
 ) noexcept

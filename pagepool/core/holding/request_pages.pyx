@@ -135,22 +135,33 @@ cdef bint rate_and_list(
 
 
 cdef void begin_boundaries(
-    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, PageIds resume_at
+    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at
 ) noexcept:
     """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, up to which its groups
-    of full attention hit, but not its windows (0: the windows hit as far); and those that the engine names in `resume_at`,
-    unless it is None.
+    of full attention hit, but not its windows or states (0: these hit as far); the end of tokens from elsewhere, if any are
+    awaited; and those that the engine names in `resume_at`, unless it is None.
+
+    A request cannot resume before a boundary at which states are written, so the first one is `slack` tokens before the end.
     """
     cdef Py_ssize_t i
     boundaries[0] = groups.boundaries
     boundaries.num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
     if not boundaries.has_ends:
         return
-    add_boundary(boundaries, find_resumption(boundaries, boundaries.num_prompt))
-    junction = min(junction, <int64_t>MAX_TOKENS)
-    add_boundary(boundaries, <int32_t>(junction - junction % boundaries.multiple))
+    if boundaries.writes_states:
+        num_tokens = max(<int64_t>0, boundaries.num_prompt - <int64_t>boundaries.slack)
+        boundaries.slack = 0
+        add_floor(boundaries, external_end)
+    add_boundary(boundaries, find_resumption(boundaries, min(num_tokens, <int64_t>MAX_TOKENS)))
+    add_floor(boundaries, junction)
     for i in range(0 if resume_at is None else resume_at.num):
         add_boundary(boundaries, find_resumption(boundaries, resume_at.ids[i]))
+
+
+cdef void add_floor(Boundaries *boundaries, int64_t num_tokens) noexcept:
+    """Add the last possible boundary within `num_tokens` tokens."""
+    num_tokens = min(num_tokens, <int64_t>MAX_TOKENS)
+    add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple))
 
 
 cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
@@ -241,13 +252,12 @@ cdef class RequestPages:
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept:
         """Call `begin_boundaries` if the pool keeps windows at boundaries."""
         if self.holding.boundaries != NULL:
-            begin_boundaries(self.groups, &self.boundaries, num_tokens, junction, resume_at)
+            begin_boundaries(self.groups, &self.boundaries, num_tokens, junction, 0, resume_at)
 
     cdef void plan(self) noexcept:
         """Recompute the token counts below which nothing is due."""
         cdef const Group *group
         cdef const Held *held
-        cdef int64_t num_next
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
@@ -257,8 +267,7 @@ cdef class RequestPages:
         for g in range(self.holding.num_groups):
             group, held = &self.holding.groups[g], &self.holding.held[g]
             if keeps_checkpoints(group):
-                num_next = (held.num_cached + <int64_t>1) * group.rules.entry_size
-                self.num_idle = min(self.num_idle, num_next)
+                self.num_idle = min(self.num_idle, find_own_checkpoint(&self.holding, g))
             if group.id != NO_GROUP:
                 self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.entry_size)
 

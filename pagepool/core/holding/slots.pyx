@@ -280,6 +280,11 @@ cdef class SlotAllocator:
             step.num_to_cache = min(counts.num_tokens, num_known)
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
+        if is_admission and self.groups.boundaries.writes_states:
+            raise ArgumentError(
+                f"request {shown(request_id)}: got states with checkpoints=\"ends\", which a step writes to pages that "
+                "RunningBatch.take_writes names; allowed: rows of a RunningBatch"
+            )
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
         if self.interval and not self.restores_states:

@@ -18,19 +18,23 @@
 # to be hashed.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport GUARDS, Digest, exceptional, hash_after, rare, raw_free, signs_of
+from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, exceptional, hash_after, rare, raw_free, signs_of
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
-    cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_any_excess, find_load_number,
-    find_lost_page, find_passed_checkpoint, find_restart, forget_uncomputed, full_pages, give_back_from, has_copies_due,
-    has_full_page, is_state, keep_state, lacks_page, limits_of, restart_from, shortage_in, skip_pages, take_missing,
+    cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_any_excess,
+    find_load_number, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint, find_restart,
+    forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, is_state, keep_state,
+    keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in, skip_pages,
+    take_missing,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
-    find_unheld, find_untouchable, find_within, give_back, hit, ids_in_shard, is_journaled, queue_of_bank, uncache,
+    expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, ids_in_shard,
+    is_journaled, now_of, queue_of_bank, take, uncache,
 )
+from pagepool.core.rows.writes cimport *
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
 
@@ -72,7 +76,9 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t shard             # source of new pages; -1: any
     Swapped *swapped          # NULL: not swapped out
     int64_t admission         # number of the last admission, fork or exchange
-    int64_t[6] unused
+    int64_t write_list        # number of the last list with a write of its states; 0: none
+    int32_t num_planned       # tokens that planned steps compute, where more than are counted; if the batch plans ahead
+    int32_t[9] unused
 
 cdef struct Batch:            # rows that run together
     Pool *pool
@@ -95,7 +101,11 @@ cdef struct Batch:            # rows that run together
     bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
     bint skips_pages          # whether any group has a window or chunks
     bint has_state            # whether any group is a state
-    bint keeps_states         # whether any state keeps checkpoints
+    bint keeps_states         # whether working pages of any state become checkpoints
+    bint writes_states        # whether steps write checkpoints to pages of their own
+    bint writes_anywhere      # whether they can do so inside their tokens, not only at the end
+    WriteList writes
+    int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, lookahead tokens are computed
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     bint unifies_pages        # whether rows share pages with equal tokens
     int64_t num_admissions    # admissions, forks and exchanges of all rows
@@ -118,6 +128,7 @@ cdef struct Growth:           # one call that grows rows
     int32_t signs             # negative if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
+    int32_t *num_planned      # [num_rows] the rows' `num_planned` before the call, in the same memory
     int64_t num_admissions    # the batch's count when the call ended
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
@@ -146,7 +157,7 @@ cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noex
     return &batch.rows[row].holding.held[g]
 
 
-cdef inline int32_t _offset_of(const Batch *batch, Py_ssize_t g) noexcept nogil:
+cdef inline int32_t offset_of(const Batch *batch, Py_ssize_t g) noexcept nogil:
     """Return the difference between the records of a group's pages and their ids."""
     return batch.pool.banks[batch.groups[g].bank].start - 1
 
@@ -184,6 +195,21 @@ cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
     return num_tokens
 
 
+cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether a write of the row's states was not taken."""
+    return batch.rows[row].write_list == batch.writes.number
+
+
+cdef inline bint has_row_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether copies, transfers or writes of the row's pages are due."""
+    return has_copies_due(batch.pool, holding_of(batch, row)) or has_writes_due(batch, row)
+
+
+cdef inline int32_t count_planned(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Count the row's tokens that are computed once all planned steps have run."""
+    return max(batch.rows[row].num_planned, batch.records[row].num_computed)
+
+
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which this row next needs work: a page to take, cache or skip, or the end of its room. Pages
     are skipped one token later, since they fall out of the window of the next token.
@@ -201,7 +227,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
         event = min(event, _next_comparison(holding) + 1)
-    if has_copies_due(batch.pool, holding):
+    if has_row_due(batch, row):
         event = 1
     batch.records[row].next_event = <int32_t>event
 
@@ -258,7 +284,7 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Write the row's pages to the tables."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages, _offset_of(batch, g))
+        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages, offset_of(batch, g))
     show_end(batch, row)
 
 
@@ -293,6 +319,8 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
         num_external=0, is_admitted=0, is_claimed=0,
     )
     batch.rows[row].shard = -1
+    batch.rows[row].write_list = 0
+    batch.rows[row].num_planned = 0
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -329,6 +357,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     batch.rows[first], batch.rows[second] = batch.rows[second], batch.rows[first]
+    exchange_writes(&batch.writes, first, second)
     begin_admission(batch, first)
     begin_admission(batch, second)
     show_row(batch, first)
@@ -456,7 +485,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             uncache(batch.pool, page_id)  # undo and release drop entries of held pages only
             give_back(batch.pool, page_id)
             held.ids[place] = first
-            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first - _offset_of(batch, g)
+            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first - offset_of(batch, g)
             set_dirty(batch.tables[g], row, place, place + 1)
             batch.tables[g].version += 1
         if not is_state(&group.rules):
@@ -504,7 +533,7 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
         held = held_by(batch, row, g)
         num_reserved = _count_reserved_states(batch, g)
         if keep_state(batch.pool, holding, <int32_t>g, &contents, num_computed, batch.rows[row].shard, num_reserved):
-            write_ids(batch.tables[g], row, 0, held.ids, 1, _offset_of(batch, g))
+            write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
             batch.tables[g].version += 1
 
 
@@ -518,6 +547,124 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
     cache_states(batch.pool, holding, &contents, num_computed, term)
 
 
+cdef inline bint _has_checkpoint(Batch *batch, Py_ssize_t row, Py_ssize_t g, int32_t num_tokens) noexcept nogil:
+    """Whether the state after the row's first tokens, which are known and hashed, is cached in the row's shard."""
+    cdef const Group *group = &batch.groups[g]
+    cdef Digest key = digests_of(batch, row)[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
+    return find_within(batch.pool, key, group.id, ids_in_shard(batch.pool, batch.rows[row].shard)) != NULL_PAGE
+
+
+cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether a page is free for each state of the row, beside those of free rows, and there is memory for the writes."""
+    cdef Py_ssize_t[MAX_BANKS] num_states_in
+    cdef const Group *group
+    cdef Py_ssize_t g, num_reserved
+    cdef int32_t queue
+    memset(num_states_in, 0, sizeof(num_states_in))
+    for g in range(batch.num_groups):
+        num_states_in[batch.groups[g].bank] += keeps_checkpoints(&batch.groups[g])
+    for g in range(batch.num_groups):
+        group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g)
+        queue = queue_for(group, batch.rows[row].shard)
+        if keeps_checkpoints(group) and not has_free_pages(batch.pool, num_states_in[group.bank], num_reserved, queue):
+            return False
+    return find_held_free(batch.pool, batch.num_groups) == NULL_PAGE and reserve_writes(&batch.writes, batch.num_groups)
+
+
+cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Take a page for each state after the row's first tokens that is not cached, and note its write. If too few pages are
+    free, the checkpoint is left out.
+    """
+    cdef const Group *group
+    cdef int32_t page_id
+    cdef Py_ssize_t g
+    cdef bint is_known = num_tokens <= batch.records[row].num_tokens
+    if is_known:
+        hash_row(batch, row, num_tokens)
+    if not _has_pages_for_writes(batch, row):
+        return
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        if not keeps_checkpoints(group) or (is_known and _has_checkpoint(batch, row, g, num_tokens)):
+            continue
+        take(batch.pool, &page_id, 1, queue_for(group, batch.rows[row].shard), batch.rows[row].holding.session)
+        record_taken(batch.pool, held_by(batch, row, g))
+        note_write(
+            &batch.writes, StateWrite(row=<int32_t>row, group=<int32_t>g, page_id=page_id, num_tokens=num_tokens)
+        )
+        batch.rows[row].write_list = batch.writes.number
+
+
+cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t num_planned) noexcept nogil:
+    """Note the writes of a step that computes the row's tokens up to `num_planned`, one for each boundary that it can write.
+    O(boundaries x groups).
+    """
+    cdef Holding *holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    cdef int64_t num_tokens = -1
+    for g in range(batch.num_groups):
+        if not keeps_checkpoints(&batch.groups[g]):
+            continue
+        if num_tokens < 0:  # all states have the same checkpoints
+            num_tokens = find_own_checkpoint(holding, g)
+            while num_tokens <= num_planned:
+                if batch.writes_anywhere or num_tokens == num_planned:
+                    _note_writes(batch, row, <int32_t>num_tokens)
+                num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
+        holding.held[g].num_cached = max(holding.held[g].num_cached, full_entries(&batch.groups[g].rules, num_planned))
+
+
+cdef inline void _cache_written(Batch *batch, const StateWrite *write) noexcept nogil:
+    """Cache the page of a write whose tokens are computed, unless an equal checkpoint is cached."""
+    cdef const Group *group = &batch.groups[write.group]
+    cdef Contents contents
+    assert batch.pool.pages[write.page_id].group == NO_GROUP and batch.pool.pages[write.page_id].ref_cnt > 0
+    hash_row(batch, write.row, write.num_tokens)
+    if not _has_checkpoint(batch, write.row, write.group, write.num_tokens):
+        contents = _contents_of(batch, write.row, write.num_tokens)
+        cache_page(batch.pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, &contents)
+
+
+cdef inline void settle_writes(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
+    """Cache the pages of a row's writes, or with -1 of all rows', that were taken and whose tokens are computed, and give these
+    pages back with a term. Called as a later step is planned, and as rows end. O(writes).
+    """
+    cdef WriteList *writes = &batch.writes
+    cdef StateWrite write
+    cdef Py_ssize_t i = 0
+    while i < writes.num_taken:
+        write = writes.items[i]
+        if 0 <= row != write.row or write.num_tokens > batch.records[write.row].num_computed:
+            i += 1
+            continue
+        remove_write(writes, i)
+        _cache_written(batch, &write)
+        give_back(batch.pool, write.page_id)
+        if term != UNKNOWN and batch.pool.pages[write.page_id].group != NO_GROUP:
+            expect_page(batch.pool, write.page_id, term, now_of(batch.pool))
+
+
+cdef inline void drop_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Drop the writes of a row's states behind its first `num_tokens` tokens. O(writes)."""
+    cdef WriteList *writes = &batch.writes
+    cdef Py_ssize_t i
+    batch.rows[row].write_list = 0
+    for i in range(writes.num - 1, -1, -1):
+        if writes.items[i].row != row:
+            continue
+        if writes.items[i].num_tokens > num_tokens:
+            give_back(batch.pool, writes.items[i].page_id)
+            remove_write(writes, i)
+        elif i >= writes.num_taken:
+            batch.rows[row].write_list = writes.number
+
+
+cdef inline void end_writes(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
+    """Cache the row's states that were written, with a term, and drop its other writes."""
+    settle_writes(batch, row, term)
+    drop_writes(batch, row, 0)
+
+
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
     """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
     cdef Held *held
@@ -528,10 +675,10 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
         assert growth == NULL or growth.num_new + n <= growth.max_num_new
         if n:
-            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, _offset_of(batch, g))
+            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset_of(batch, g))
             batch.tables[g].version += 1
         for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
-            growth.new_ids[growth.num_new] = held.ids[j] - _offset_of(batch, g)
+            growth.new_ids[growth.num_new] = held.ids[j] - offset_of(batch, g)
             growth.new_rows[growth.num_new] = <int32_t>row
             growth.new_groups[growth.num_new] = <int32_t>g
             growth.num_new += 1
@@ -601,7 +748,8 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
-    cdef int32_t num_room_tokens, num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef int32_t num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
     cdef bint is_next_step = num_tokens > num_before  # a further call for the same step comes before the step has run
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
@@ -612,7 +760,6 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         if rare(batch.skips_pages):
             _skip_row(batch, row, num_before)
     if due.num_new_pages:
-        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
         if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
             return False
         if rare(batch.pool.tier != NULL):
@@ -620,6 +767,8 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         take_pages(batch, row, num_room_tokens, growth)
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
+    if rare(batch.writes_states):
+        write_states(batch, row, num_room_tokens if batch.max_steps_ahead else num_tokens)
     cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
@@ -631,7 +780,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     """
     cdef int32_t num_computed = batch.records[row].num_computed
     cdef Holding *holding = holding_of(batch, row)
-    if batch.restores_states:
+    if batch.restores_states or batch.max_steps_ahead:
         return INT64_MAX
     return find_passed_checkpoint(holding, num_computed if num_new else -1, num_computed + num_new, num_room_tokens)
 
@@ -644,12 +793,12 @@ cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (record.is_admitted and record.num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if rare(record.next_event == 1) and (batch.records[row].num_external or has_copies_due(batch.pool, holding)):
+    if rare(record.next_event == 1) and (batch.records[row].num_external or has_row_due(batch, row)):
         return False
     if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(holding, record.num_computed))):
         if find_lost_page(batch.pool, holding, record.num_computed) != NULL_PAGE:
             return False
-    if GUARDS and rare(batch.keeps_states):
+    if GUARDS and rare(batch.keeps_states or batch.writes_states):
         if find_passed(batch, row, amount(&growth.num_new_tokens, i), num_room_tokens) < INT64_MAX:
             return False
     batch.due_rows[growth.num_due] = DueRow(
@@ -701,6 +850,8 @@ cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t st
         row = batch.checked_rows[i]
         batch.records[row].num_tokens -= growth.token_ids != NULL
         batch.records[row].num_computed -= amount(&growth.num_new_tokens, i)
+        if growth.num_planned != NULL:
+            batch.rows[row].num_planned = growth.num_planned[i]
         assert 0 <= batch.records[row].num_computed <= batch.records[row].num_tokens
 
 
@@ -773,6 +924,9 @@ cdef inline Py_ssize_t _advance_rows(Batch *batch, Growth *growth, Py_ssize_t n)
         assert record.is_admitted and not record.num_external
         record.num_computed = num_computed
         growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=num_computed)
+        if growth.num_planned != NULL:
+            growth.num_planned[i] = batch.rows[batch.checked_rows[i]].num_planned
+            batch.rows[batch.checked_rows[i]].num_planned = max(growth.num_planned[i], num_room_tokens)
     return n
 
 
@@ -828,8 +982,8 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 # must not hit.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the row has a state that saw tokens from `num_tokens` on. A restart from token 0 replaces the state."""
-    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
+    """Whether the row has a state that saw tokens from `num_tokens` on, or will. A restart from token 0 replaces the state."""
+    return batch.has_state and 0 < num_tokens < min(batch.records[row].num_tokens, count_planned(batch, row))
 
 
 cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
@@ -841,23 +995,23 @@ cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the row can be cut to some of its tokens. Its pages matter only where computed tokens are cut."""
+    if has_state_behind(batch, row, num_tokens):
+        return False
     if num_tokens >= batch.records[row].num_computed:
         return not batch.records[row].num_external
-    return not has_state_behind(batch, row, num_tokens) and can_restart_row(batch, row, num_tokens, num_tokens)
+    return can_restart_row(batch, row, num_tokens, num_tokens)
 
 
 cdef inline Py_ssize_t _copy_rows_to_trim(
     Batch *batch, const int32_t *rows, const Amounts *lengths, Py_ssize_t n
 ) noexcept nogil:
     """Copy rows, and return the number of rows before the first wrong one."""
-    cdef Holding *holding
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
         if not stamp_row(batch, rows[i], i):
             return i
-        holding = holding_of(batch, batch.checked_rows[i])
-        if has_copies_due(batch.pool, holding):
+        if has_row_due(batch, batch.checked_rows[i]):
             return i
         if not 0 <= amount(lengths, i) <= batch.records[batch.checked_rows[i]].num_tokens:
             return i
@@ -882,6 +1036,9 @@ cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, i
     cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed))
     assert 0 <= restart <= batch.records[row].num_computed and not batch.records[row].num_external
     restart_from(batch.pool, holding, restart, num_tokens)
+    if batch.writes_states:
+        drop_writes(batch, row, restart)
+    batch.rows[row].num_planned = 0
     show_end(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
@@ -969,7 +1126,7 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
         start = _find_taken(growth, stop[0], row, g)
         num_new = stop[0] - start
         num_kept = held.num_pages - num_new
-        if num_kept < 0 or not _have_ids(held.ids + num_kept, growth.new_ids + start, num_new, _offset_of(batch, g)):
+        if num_kept < 0 or not _have_ids(held.ids + num_kept, growth.new_ids + start, num_new, offset_of(batch, g)):
             return False
         if lacks_page(&batch.groups[g], held, _computed_before(growth, i), num_kept):
             return False
@@ -979,6 +1136,18 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
             return False
         stop[0] = start
     return True
+
+
+cdef inline void _undo_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Drop the writes of steps that are not planned any more, and let later steps write these boundaries."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t num_planned = count_planned(batch, row)
+    drop_writes(batch, row, num_planned)
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if keeps_checkpoints(&batch.groups[g]):
+            held.num_cached = full_entries(&batch.groups[g].rules, num_planned)
 
 
 cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
@@ -998,6 +1167,10 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
         stop[0] = start
     show_end(batch, row)
     record.num_computed = num_computed
+    if growth.num_planned != NULL:
+        batch.rows[row].num_planned = growth.num_planned[i]
+    if batch.writes_states:
+        _undo_writes(batch, row)
     record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:
         record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)

@@ -36,10 +36,10 @@ cdef list checked_extra_keys(object extra_keys):
 cdef class RowRequest:
     """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
 
-    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. The
-    tokens that get room end at a multiple of `interval`, if there is one behind the hits; 0: anywhere. If up to `num_external`
-    tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests will resume at
-    the token counts `resume_at`.
+    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. With
+    `ends_at_checkpoint` the tokens that get room end at the last checkpoint behind the hits, if there is one. If up to
+    `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
+    will resume at the token counts `resume_at`.
     """
 
     cdef RunningRows rows
@@ -58,9 +58,8 @@ cdef class RowRequest:
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None, interval=0, num_external_tokens=0, resume_at=None,
+        options=None, bint ends_at_checkpoint=False, num_external_tokens=0, resume_at=None,
     ):
-        cdef Py_ssize_t checked_interval = size_of(interval, "interval", 0, MAX_TOKENS)
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows, rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
@@ -71,7 +70,7 @@ cdef class RowRequest:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if self.token_ids.num > rows.batch.max_num_tokens:
             rows.refuse_row_length(self.row, self.token_ids.num)
-        self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, checked_interval, num_external)
+        self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external)
 
     def admit(
         self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0
@@ -98,7 +97,7 @@ cdef class RowRequest:
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RefusedRequest
             if not is_admitted:
-                (<RefusedRequest>result).interval = self.tokens.interval
+                (<RefusedRequest>result).ends_at_checkpoint = self.tokens.ends_at_checkpoint
                 (<RefusedRequest>result).num_external = self.tokens.num_external
                 (<RefusedRequest>result).options = self.options if type(self.options) is tuple else None
                 (<RefusedRequest>result).source = self.source
@@ -184,13 +183,15 @@ cdef class RowRequest:
         rows.acquire_locks()
         try:
             batch.rows[self.row].shard = self.shard
+            settle_writes(batch, -1, UNKNOWN)
             num_changes = count_changes(batch.pool)
             rows.set_shortage(NULL)
             if takes_hits:
                 has_room = self.load_hits(refusal, &array, &short_bank)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
+            self.fix_boundaries(refusal.num_hit_tokens)
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
-            demand.num_tokens = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
+            demand.num_tokens = count_room_tokens(&self.tokens, holding, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right:
@@ -250,6 +251,16 @@ cdef class RowRequest:
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 
+    cdef void fix_boundaries(self, Py_ssize_t num_hits) noexcept:
+        """Fix the boundaries of the free row for the request, which the row keeps if it is refused. The locks are held."""
+        cdef Holding *holding = holding_of(&self.rows.batch, self.row)
+        cdef int64_t num_external = count_external_tokens(&self.tokens, num_hits)
+        if self.rows.batch.has_boundaries:
+            begin_boundaries(
+                self.rows.groups, holding.boundaries, self.tokens.num_known, self.junction,
+                num_hits + num_external if num_external else 0, self.resume_at,
+            )
+
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
@@ -275,10 +286,6 @@ cdef class RowRequest:
         assert holding.held.num_pages == 0 and batch.rows[self.row].swapped == NULL
         set_context(batch, self.row, self.context)
         set_session(batch.pool, &holding.session, self.session)
-        if batch.has_boundaries:
-            begin_boundaries(
-                self.rows.groups, holding.boundaries, self.tokens.num_known, self.junction, self.resume_at
-            )
         attach(batch.pool, holding, demand)
         show_row(batch, self.row)
         take_pages(batch, self.row, num_computed, NULL)
@@ -291,10 +298,12 @@ cdef class RowRequest:
         batch.records[self.row].num_hits = num_hits
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_computed = num_computed
+        begin_admission(batch, self.row)
+        batch.records[self.row].is_admitted = 1
+        batch.num_admitted += 1
+        if rare(batch.writes_states):
+            write_states(batch, self.row, <int32_t>demand.num_tokens)
         plan_next_event(batch, self.row)
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
         assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known
-        begin_admission(batch, self.row)
-        batch.records[self.row].is_admitted = 1
-        batch.num_admitted += 1

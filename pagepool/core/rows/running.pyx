@@ -26,7 +26,7 @@ import numpy as np
 
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, PageIdError, RowIndexError,
-    RowOverflowError,
+    RowOverflowError, StateAheadError,
 )
 from pagepool.refusal import Refusal
 
@@ -120,6 +120,44 @@ cdef class StepResult:
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class StateWrites:
+    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+
+    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    """
+
+    cdef readonly object rows, num_tokens, page_ids, group
+
+    def __init__(self):
+        raise TypeError("a StateWrites is what RunningBatch.take_writes returns")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __repr__(self):
+        return (
+            f"StateWrites(rows={self.rows.tolist()}, num_tokens={self.num_tokens.tolist()}, "
+            f"page_ids={self.page_ids.tolist()}, group={self.group.tolist()})"
+        )
+
+    def __reduce__(self):
+        raise ArgumentTypeError("state writes cannot be pickled")
+
+
+cdef StateWrites writes_of(object columns):
+    """Return the writes in an array of four rows."""
+    cdef StateWrites writes = StateWrites.__new__(StateWrites)
+    columns.flags.writeable = False
+    writes.rows, writes.num_tokens, writes.page_ids, writes.group = columns
+    return writes
+
+
+cdef StateWrites NO_WRITES = writes_of(np.zeros((4, 0), np.int32))
+
+
 cdef object refusal_of(PageStore store, const Shortage *shortage):
     """Return a shortage as users see it."""
     shard = shortage.queue if shortage.queue >= 0 else None
@@ -176,16 +214,18 @@ cdef class RunningRows:
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
-        bint unifies_pages=False, bint restores_states=False,
+        bint unifies_pages=False, bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints.
+        `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
+        `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere.
         """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
         cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
         cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
+        cdef Py_ssize_t num_steps_ahead = size_of(max_steps_ahead, "max_steps_ahead", 0, MAX_TOKENS)
         if self.batch.groups != NULL:  # checked after the arguments, which may run Python code
             raise ArgumentError("the rows of a batch are made once")
         if not checked.num or checked.num != len(by_group):
@@ -201,9 +241,16 @@ cdef class RunningRows:
         self.batch.hash_page_size = <int32_t>num_hash_tokens
         self.batch.unifies_pages, self.batch.restores_states = unifies_pages, restores_states
         self.batch.has_boundaries = checked.boundaries.multiple != 0
+        self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
+        self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
             check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
+        if num_steps_ahead and self.batch.keeps_states:
+            raise ArgumentError(
+                f"max_steps_ahead: got {num_steps_ahead}, allowed for states with checkpoints at multiples: 0, since the steps "
+                'in flight change the working pages that become checkpoints; MambaSpec has checkpoints="ends"'
+            )
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)
@@ -216,6 +263,7 @@ cdef class RunningRows:
         for row in range(self.batch.num_rows):
             free(self.batch.rows[row].extra_keys)
             free(self.batch.rows[row].swapped)
+        free(self.batch.writes.items)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -341,7 +389,7 @@ cdef class RunningRows:
         num_left = undo_rows(&self.batch, growth, step.num_grown)
         if num_left == 0:
             step.batch = None
-        is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1])
+        is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1], False)
         self.release_locks()
         if num_left:
             refuse_undo(self, growth, num_left - 1, is_due)
@@ -383,7 +431,7 @@ cdef class RunningRows:
         cdef bint is_due
         self.acquire_locks()
         num_right = trim_rows(&self.batch, row_ids.ids, &amounts, row_ids.num)
-        is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
+        is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right], True)
         self.release_locks()
         if num_right < row_ids.num:
             refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
@@ -474,14 +522,16 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef Holding *holding
         cdef Py_ssize_t num_right, i
-        cdef bint is_due, is_ready
+        cdef bint is_due, is_moving, is_ready
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         if target_rows.num == 0:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.acquire_locks()
         holding = holding_of(batch, source)
-        is_due = awaits_copies(batch.pool, holding)
-        is_ready = batch.records[source].is_admitted and not batch.records[source].num_external and not is_due
+        is_due = awaits_copies(batch.pool, holding) or has_writes_due(batch, source)
+        is_moving = has_state_in_flight(batch, source)
+        is_ready = batch.records[source].is_admitted and not batch.records[source].num_external
+        is_ready = is_ready and not is_due and not is_moving
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             outcome = prepare_fork(
@@ -499,6 +549,8 @@ cdef class RunningRows:
         self.release_locks()
         if outcome != FORKED:
             refuse_unready(batch, source, is_due)
+            if is_moving:
+                refuse_in_flight(batch, source)
             refuse_fork(self, source, target_rows, num_right, outcome)
 
     # Tokens from elsewhere.
@@ -557,14 +609,15 @@ cdef class RunningRows:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_staying = 0
         cdef int32_t overdrawn = NULL_PAGE
-        cdef bint is_running, is_due = False, is_saved = False, has_memory = True
+        cdef bint is_running, is_due = False, is_moving, is_saved = False, has_memory = True
         check_tier(self)
         self.acquire_locks()
         holding = holding_of(batch, source)
         is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.records[source].num_external
+        is_moving = has_state_in_flight(batch, source)
         if is_running:
-            is_due = has_copies_due(batch.pool, holding)
+            is_due = has_row_due(batch, source) or is_moving
         if is_running and not is_due:
             overdrawn = find_overdrawn(batch.pool, holding)
             is_running = overdrawn == NULL_PAGE
@@ -574,6 +627,7 @@ cdef class RunningRows:
             has_memory = add_swapped(batch, source)
             is_saved = has_memory and save_row(batch, source)
         if is_saved:
+            end_writes(batch, source, UNKNOWN)
             rate_and_list(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # cannot fail: the memory is reserved
             self.store.give_back_row(ids, num_staying)
             preempt_row(batch, source)
@@ -584,6 +638,8 @@ cdef class RunningRows:
             page = self.store.shown_page(overdrawn)
             raise DoubleFreeError(f"row {source}: {page}, which it holds, was given back by somebody else")
         if not is_running or is_due:
+            if is_moving:
+                refuse_in_flight(batch, source)
             refuse_unready(batch, source, is_due)
             raise ArgumentError(f"row {source} holds no computed tokens: there is nothing to swap out")
         if not has_memory:
@@ -669,14 +725,16 @@ cdef class RunningRows:
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
-        tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval, refusal.num_external)
+        tokens = count_tokens(
+            num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.ends_at_checkpoint, refusal.num_external
+        )
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.acquire_locks()
         is_refused = self.refusals[checked] is refusal and not self.batch.records[checked].is_claimed
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
-            num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
+            num_room = count_room_tokens(&tokens, holding, refusal.num_hit_tokens)
             is_refused = num_room <= refusal.num_room  # a larger request may be too large for the pool
             is_refused = is_refused and refusal.is_short(
                 &self.store.pool, count_new_pages(holding, num_room), num_reserved
@@ -691,21 +749,59 @@ cdef class RunningRows:
         self.release_locks()
         return is_refused
 
-    def _find_next_multiple(self, rows, interval) -> np.ndarray:
-        """Return, for each row, the next multiple of `interval` above its computed count, at most `max_num_tokens`: int32
-        ``[len(rows)]``. RowIndexError outside the table.
+    def find_next_checkpoint(self, rows) -> np.ndarray:
+        """Return the number of tokens at which a chunk of each row must end to leave its next checkpoint; without one the most
+        tokens of a row: int32 ``[len(rows)]``. RowIndexError outside the table. O(rows).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds result = PageIds.__new__(PageIds)
-        cdef int64_t num, step = size_of(interval, "interval", 1, MAX_TOKENS)
+        cdef int64_t num
         cdef int32_t limited
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, g, row
         result.reserve(row_ids.num)
         for i in range(row_ids.num):
-            num = self.batch.records[self.checked_row(row_ids.ids[i])].num_computed
-            limited = <int32_t>min(num - num % step + step, <int64_t>self.batch.max_num_tokens)
+            row, num = self.checked_row(row_ids.ids[i]), self.batch.max_num_tokens
+            with self.lock:
+                for g in range(self.batch.num_groups):
+                    if keeps_checkpoints(&self.batch.groups[g]):
+                        num = min(num, find_next_checkpoint(
+                            holding_of(&self.batch, row), &self.batch.groups[g], self.batch.records[row].num_computed
+                        ))
+            limited = <int32_t>num
             result.put(&limited, 1)
         return array_of(result.ids, result.num)
+
+    def take_writes(self) -> StateWrites:
+        """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
+
+        Call it once a step, after all other calls that plan the step: calls after it plan the next one. Before it, `grow`,
+        `step`, `trim`, `fork`, `swap_out` and `commit_external` raise CopiesDueError for rows in the list. The states of a
+        pending row are written by the transfer of its tokens. O(writes); nothing is allocated without any.
+        """
+        cdef int32_t[:, ::1] taken
+        cdef const StateWrite *write
+        cdef WriteList *writes = &self.batch.writes
+        cdef Py_ssize_t i, num_due, num = -1
+        self.check_made()
+        with self.lock:
+            num_due = writes.num - writes.num_taken
+        if num_due == 0:
+            return NO_WRITES
+        while num != num_due:  # arrays are made without the lock
+            num = num_due
+            columns = np.empty((4, num), np.int32)
+            taken = columns
+            with self.lock:
+                num_due = writes.num - writes.num_taken
+                if num == num_due:
+                    for i in range(num):
+                        write = &writes.items[writes.num_taken + i]
+                        taken[0, i], taken[1, i] = write.row, write.num_tokens
+                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group)
+                        taken[3, i] = write.group
+                    writes.num_taken = writes.num
+                    writes.number += 1
+        return writes_of(columns)
 
     def get_page_ids(self, row) -> tuple:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
@@ -742,7 +838,7 @@ cdef int check_group(RunningRows running, Group *group, const Table *table) exce
     )
     running.batch.skips_pages |= has_window(&group.rules)
     running.batch.has_state |= is_state(&group.rules)
-    running.batch.keeps_states |= keeps_checkpoints(group)
+    running.batch.keeps_states |= keeps_checkpoints(group) and not running.batch.writes_states
     return 0
 
 
@@ -823,11 +919,14 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
         return result
-    growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + sizeof(int32_t)))
+    growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + 2 * sizeof(int32_t)))
     if growth.grown == NULL:
         raise MemoryError(f"{rows.num} rows")
     growth.grown_rows = <int32_t *>(growth.grown + rows.num)
+    if running.batch.max_steps_ahead and tokens is None:
+        growth.num_planned = growth.grown_rows + rows.num
     running.acquire_locks()
+    settle_writes(&running.batch, -1, UNKNOWN)
     assert running.batch.waiting.num_to_hash == 0
     num_right = advance_counts(&running.batch, growth)
     if num_right == growth.num_rows:
@@ -843,7 +942,7 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
         growth.num_admissions = running.batch.num_admissions
     else:
         revert_counts(&running.batch, growth, 0, num_right)
-    is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right])
+    is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right], True)
     running.release_locks()
     if num_right < growth.num_rows:
         if tokens is not None:
@@ -864,13 +963,15 @@ cdef bint reserve_new(Growth *growth) noexcept:
     return growth.new_ids != NULL or growth.max_num_new == 0
 
 
-cdef bint has_due(RunningRows running, int32_t row) noexcept:
-    """Whether a row at which a call stopped has copies due. Asked under the locks: another thread may take the copies soon."""
-    cdef Holding *holding
+cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept:
+    """Whether a row at which a call stopped has copies due, or writes if they count. Asked under the locks: another thread may
+    take them soon.
+    """
     if not is_row(&running.batch, row):
         return False
-    holding = holding_of(&running.batch, row)
-    return has_copies_due(&running.store.pool, holding)
+    if counts_writes:
+        return has_row_due(&running.batch, row)
+    return has_copies_due(&running.store.pool, holding_of(&running.batch, row))
 
 
 # Release and exchange of rows.
@@ -963,6 +1064,9 @@ cdef Py_ssize_t release_checked(
             if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row, amount(terms, i))
         drop_copies(&running.store.pool, holding)
+        if running.batch.writes_states:
+            drop_writes(&running.batch, row, computed_by(computed, i))
+            end_writes(&running.batch, row, amount(terms, i))
         if computed.values != NULL:
             uncache_row(&running.batch, row, amount(computed, i))
         set_context(&running.batch, row, 0)
@@ -1061,6 +1165,11 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     plan_next_event(batch, row)
 
 
+cdef bint has_state_in_flight(const Batch *batch, Py_ssize_t row) noexcept:
+    """Whether planned steps change the row's states behind its computed tokens."""
+    return batch.has_state and batch.rows[row].num_planned > batch.records[row].num_computed
+
+
 # Tokens from elsewhere.
 
 cdef int32_t end_external(RunningRows running, object row, object num_tokens, str name, bint is_failed) except -1:
@@ -1072,7 +1181,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     cdef bint is_due, is_right
     running.acquire_locks()
     num_external = batch.records[checked].num_external
-    is_due = num_external and has_due(running, <int32_t>checked)
+    is_due = num_external and has_due(running, <int32_t>checked, True)
     is_right = 0 < num_external and num <= num_external and not is_due
     is_right = is_right and (is_failed or num == num_external or not batch.has_state)
     if is_right and is_failed:
@@ -1107,6 +1216,7 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     cdef Holding *holding = holding_of(batch, row)
     if batch.has_state:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
+        drop_writes(batch, row, 0)
     commit_row(batch, row, num_tokens)
     give_back_behind(batch.pool, holding, batch.records[row].num_computed)
     show_end(batch, row)
@@ -1211,6 +1321,7 @@ cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
     empty(holding)
     show_end(batch, row)
     batch.records[row].num_computed = batch.records[row].num_hits = 0
+    batch.rows[row].num_planned = 0
     begin_admission(batch, row)
     plan_next_event(batch, row)
 
@@ -1342,6 +1453,8 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
             f"{name} waits for {batch.records[row].num_external} tokens from elsewhere: "
             "call commit_external or fail_external before"
         )
+    if is_due and has_writes_due(batch, row):
+        raise CopiesDueError(f"{name}: writes of its states are due: call take_writes, and let its step do them, before")
     if is_due:
         raise CopiesDueError(
             f"{name}: copies of its pages are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
@@ -1366,6 +1479,13 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
         if rows[i] == row:
             raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
     return row
+
+
+cdef int refuse_in_flight(const Batch *batch, Py_ssize_t row) except -1:
+    raise StateAheadError(
+        f"row {row}: a planned step computes its tokens up to {batch.rows[row].num_planned}, and its state; allowed: a row "
+        f"with as many computed tokens, and not {batch.records[row].num_computed}"
+    )
 
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:

@@ -369,9 +369,9 @@ cdef class TokenSpan:
         return 0
 
     cdef bint has_state(self) noexcept:
-        """Whether the model has states. Their requests cannot choose where to resume."""
+        """Whether the model has states that are not written at boundaries. Their requests cannot choose where to resume."""
         cdef Py_ssize_t g
-        for g in range(self.groups.num):
+        for g in range(0 if self.groups.boundaries.writes_states else self.groups.num):
             if is_state(&self.groups.groups[g].rules):
                 return True
         return False

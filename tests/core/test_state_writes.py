@@ -1,0 +1,212 @@
+"""States that a step writes to pages of their own: where, when they hit, and what an engine may do meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from ahead_engine import AheadEngine
+from hybrids import FULL, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, make_manager
+from settings import scale
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    MambaSpec,
+    MultiGroupPageTable,
+    RunningBatch,
+    StateWrites,
+)
+from pagepool.errors import ArgumentError, CopiesDueError, StateAheadError
+
+MAX_MODEL_LEN = 512
+LONG = list(range(1000, 1000 + MAX_MODEL_LEN))
+STATE = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=128, checkpoints="ends")
+
+
+def make_batch(*specs: MambaSpec, num_states: int = 12, **options: object) -> RunningBatch:
+    """Return a batch of a manager with a pool of attention and one of states."""
+    groups = [CacheGroupSpec(FULL), *(CacheGroupSpec(spec, pool="states") for spec in specs or (STATE,))]
+    manager = CacheManager({"kv": 600, "states": num_states}, groups, MAX_MODEL_LEN)
+    sizes = [PAGE_SIZE] * len(groups)
+    return RunningBatch(manager, MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, sizes), **options)
+
+
+def places_of(writes: StateWrites) -> list[tuple[int, int]]:
+    return list(zip(writes.rows.tolist(), writes.num_tokens.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_steps_planned_ahead_read_what_was_computed(depth: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(scale(30)):
+        writes, has_window, has_tier = ("ends", "anywhere")[seed % 2], seed % 4 >= 2, seed % 8 >= 4
+        engine = AheadEngine(seed, depth, writes, has_window, has_tier)
+        try:
+            counts += engine.run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {depth} steps ahead, writes {writes}, {has_window=}, {has_tier=}") from error
+    assert min(counts[name] for name in ("writes", "copies", "hit tokens", "preemptions", "transfers")) > 0
+    assert bool(counts["forks refused"]) is (depth > 0)
+
+
+def test_states_are_written_where_requests_resume() -> None:
+    """At the last multiple of 64 that is 64 tokens before the prompt's end, and in the prompt at multiples of the interval."""
+    batch = make_batch(writes="anywhere")
+    assert batch.admit(0, LONG[:400]) == 0
+    assert places_of(batch.take_writes()) == [(0, 128), (0, 256), (0, 320), (0, 384)]
+    batch.step([0], [7])
+    assert batch.admit(1, [*LONG[:300], *LONG[:100]]) == 256
+    batch.take_copies()
+    assert places_of(batch.take_writes()) == [(1, 320), (1, 384)]  # 400 - 64 is 336
+    batch.check()
+
+
+def test_a_junction_is_a_boundary() -> None:
+    """Two prompts that share 200 tokens: the second writes the state there, and the third hits it."""
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:120])
+    assert places_of(batch.take_writes()) == []
+    batch.step([0], [7])
+    assert batch.admit(1, [*LONG[:110], *LONG[200:210]]) == 0
+    assert places_of(batch.take_writes()) == [(1, 64)]
+    batch.step([1], [7])
+    assert batch.admit(2, [*LONG[:110], *LONG[300:320]]) == 64
+
+
+def test_named_places_and_the_end_of_external_tokens_are_boundaries() -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:100], resume_at=[70, 200])
+    assert places_of(batch.take_writes()) == [(0, 64)]
+    batch.append([0] * 100, LONG[100:200])
+    batch.grow([0], 100)
+    assert places_of(batch.take_writes()) == [(0, 192)]
+    assert batch.admit(1, LONG[300:500], num_external_tokens=135) == 0
+    assert places_of(batch.take_writes()) == [(1, 128)]
+    batch.commit_external(1, 135)
+    batch.grow([1], 65)
+    assert batch.admit(2, [*LONG[300:440], 1]) == 128
+    batch.check()
+
+
+def test_kernels_that_write_ends_only_cut_chunks_there() -> None:
+    batch = make_batch()
+    assert batch.admit(0, LONG[:300], max_num_new_tokens=200, ends_at_checkpoint=True) == 0
+    assert places_of(batch.take_writes()) == [(0, 192)]  # 300 - 64 is 236; 128 is passed over
+    assert batch.find_next_checkpoint([0]).tolist() == [256]
+    batch.grow([0], 100)
+    assert places_of(batch.take_writes()) == []  # 256 is inside the step
+    assert batch.find_next_checkpoint([0]).tolist() == [MAX_MODEL_LEN]
+    assert batch.admit(1, LONG[:290]) == 192
+
+
+def test_a_checkpoint_hits_once_a_later_step_is_planned() -> None:
+    """Of two rows that compute the same tokens the first one's checkpoint stays, and the other's page is free again."""
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:200])
+    assert batch.admit(1, LONG[:200]) == 0
+    assert places_of(batch.take_writes()) == [(0, 128), (1, 128), (1, 192)]  # the junction of the second row
+    assert batch.admit(2, LONG[:200]) == 192  # a call of the next step
+    copies, pool = batch.take_copies(), batch._manager.pools["states"]
+    assert (len(copies), len(batch.take_writes())) == (1, 0)
+    assert (pool.get_num_free_pages(), batch._manager.stats().pools["states"].num_cached_pages) == (11 - 3, 2)
+    batch.check()
+
+
+def test_a_row_grows_once_its_writes_are_taken() -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:200])
+    for call in (lambda: batch.step([0], [7]), lambda: batch.trim([0], 200), lambda: batch.fork(0, [1])):
+        with pytest.raises(CopiesDueError, match=r"row 0.*: writes of its states are due: call take_writes"):
+            call()
+    batch.move_row(0, 3)
+    writes = batch.take_writes()
+    assert repr(writes) == "StateWrites(rows=[3], num_tokens=[128], page_ids=[2], group=[1])"
+    batch.step([3], [7])
+    assert len(batch.take_writes()) == 0
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_row_that_ends_before_its_step_ran_leaves_no_checkpoint(is_taken: bool) -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:200])
+    if is_taken:
+        batch.take_writes()
+    batch.release([0], [0])
+    assert batch.admit(0, LONG[:200]) == 0
+    batch.check()
+
+
+def test_undo_drops_the_writes_of_its_call() -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:300], max_num_new_tokens=100)
+    batch.take_writes()
+    for is_taken in (False, True):
+        result = batch.grow([0], 100)
+        if is_taken:
+            assert places_of(batch.take_writes()) == [(0, 128), (0, 192)]
+        batch.undo(result)
+        batch.check()
+    assert len(batch.take_writes()) == 0
+    batch.grow([0], 100)
+    assert places_of(batch.take_writes()) == [(0, 128), (0, 192)]
+
+
+def test_rows_never_wait_for_states() -> None:
+    """With a state for each row and one more, checkpoints are left out while rows are free."""
+    batch = make_batch(num_states=NUM_ROWS + 2, writes="anywhere")
+    assert batch.admit(0, LONG[:300]) == 0
+    assert places_of(batch.take_writes()) == [(0, 128)]  # of three boundaries
+    for row in range(1, NUM_ROWS):
+        assert batch.admit(row, LONG[row : row + 200]) == 0
+    batch.check()
+
+
+def test_lookahead_stops_at_a_boundary_unless_steps_are_planned_ahead() -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:200], num_tokens=120)
+    with pytest.raises(StateAheadError, match="lookahead to token 130 passes the checkpoint after 128"):
+        batch.grow([0], 5, 5)
+    ahead = make_batch(writes="anywhere", max_steps_ahead=1)
+    ahead.admit(0, LONG[:100], resume_at=[128])
+    ahead.take_writes()
+    ahead.append([0] * 27, LONG[100:127])
+    ahead.grow([0], 27, 1)
+    assert places_of(ahead.take_writes()) == [(0, 128)]  # of a token that is not known yet
+    with pytest.raises(StateAheadError, match="row 0: a planned step computes its tokens up to 128"):
+        ahead.fork(0, [1])
+    ahead.append([0], [LONG[127]])
+    ahead.grow([0], 1)
+    ahead.step([0], [LONG[128]])
+    assert ahead.admit(1, LONG[:140]) == 128
+    ahead.check()
+
+
+def test_refusals() -> None:
+    multiples = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=8)
+    with pytest.raises(ArgumentError, match="max_steps_ahead: got 1, allowed for states with checkpoints at multiples: 0"):
+        make_batch(multiples, max_steps_ahead=1)
+    with pytest.raises(ArgumentError, match="checkpoints: got ends for some states"):
+        make_batch(multiples, STATE)
+    with pytest.raises(ArgumentError, match="checkpoints: got 'odd', allowed: multiples or ends"):
+        MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoints="odd")
+    with pytest.raises(ArgumentError, match="writes: got 'odd', allowed: ends or anywhere"):
+        make_batch(writes="odd")
+    with pytest.raises(ArgumentError, match="windows: got all, allowed for states with checkpoints"):
+        make_manager(FULL, WINDOW, STATE, windows="all")
+    manager = make_manager(FULL, STATE)
+    with pytest.raises(ArgumentError, match="request 'a': got states with checkpoints"):
+        manager.allocate_slots(EngineRequest("a", PROMPT[:8]), 8)
+    with pytest.raises(TypeError, match=r"a StateWrites is what RunningBatch\.take_writes returns"):
+        StateWrites()
+
+
+def test_the_interval_follows_the_sizes_of_the_layers() -> None:
+    """The least multiple of 2,048 tokens at which a state takes at most a third of the keys and values between two."""
+    kv = CacheGroupSpec(FULL, [f"layer {i}" for i in range(16)])
+    token_bytes = 16 * FULL.page_size_bytes // PAGE_SIZE
+    state = MambaSpec(PAGE_SIZE, ((2349 * token_bytes // 48 // 2,),), "float16", checkpoints="ends")
+    states = CacheGroupSpec(state, [f"state {i}" for i in range(48)], pool="states")
+    manager = CacheManager({"kv": 100, "states": 12}, [kv, states], MAX_MODEL_LEN)
+    assert manager.checkpoint_interval == 8192

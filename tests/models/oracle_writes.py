@@ -1,0 +1,135 @@
+"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_writes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oracle_expected import UNKNOWN
+from oracle_kinds import Mamba
+from oracle_tier import note_taken
+
+if TYPE_CHECKING:
+    from oracle import OracleManager
+
+
+@dataclass
+class Write:
+    """A page for the state of a request after some of its tokens."""
+
+    request: Any
+    num_tokens: int
+    page: int
+    group_id: int
+    is_taken: bool = False
+
+
+class OracleWrites:
+    """The writes of a manager's rows, in the order in which they were planned."""
+
+    def __init__(self, manager: OracleManager, anywhere: bool, max_steps_ahead: int) -> None:
+        self.manager = manager
+        self.anywhere = anywhere
+        self.max_steps_ahead = max_steps_ahead
+        self.open: list[Write] = []
+        self.num_planned: dict[str, int] = {}  # by request: tokens that planned steps compute
+
+    @property
+    def state_ids(self) -> list[int]:
+        """Return the groups whose states are written."""
+        return [i for i, kind in enumerate(self.manager.kinds) if isinstance(kind, Mamba) and self.manager.writes_states]
+
+    def count_planned(self, request: Any) -> int:
+        return max(self.num_planned.get(request.request_id, 0), request.num_computed_tokens)
+
+    def plan(self, request: Any, num_planned: int, shard: range | None, num_free_rows: int) -> None:
+        """Plan the writes of a step that computes a request's tokens up to `num_planned`."""
+        held = self.manager.held[request.request_id]
+        for end in self.manager.windows.list_ends(request) if self.state_ids else ():
+            num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
+            if num_seen < end <= num_planned and (self.anywhere or end == num_planned):
+                self._plan_at(request, end, shard, num_free_rows)
+        for i in self.state_ids:
+            held[i].num_cached_pages = max(held[i].num_cached_pages, num_planned // self.manager.hit_step)
+
+    def _plan_at(self, request: Any, num_tokens: int, shard: range | None, num_free_rows: int) -> None:
+        """Take a page for each state that is not cached, if all pools have enough beside those of free rows."""
+        pools, pool = self.manager.pools, self.manager.page_pool
+        for i in self.state_ids:
+            states = [j for j in self.state_ids if pools.of_group[j] == pools.of_group[i]]
+            free, source = pool.free_in(pools.range_of(i)), pool.free_page_ids(self.manager.source_of(i, shard))
+            num_reserved = num_free_rows * len(states) if pools.of_group[i] else 0
+            if len(free) < len(states) + num_reserved or len(source) < len(states):
+                return
+        for i in self.state_ids:
+            if num_tokens <= request.num_tokens and self._is_cached(request, num_tokens, i, shard):
+                continue
+            held = self.manager.held[request.request_id][i]
+            [page] = pool.take(1, self.manager.source_of(i, shard), held.holder)
+            note_taken(pool, [held])
+            self.open.append(Write(request, num_tokens, page, i))
+
+    def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
+        return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
+
+    def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | None) -> bool:
+        return self.manager.page_pool.first_entered(self._key(request, num_tokens, group_id), group_id, shard) is not None
+
+    def take(self, requests: Sequence[Any]) -> list[tuple[int, int, int, int]]:
+        """Return row, tokens, page id and group of the writes that were not taken."""
+        rows = {request.request_id: row for row, request in enumerate(requests) if request is not None}
+        due = [write for write in self.open if not write.is_taken]
+        for write in due:
+            write.is_taken = True
+        id_of = self.manager.pools.id_of
+        return [
+            (rows[write.request.request_id], write.num_tokens, id_of(write.page, write.group_id), write.group_id)
+            for write in due
+        ]
+
+    def are_due(self, request: Any) -> bool:
+        return any(write.request is request and not write.is_taken for write in self.open)
+
+    def require_none(self, request: Any) -> None:
+        """Refuse a call for a row whose writes were not taken."""
+        if self.are_due(request):
+            raise RuntimeError("writes are due")
+
+    def require_seen(self, request: Any) -> None:
+        """Refuse to copy a state that a step in flight changes."""
+        if self.manager.has_state and self.count_planned(request) > request.num_computed_tokens:
+            raise ValueError("a state in flight")
+
+    def settle(self, shards: dict[str, range | None], request: Any = None, term: int = UNKNOWN) -> None:
+        """Enter what was written by now, of one request or of all."""
+        for write in list(self.open):
+            is_chosen = write.is_taken and write.num_tokens <= write.request.num_computed_tokens
+            if not is_chosen or request not in (None, write.request):
+                continue
+            self.open.remove(write)
+            self._enter(write, shards[write.request.request_id], term)
+
+    def _enter(self, write: Write, shard: range | None, term: int) -> None:
+        pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder
+        is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard)
+        if is_new:
+            key = self._key(write.request, write.num_tokens, write.group_id)
+            pool.cache_full_pages([write.page], {0: key}, 0, 1, write.group_id, session=holder.session_id)
+            pool.expected.own(write.page, holder)
+        pool.free_pages([write.page])
+        if is_new and term != UNKNOWN:
+            pool.expected.expect(write.page, term)
+
+    def drop(self, request: Any, num_tokens: int) -> None:
+        """Drop the writes of a request behind so many tokens, the last first."""
+        for write in [each for each in self.open if each.request is request and each.num_tokens > num_tokens][::-1]:
+            self.open.remove(write)
+            self.manager.page_pool.free_pages([write.page])
+
+    def undo(self, request: Any) -> None:
+        """Drop the writes of steps that are not planned any more, and let later ones write there."""
+        self.drop(request, self.count_planned(request))
+        for i in self.state_ids:
+            held = self.manager.held[request.request_id][i]
+            held.num_cached_pages = self.count_planned(request) // self.manager.hit_step
