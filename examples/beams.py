@@ -17,6 +17,11 @@ class Beam(Request):
         self.search = search
         self.score = 0.0
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether its next token can be computed before it is chosen among the candidates of all beams."""
+        return False
+
     def extend(self, token_id: int, score: float) -> "Beam":
         """Return this beam extended by one token."""
         child = Beam([*self.token_ids, token_id], self.params, self.number, self.search)

@@ -1,9 +1,11 @@
 """A continuous-batching engine: chunked prefill, prefix caching, preemption, sampling, beam search. See `engine.py --help`."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
+import numpy as np
 from attention import attend_by_gather
 from beams import Beam, BeamSearch
 from model import Attention, Weights
@@ -35,12 +37,14 @@ class Engine:
         host_bandwidth: float = 1e10,
         prefill_rate: float = 1e4,
         hash_seed: str | None = None,
+        max_steps_ahead: int = 0,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
-        its states at multiples of `checkpoint_interval` tokens, in a pool of `num_state_pages` pages; 0 means four for each
-        request. Evicted pages move to `num_host_pages` pages of host memory, states to a number in proportion, and so do
-        preempted requests if `SwapCosts` finds that cheaper; 0 turns this off. Routers must hash prompts with the same
-        `hash_seed`. Raise ValueError for values that cannot work.
+        its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
+        `num_state_pages` pages; 0 means four for each request. Evicted pages move to `num_host_pages` pages of host memory,
+        states to a number in proportion, and so do preempted requests if `SwapCosts` finds that cheaper; 0 turns this off.
+        Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Routers must
+        hash prompts with the same `hash_seed`. Raise ValueError for values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
@@ -69,7 +73,8 @@ class Engine:
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
         costs = SwapCosts(self.runner.count_page_bytes(), host_bandwidth, prefill_rate) if num_host_pages else None
-        self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens, costs)
+        self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens, costs, max_steps_ahead)
+        self.in_flight: deque[tuple[list[Chunk], NextTokens]] = deque()  # steps whose tokens are not known
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         self.numbers = count()
         self.num_copied_pages = 0
@@ -135,34 +140,58 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run the model once. Return each request that got a final token, with the token. Raise RuntimeError if nothing can
-        run.
+        """Start a step, if anything can run, and end the oldest one if no more may be in flight. Return each request that got a
+        final token, with the token. Raise RuntimeError if nothing can run.
 
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
         chunks = self.scheduler.schedule()
         for _ in range(self.num_rows):  # wait for transfers in progress, or swap out rows, until some chunk can run
-            if chunks or self.host_tier is None or not self.host_tier.stats().num_in_flight:
+            if chunks or self.in_flight or self.host_tier is None or not self.host_tier.stats().num_in_flight:
                 break
             self.move_pages()
             self.end_transfers(must_wait=True)
             chunks = self.scheduler.schedule()
-        if not chunks:
+        if not chunks and not self.in_flight:
             num_waiting, num_running = len(self.scheduler.waiting), len(self.scheduler.running)
             raise RuntimeError(f"nothing can run: {num_waiting} requests wait, {num_running} have rows")
-        num_tokens = count_tokens(chunks)
-        padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        try:
-            has_loads = self.move_pages()
-            page_tables = self.table.commit(self.num_rows)
-            next_tokens = self.runner.run(page_tables, *pack(chunks, self.num_rows, padded_size))
-        except BaseException:
-            self.scheduler.take_back(chunks)
-            raise
-        wrong = self.end_transfers(must_wait=has_loads)  # a token counts only if all pages it was computed from are correct
-        streamed = self.update([chunk for chunk in chunks if chunk.request not in wrong], next_tokens)
+        has_loads = self.start_step(chunks) if chunks else False
+        self.end_transfers(must_wait=has_loads)  # a token counts only if all pages it was computed from are correct
+        if len(self.in_flight) <= self.scheduler.max_steps_ahead and chunks:
+            return []
+        streamed = self.end_step(*self.in_flight.popleft())
         self.move_pages()
         return streamed
+
+    def start_step(self, chunks: list[Chunk]) -> bool:
+        """Start a planned step on the device. Return whether pages are being loaded for it."""
+        num_tokens = count_tokens(chunks)
+        padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
+        sampled = self.runner.sampled
+        try:
+            has_loads = self.move_pages()
+            page_tables, writes = self.table.commit(self.num_rows), self.scheduler.batch.take_writes()
+            next_tokens = self.runner.run(page_tables, *pack(chunks, self.num_rows, padded_size, writes))
+        except BaseException:
+            self.runner.sampled = sampled  # of the step in flight, whose tokens the next one reads
+            self.scheduler.take_back(chunks)
+            raise
+        self.in_flight.append((chunks, next_tokens))
+        for chunk in chunks:
+            chunk.request.num_in_flight += 1
+        return has_loads
+
+    def end_step(self, chunks: list[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
+        """Wait for a step, and continue the requests for which it counts."""
+        for chunk in chunks:
+            chunk.request.num_in_flight -= 1
+        counted = [chunk for chunk in chunks if chunk.stay == chunk.request.stay]
+        try:
+            next_tokens = NextTokens(*map(np.asarray, next_tokens))
+        except BaseException:
+            self.scheduler.take_back(counted)
+            raise
+        return self.update(counted, next_tokens)
 
     def move_pages(self) -> bool:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
@@ -175,17 +204,16 @@ class Engine:
         self.num_copied_pages += len(copies)
         return len(transfers.load_src) > 0
 
-    def end_transfers(self, must_wait: bool) -> list[Request]:
-        """Report finished transfers to the manager. Return the requests whose pages failed to load, for `rewind`."""
-        wrong: list[Request] = []
+    def end_transfers(self, must_wait: bool) -> None:
+        """Report finished transfers to the manager. Requests whose pages failed to load go back."""
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
             failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
-            wrong += self.scheduler.rewind(failed) if len(failed) else []
-        return wrong
+            if len(failed):
+                self.scheduler.rewind(failed)
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
         """Continue each request whose due tokens are all computed: fork its samples, or append its next token."""
-        complete = [request for request, _, stop in chunks if stop == request.num_due_tokens]
+        complete = [request for request, _, stop, _ in chunks if stop == request.num_due_tokens]
         sampling = [request for request in complete if not request.samples and not isinstance(request, Beam)]
         for request in complete:
             if request.samples:
@@ -221,7 +249,7 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -
     groups = [CacheGroupSpec(attention)]
     if runner.cache.states:
         shapes = ((sizes["heads"], sizes["head_size"], sizes["head_size"]),)
-        states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval)
+        states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval, checkpoints="ends")
         groups.append(CacheGroupSpec(states, pool="states"))
     return groups
 

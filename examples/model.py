@@ -61,13 +61,15 @@ Attention = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step, int32: three values per token, and for each row of the table the index of its last token in the
-    step.
+    """The tokens of a step, int32: four values per token, and for each row of the table the index of its last token in the
+    step. A token id of -1 is the token that the step before sampled for the row. The state behind a token is also written to
+    the page of its checkpoint id, which is 0 for most.
     """
 
     token_ids: Any
     rows: Any
     positions: Any
+    checkpoint_ids: Any
     last: Any
 
 
@@ -147,7 +149,7 @@ def mix_linearly(w: Weights, normed: Any, pages: Any, page_ids: Any, tokens: Tok
     """Return the output of a layer's linear attention ``[tokens, width]``, and the pages with the new states (traced)."""
     query, key, value = (jnp.einsum("tw,whd->thd", normed, w[f"linear_{name}"]) for name in ("query", "key", "value"))
     decay = jax.nn.sigmoid(normed @ w["linear_decay"]) ** (1 / 16)  # so that a head remembers tens of tokens
-    attended, pages = attend_linearly(query, key, value, decay, pages, page_ids, tokens.positions)
+    attended, pages = attend_linearly(query, key, value, decay, pages, page_ids, tokens.checkpoint_ids, tokens.positions)
     return jnp.einsum("thd,hdw->tw", normalize(attended, 1), w["linear_output"]), pages
 
 

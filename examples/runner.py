@@ -12,7 +12,7 @@ from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_size
 from request import Chunk
 from sampling import NextTokens, SamplingRows, find_next
 
-from pagepool import PageCopies, Transfers, page_copies
+from pagepool import PageCopies, StateWrites, Transfers, page_copies
 from pagepool.host_pages import FinishedTransfers, HostPages
 
 __all__ = ["ModelRunner", "pack"]
@@ -55,6 +55,7 @@ class ModelRunner:
         self.host_pages = None
         if num_host_pages:
             self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))
+        self.sampled: jax.Array | None = None  # by the last step, for each row
         shardings = (self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
         self._program: Callable[..., Any] = jax.jit(
             partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
@@ -69,9 +70,12 @@ class ModelRunner:
         return NamedSharding(self.mesh, spec)
 
     def run(self, page_tables: Sequence[jax.Array], tokens: Tokens, params: SamplingRows) -> NextTokens:
-        """Compute a step's tokens, and return the next token of each row, on the host."""
-        next_tokens, self.cache = self._program(self.weights, self.cache, page_tables, tokens, params)
-        return NextTokens(*map(np.asarray, next_tokens))
+        """Start to compute a step's tokens, and return the next token of each row, on the device."""
+        if self.sampled is None:
+            self.sampled = jax.device_put(np.zeros(len(tokens.last), np.int32), self.replicated)
+        next_tokens, self.cache = self._program(self.weights, self.cache, page_tables, tokens, params, self.sampled)
+        self.sampled = next_tokens.sampled
+        return next_tokens
 
     def copy_pages(self, copies: PageCopies) -> None:
         """Copy pages of each cache group within its arrays."""
@@ -126,25 +130,40 @@ def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
 
 
 def step(
-    weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, params: SamplingRows, attend: Attention
+    weights: Weights,
+    cache: Cache,
+    page_tables: Sequence[Any],
+    tokens: Tokens,
+    params: SamplingRows,
+    sampled: Any,
+    attend: Attention,
 ) -> tuple[NextTokens, Cache]:
-    """Return the next tokens of each row, and the cache (traced)."""
+    """Return the next tokens of each row, and the cache (traced). `sampled` has the tokens of the step before."""
+    token_ids = jnp.where(tokens.token_ids < 0, sampled[tokens.rows], tokens.token_ids)
+    tokens = tokens._replace(token_ids=token_ids)
     logits, cache = forward(weights, cache, page_tables, tokens, attend)
     return find_next(logits, tokens.positions[tokens.last], params), cache
 
 
-def pack(chunks: Sequence[Chunk], num_rows: int, padded_size: int) -> tuple[Tokens, SamplingRows]:
+def pack(
+    chunks: Sequence[Chunk], num_rows: int, padded_size: int, writes: StateWrites | None = None
+) -> tuple[Tokens, SamplingRows]:
     """Concatenate the tokens of the chunks, pad them with tokens in the last row, and list sampling parameters by row."""
-    token_ids, positions = np.zeros((2, padded_size), np.int32)
+    token_ids, positions, checkpoint_ids = np.zeros((3, padded_size), np.int32)
     rows = np.full(padded_size, num_rows - 1, np.int32)
     last, top_k, seed = np.zeros((3, num_rows), np.int32)
     temperature = np.zeros(num_rows, np.float32)
     end = 0
-    for request, start, stop in chunks:
+    for request, start, stop, _ in chunks:
         begin, end, row = end, end + stop - start, request.row
-        token_ids[begin:end] = request.token_ids[start:stop]
+        known = request.token_ids[start:stop]
+        token_ids[begin:end] = known + [-1] * (stop - start - len(known))
         positions[begin:end] = np.arange(start, stop)
         rows[begin:end] = row
         last[row] = end - 1
         temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
-    return Tokens(token_ids, rows, positions, last), SamplingRows(temperature, top_k, seed)
+    if writes is not None and len(writes):
+        ends = {request.row: (last[request.row], stop) for request, _, stop, _ in chunks}
+        for row, num_tokens, page_id in zip(writes.rows.tolist(), writes.num_tokens.tolist(), writes.page_ids, strict=True):
+            checkpoint_ids[ends[row][0] + num_tokens - ends[row][1]] = page_id
+    return Tokens(token_ids, rows, positions, checkpoint_ids, last), SamplingRows(temperature, top_k, seed)

@@ -47,10 +47,13 @@ class Scheduler:
         max_num_reqs: int,
         max_num_batched_tokens: int,
         costs: SwapCosts | None = None,
+        max_steps_ahead: int = 0,
     ) -> None:
-        """Use the first `max_num_reqs` rows of the table for requests. Without `costs` no request is swapped to the host."""
-        self.batch = RunningBatch(manager, table)
-        self.interval = manager.checkpoint_interval or 1
+        """Use the first `max_num_reqs` rows of the table for requests. Without `costs` no request is swapped to the host. Up to
+        `max_steps_ahead` steps are planned before the tokens of the one that runs are known.
+        """
+        self.batch = RunningBatch(manager, table, writes="anywhere", max_steps_ahead=max_steps_ahead)
+        self.max_steps_ahead = max_steps_ahead
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # oldest first, as in the next list
         self.running: list[Request] = []
@@ -73,33 +76,56 @@ class Scheduler:
         return chunks
 
     def grow_running(self) -> list[Chunk]:
-        """Allocate slots for due tokens, oldest request first. While pages are short, the newest request is preempted."""
+        """Allocate slots for due tokens, oldest request first. While pages are short, the newest request is preempted, or if a
+        step in flight computes its tokens, the others wait for that. The token behind the known ones is due too, if a step in
+        flight samples it.
+        """
         rows = np.array([request.row for request in self.running], dtype=np.int32)
-        starts = self.batch.num_computed_tokens[rows]
-        num_due = np.array([request.num_due_tokens for request in self.running], dtype=np.int32) - starts
+        starts = np.array([request.num_planned_tokens for request in self.running], dtype=np.int32)
+        num_due = np.array([self.count_due(request) for request in self.running], dtype=np.int32)
         num_before = np.cumsum(num_due) - num_due
-        stops = self.align(starts, starts + np.clip(self.max_num_batched_tokens - num_before, 0, num_due))
+        stops = starts + np.clip(self.max_num_batched_tokens - num_before, 0, num_due)
+        num_known = np.array([len(request.token_ids) for request in self.running], dtype=np.int32)
+        num_computed = self.batch.num_computed_tokens[rows]
+        num_new = np.where(stops > starts, np.minimum(stops, num_known) - num_computed, 0)
+        num_ahead = np.where(stops > starts, stops - num_computed - num_new, 0)
         num_grown = 0
         while num_grown < len(self.running):
             todo = slice(num_grown, len(self.running))
-            num_grown += self.batch.grow(rows[todo], (stops - starts)[todo]).num_grown
+            num_grown += self.batch.grow(rows[todo], num_new[todo], num_ahead[todo]).num_grown
+            if num_grown < len(self.running) and self.running[-1].num_in_flight:
+                break
             if num_grown < len(self.running):  # the newest has not grown in this step: all its cached pages are computed
                 self.preempt_newest()
-        chunks = map(Chunk, self.running, starts.tolist(), stops.tolist())
-        return [chunk for chunk in chunks if chunk.start < chunk.stop]
+        chunks = []
+        for request, start, stop in zip(self.running[:num_grown], starts.tolist(), stops.tolist(), strict=False):
+            if start < stop:
+                request.num_planned_tokens = stop
+                chunks.append(Chunk(request, start, stop, request.stay))
+        return chunks
 
-    def align(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """End chunks at the last checkpoint, a multiple of the interval, after `starts`, if there is one."""
-        checkpoints = stops // self.interval * self.interval
-        return np.where(checkpoints > starts, checkpoints, stops)
+    def count_due(self, request: Request) -> int:
+        """Count the tokens that the next step can compute of a request, if its budget is large enough. Samples and beams wait
+        for the tokens before their next ones.
+        """
+        num_left = request.num_due_tokens - request.num_planned_tokens
+        if num_left > 0 or not self.max_steps_ahead or request.samples or not request.may_run_ahead:
+            return max(0, num_left)
+        num_most = request.num_prompt_tokens + request.params.max_tokens - 1  # the last token of an answer is never computed
+        return int(num_left == 0 and request.num_planned_tokens < num_most)
 
     def preempt_newest(self) -> None:
         """Preempt the newest request: swap it to the host if that is cheaper and possible. Its candidates are dropped."""
         request = self.running[-1]
         self.num_preemptions += 1
-        if self.costs and not request.candidates and self.costs.is_swap_cheaper(self.batch, request.row):
+        may_swap = self.costs and not request.candidates and not request.num_in_flight
+        num_uncounted = request.num_planned_tokens - int(self.batch.num_computed_tokens[request.row])
+        if may_swap and num_uncounted:  # the last step computed a token that was not known when it was planned
+            self.batch.grow([request.row], num_uncounted)
+        if may_swap and self.costs.is_swap_cheaper(self.batch, request.row):
             request.is_swapped = self.batch.swap_out(request.row)
         if request.is_swapped:
+            request.stay += 1
             self.running.remove(request)
             insort(self.waiting, request, key=by_arrival)
             self.num_swaps += 1
@@ -110,6 +136,7 @@ class Scheduler:
         """Resume a swapped request from the next step on, if its pages can be loaded."""
         request.is_swapped = self.batch.swap_in(request.row) is None
         if not request.is_swapped:
+            request.num_planned_tokens = int(self.batch.num_computed_tokens[request.row])
             self.waiting.remove(request)
             insort(self.running, request, key=by_arrival)
         return not request.is_swapped
@@ -128,7 +155,8 @@ class Scheduler:
         rewound, lost = self.batch.rewind(failed)
         requests = [request for request in self.running if request.row in (*rewound, *lost)]
         for request in requests:
-            request.candidates = ()
+            request.candidates, request.stay = (), request.stay + 1
+            request.num_planned_tokens = int(self.batch.num_computed_tokens[request.row])
             if request.row in lost:
                 self.put_back(request, 0)
         return requests
@@ -137,7 +165,7 @@ class Scheduler:
         """Release a request's pages, and let it wait at its place. Tokens beyond this number are to be computed again."""
         self.batch.release([request.row], num_computed_tokens)
         self.free_rows.appendleft(request.row)  # it returns to its row, which keeps its hashes
-        request.candidates = ()
+        request.candidates, request.stay = (), request.stay + 1
         self.running.remove(request)
         insort(self.waiting, request, key=by_arrival)
 
@@ -156,13 +184,13 @@ class Scheduler:
                 request.token_ids,
                 num_tokens=request.num_due_tokens,
                 max_num_new_tokens=budget,
-                ends_at_checkpoint=True,
                 is_preempted=request.num_cached_tokens is not None,
             )
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, num_cached
-            admitted.append(Chunk(request, num_cached, int(self.batch.num_computed_tokens[row])))
+            request.num_planned_tokens = int(self.batch.num_computed_tokens[row])
+            admitted.append(Chunk(request, num_cached, request.num_planned_tokens, request.stay))
             budget -= count_tokens(admitted[-1:])
             insort(self.running, self.waiting.pop(0), key=by_arrival)
             self.free_rows.popleft()
@@ -170,8 +198,8 @@ class Scheduler:
 
     def take_back(self, chunks: Sequence[Chunk]) -> None:
         """Release the requests of a failed step, last scheduled first, since their states may be spoilt. They wait again."""
-        for request, start, _ in reversed(chunks):
-            self.put_back(request, start)
+        for request, start, _, _ in reversed(chunks):
+            self.put_back(request, min(start, int(self.batch.num_computed_tokens[request.row])))
 
     def fork(self, request: Request, children: Sequence[Request]) -> None:
         """Give each child a row with the request's pages. Children without a row or pages wait as if preempted."""
@@ -183,14 +211,14 @@ class Scheduler:
             self.free_rows.extend(rows)
             rows = []
         for child, row in zip(children, rows, strict=False):
-            child.row = row
+            child.row, child.num_planned_tokens = row, request.num_planned_tokens
             insort(self.running, child, key=by_arrival)
         for child in children[len(rows) :]:
             insort(self.waiting, child, key=by_arrival)
 
     def replace(self, request: Request, child: Request) -> None:
         """Move the request's row and pages to a child."""
-        child.row = request.row
+        child.row, child.num_planned_tokens = request.row, request.num_planned_tokens
         self.running[self.running.index(request)] = child
 
     def append(self, requests: Sequence[Request]) -> None:
@@ -203,9 +231,10 @@ class Scheduler:
         self.batch.release(rows)
         self.free_rows.extend(rows)
         for request in requests:
+            request.stay += 1
             self.running.remove(request)
 
 
 def count_tokens(chunks: Sequence[Chunk]) -> int:
     """Return the number of tokens in chunks."""
-    return sum(stop - start for _, start, stop in chunks)
+    return sum(chunk.stop - chunk.start for chunk in chunks)

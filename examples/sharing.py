@@ -57,7 +57,7 @@ class SharingEngine(Engine):
 
     def list_filled(self, chunk: Chunk) -> list[tuple[str, int]]:
         """Return the digests and ids of the pages that the tokens of a chunk have filled."""
-        request, start, stop = chunk
+        request, start, stop, _ = chunk
         filled = slice(start // self.files.page_size, stop // self.files.page_size)
         if filled.start == filled.stop:
             return []
@@ -80,6 +80,7 @@ class SharingEngine(Engine):
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, self.fetch(row, digests, num_cached)
+            request.num_planned_tokens = request.num_cached_tokens
             insort(scheduler.running, scheduler.waiting.pop(0), key=by_arrival)
             scheduler.free_rows.popleft()
 

@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
 from engine_workload import (  # noqa: E402
+    AHEAD,
     HYBRID_WEIGHTS,
     LIMITS,
     MODELS,
@@ -51,16 +52,17 @@ def engine() -> Engine:
 # Answers.
 
 
+@AHEAD
 @MODELS
-def test_answers_are_those_of_the_dense_model(weights: Weights) -> None:
+def test_answers_are_those_of_the_dense_model(weights: Weights, num_ahead: int) -> None:
     """Nothing is compiled after the warmup, which is the first one with these weights."""
-    engine = make_engine(weights, max_num_batched_tokens=24 if weights is WEIGHTS else 16)
+    engine = make_engine(weights, max_num_batched_tokens=24 if weights is WEIGHTS else 16, max_steps_ahead=num_ahead)
     assert len(engine.padded_sizes) == (2 if weights is WEIGHTS else 1)
     check_answers(engine, make_asks(18), weights)
     assert weights is WEIGHTS or engine.num_copied_pages > 18
 
 
-def test_each_turn_of_a_chat_hits_the_last_checkpoint_of_the_turn_before() -> None:
+def test_each_turn_of_a_chat_hits_the_last_checkpoint_in_the_prompt_before() -> None:
     engine, prompt, params = make_engine(HYBRID_WEIGHTS), list(range(11)), SamplingParams(15)
     num_cached_tokens = []
     for turn in range(4):
@@ -69,16 +71,16 @@ def test_each_turn_of_a_chat_hits_the_last_checkpoint_of_the_turn_before() -> No
         assert request.output == answer_densely([*prompt, turn, turn + 1], params, HYBRID_WEIGHTS)
         prompt = request.token_ids
         num_cached_tokens.append(request.num_cached_tokens)
-    assert num_cached_tokens == [0, 24, 40, 56]  # of 28, 45 and 62 tokens, the last of which was not computed
+    assert num_cached_tokens == [0, 8, 24, 40]  # of prompts of 13, 30 and 47 tokens
     assert engine.manager.stats().queries.num_hit_tokens == sum(num_cached_tokens)
     check_rest(engine)
 
 
-def test_chunks_end_at_checkpoints() -> None:
-    """Of up to 16 tokens: the prompt's last checkpoint is hit, though no chunk would end there for the budget's sake."""
+def test_checkpoints_are_written_inside_chunks() -> None:
+    """Of up to 16 tokens: the prompt's last checkpoint is hit, though no chunk ends there."""
     engine, prompt, params = make_engine(HYBRID_WEIGHTS), list(range(45)), SamplingParams(3)
     first = engine.add(prompt, params)
-    assert [len(engine.step()) for _ in range(4)] == [0, 0, 0, 1]  # 16, 32, 40 and 45 tokens
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]  # 16, 32 and 45 tokens
     second = engine.add([*prompt, 90], params)
     list(engine.stream())
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
@@ -239,16 +241,16 @@ def test_the_program_answers_as_the_command(capsys: pytest.CaptureFixture[str], 
     assert (code, capsys.readouterr().out in program.end()) == (0, True)
 
 
-@pytest.mark.parametrize(("option", "num_chats", "num_scores"), [("--samples", 2, 0), ("--beams", 1, 4)])
+@pytest.mark.parametrize(("option", "num_hits", "num_scores"), [("--samples", [32, 48], 0), ("--beams", [32], 4)])
 def test_the_command_chats_with_a_hybrid(
-    option: str, num_chats: int, num_scores: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, num_hits: list[int], num_scores: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second turn of a chat hits the last checkpoint of the first one."""
+    """The second turn of a chat hits the last checkpoint in the first prompt; an equal chat hits one in the second prompt."""
     prompt = "Who owns page 7, and who did before?"
     run_command(HYBRID_WEIGHTS, tmp_path, option, "2", "--turns", "2", "--max-tokens", "6", prompt)
     text = capsys.readouterr().out
     assert text.count(", score -") == num_scores
-    assert f"Cached prompt tokens: {num_chats * 40} of {36 + num_chats * (36 + 6 + 9)} " in text
+    assert f"Cached prompt tokens: {sum(num_hits)} of {36 + len(num_hits) * (36 + 6 + 9)} " in text
     page_bytes, state_bytes = 2 * 2 * 4 * 2 * 8 * 4, 2 * 4 * 8 * 8 * 4  # layers, keys and values, tokens, heads
     num_bytes, one_range = 40 * page_bytes + 36 * state_bytes, (40 + 36 - 1) * (page_bytes + state_bytes)
     assert f"Memory of the cache: {num_bytes:,} bytes. With one range of page ids: {one_range:,} bytes." in text
@@ -269,7 +271,6 @@ def test_the_command_chats_with_a_hybrid(
         (["--num-devices", "99"], "devices: got 99"),
         (["--samples", "0"], "num_samples: got 0"),
         (["--beams", "9"], "num_beams: got 9"),
-        (["--hybrid", "--checkpoint-interval", "12"], "checkpoint_interval: got 12"),
         (["--hybrid", "--num-state-pages", "8"], "num_pages['states']: got 8, allowed for 7 rows: at least 9"),
         (["--hybrid", "--page-files", "."], "page files: got a hybrid"),
         (["--page-files", __file__], "File exists"),

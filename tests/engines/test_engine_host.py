@@ -15,6 +15,7 @@ import pytest
 jax = pytest.importorskip("jax", minversion="0.6.1")
 
 from engine_workload import (  # noqa: E402
+    AHEAD,
     HYBRID_WEIGHTS,
     MODELS,
     SEED,
@@ -51,7 +52,7 @@ def check_host(engine: Engine, choice: dict[str, float]) -> None:
     stats = engine.host_tier.stats()
     print(stats, engine.scheduler.num_preemptions, engine.scheduler.num_swaps)
     assert stats.num_saved_pages > 50
-    assert stats.num_loaded_pages > 50
+    assert stats.num_loaded_pages > 25
     assert stats.num_in_flight == 0 or engine.runner.host_pages.wait()
     assert (engine.scheduler.num_swaps > 0) == (choice is ALWAYS)
 
@@ -87,10 +88,11 @@ class LosingBatch(BatchInBetween):
         return [], rewound + lost
 
 
+@AHEAD
 @CHOICES
 @MODELS
-def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: dict[str, float]) -> None:
-    engine, asks = make_engine(weights, **SMALL, **choice), make_asks(18)
+def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: dict[str, float], num_ahead: int) -> None:
+    engine, asks = make_engine(weights, **SMALL, **choice, max_steps_ahead=num_ahead), make_asks(18)
     if choice is NEVER:
         check_answers(engine, asks, weights)
     else:
@@ -98,15 +100,16 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
     check_host(engine, choice)
 
 
-def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+@AHEAD
+def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
     """A page that failed to load has what was there before; a token that was computed from it is computed again."""
     weights = HYBRID_WEIGHTS
-    engine = make_engine(weights, num_host_pages=300, **ALWAYS)
+    engine = make_engine(weights, num_host_pages=300, **ALWAYS, max_steps_ahead=num_ahead)
     num_failed = fail_at_random(monkeypatch)
     let_steps_fail(engine, Random(SEED), 0.05)
     run_all(engine, make_asks(18), weights)
     print(num_failed)
-    assert min(num_failed["save"], num_failed["load"]) > 5
+    assert min(num_failed["save"], num_failed["load"]) > 2
     check_host(engine, ALWAYS)
 
 
@@ -128,7 +131,7 @@ def test_a_swapped_request_is_not_computed_again(weights: Weights) -> None:
 
     def count_scheduled() -> Any:
         chunks = schedule()
-        for request, start, stop in chunks:
+        for request, start, stop, _ in chunks:
             computed[request] += stop - start
         return chunks
 

@@ -48,6 +48,7 @@ SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "h
 WEIGHTS = make_weights(SEED, SIZES)
 HYBRID_WEIGHTS = make_weights(SEED, SIZES, is_hybrid=True)
 MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
+AHEAD = pytest.mark.parametrize("num_ahead", [0, 1], ids=["at once", "one step ahead"])
 Ask = tuple[list[int], SamplingParams]
 RUNNERS: dict[Any, runner.ModelRunner] = {}
 LOGITS: dict[Any, Any] = {}
@@ -66,6 +67,7 @@ class CheckingRunner(runner.ModelRunner):
     lengths: tuple[int, int]
 
     def run(self, page_tables: Any, tokens: Any, params: Any) -> Any:
+        check_ids(np.asarray(tokens.checkpoint_ids), self.lengths[1])
         for page_table, length in zip(page_tables, self.lengths, strict=False):
             check_ids(np.asarray(page_table), length)
         return super().run(page_tables, tokens, params)
