@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
     add("--host-bandwidth", 1e10, "bytes a second to or from the host: decides whether a preempted request is moved there")
     add("--prefill-rate", 1e4, "tokens computed again in a second: likewise")
     add("--page-size", 8, "tokens in a page")
-    add("--checkpoint-interval", 16, "tokens between the states that a hybrid keeps inside prompts")
+    add("--checkpoint-interval", 32, "tokens between the states that a hybrid keeps inside prompts")
     add("--steps-ahead", 0, "steps that are planned before the tokens of the one that runs are known")
     parser.add_argument("--page-files", type=Path, metavar="FOLDER", help="keep pages in files too, for other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")

@@ -312,6 +312,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "medium": constant("GPU", "GPU", "CPU"),
     "payload": one_of(constant(*PAYLOADS), constant(*PAYLOADS), garbled),
     "worker": constant(0, 0, 1, 70),
+    "lost": constant((0, 0, 0), (1, 1, 16), (0, 0)),
     "page": live(_core.CachePage),
     "page_ids": one_of(ids, ids, ids, ids_by_group),
     "page_ids_per_req": one_of(as_many(ints), as_many(ids_by_group), nested),

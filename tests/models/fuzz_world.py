@@ -112,8 +112,13 @@ class World:
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         rules = self.rules(store, len(tables))
-        arguments = (store, tables, rules, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
-        batch = _core.RunningRows(*arguments)
+        groups, options = rules, {}
+        if store.enable_caching and len(tables) == 2 and source.below(4) == 0:
+            rules = [rules[0], (_core.PageRules(None, interval=8), 1, 2)]
+            groups = _core.CacheGroups(rules, boundaries=(8, 4, 16), writes_states=True)
+            options = {"max_steps_ahead": source.below(3), "writes_anywhere": source.below(2) == 0}
+        arguments = (store, tables, groups, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
+        batch = _core.RunningRows(*arguments, **options)
         self.note_batch(batch, arguments)
         self.keep(batch)
         context = source.below(2)

@@ -46,9 +46,12 @@ def require_same_pools(what: str, pools: list[pagepool.PagePool]) -> None:
 
 
 def sort_entries(pool: pagepool.PagePool) -> dict[str, Any]:
-    """Return a pool's snapshot with the prefix entries by key, since their order in the index is different in each pool."""
+    """Return a pool's snapshot with the prefix entries by key, since their order in the index is different in each pool, and
+    without the number of refusals, since a batch is not asked again while it would refuse.
+    """
     arrays = pool.snapshot()
     del arrays["checksum"]
+    arrays["pool_counters"] = np.delete(arrays["pool_counters"], 3, axis=1)
     order = np.lexsort((*arrays["cached_keys"].T, arrays["cached_group_ids"]))
     cached = {name: array[order] for name, array in arrays.items() if name.startswith("cached") and array.size}
     return arrays | cached

@@ -578,14 +578,16 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
     cdef const Group *group
     cdef int32_t page_id
     cdef Py_ssize_t g
-    cdef bint is_known = num_tokens <= batch.records[row].num_tokens
+    cdef bint has_pages, is_known = num_tokens <= batch.records[row].num_tokens
     if is_known:
         hash_row(batch, row, num_tokens)
-    if not _has_pages_for_writes(batch, row):
-        return
+    has_pages = _has_pages_for_writes(batch, row)
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         if not keeps_checkpoints(group) or (is_known and _has_checkpoint(batch, row, g, num_tokens)):
+            continue
+        if not has_pages:
+            batch.pool.banks[group.bank].num_passed_checkpoints += 1
             continue
         take(batch.pool, &page_id, 1, queue_for(group, batch.rows[row].shard), batch.rows[row].holding.session)
         record_taken(batch.pool, held_by(batch, row, g))
