@@ -1,5 +1,6 @@
 """Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a bug
-changes only which page is evicted, or the states that steps write, the tests in `ORDER_TESTS` or `WRITE_TESTS`.
+changes only which pages are evicted or can be leased, or the states that steps write, the tests in `ORDER_TESTS` or
+`WRITE_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -472,6 +473,8 @@ shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_
 == pages of a tenant without a share stay apart in later pools
     for bank in range(pool.num_banks{+ if not BUG else 1+}):
         _merge_with_common(
+== a lease does not need the pages that eagle drops
+            stop = (end + <int64_t>group.num_read_behind{+ * (not BUG)+}) // group.rules.entry_size
 """)
 ORDER_TESTS = [
     "test_expectations.py",
