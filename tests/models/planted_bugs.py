@@ -369,7 +369,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         {+if not BUG: +}_skip_to(pool, holding, g, stop)
         {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
 == an evicted checkpoint counts as a hit
-        if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
+if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
         batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
