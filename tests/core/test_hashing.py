@@ -281,6 +281,7 @@ def image(content_hash, offset, length):
         ([image("x", 5, 2)], [image("y", 5, 2)], 4),
         ([image("x", 5, 2)], [], 4),
         ([image("x", 5, 2)], [image("x", 4, 3)], 4),
+        ([image("x", 5, 2)], [image("x", 6, 2)], 4),
         ([image("x", 2, 3)], [image("y", 2, 3)], 0),
         ([image("x", 5, 1), image("y", 9, 1)], [image("x", 5, 1), image("z", 9, 1)], 8),
         ([SimpleNamespace(identifier="x")], [SimpleNamespace(identifier="y")], 0),

@@ -217,6 +217,18 @@ def test_what_was_hit_stays() -> None:
         assert rows.run(first + draw(rng, 100)) == 100
 
 
+def test_what_was_hit_stays_though_no_request_named_it() -> None:
+    """A running row held the window, and no boundary of either row needs it."""
+    rng, rows = Random(7), Rows(FULL_AND_WINDOW, retention=retain(window_slack=0))
+    first = draw(rng, 80)
+    rows.batch.admit(1, first, max_num_new_tokens=20)
+    assert rows.start(first[:16] + draw(rng, 60)) == 16
+    for _ in range(2):
+        rows.batch.grow([1], 30)
+    rows.batch.release([0, 1])
+    assert rows.run(first[:16] + draw(rng, 20)) == 16
+
+
 def test_a_page_that_others_share_is_decided_by_the_last() -> None:
     """A fork that ends leaves its pages to the other row, which drops them."""
     rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=4))
