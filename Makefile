@@ -33,7 +33,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-vllm
+.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-vllm
 .PHONY: easydel-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -190,6 +190,9 @@ bench-windows: $(DEV_VENV)/installed  ## hits of models with windows, beside vLL
 	fi
 
 ROUTER_VENV ?= $(HOME)/.cache/pagepool/venv-router
+
+bench-states: $(DEV_VENV)/installed  ## hits of models with states in two pools, from a recorded trace: BENCH_ARGS="chat, Qwen3.5"
+	$(DEV_VENV)/bin/python -m bench.studies.states $(BENCH_ARGS)
 
 bench-router:  ## the index of routers beside Dynamo's, in an environment of its own
 	$(MAKE) $(ROUTER_VENV)/with-test VENV=$(ROUTER_VENV)

@@ -56,7 +56,7 @@ class RecordedAllocator:
         num_new_tokens = None
         if num_hits is not None:
             num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
-            num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.allocator._interval))
+            num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.allocator.interval))
         self.calls.append((request.request_id, num_new_tokens))
         self.names[row] = request.request_id
         return num_hits

@@ -7,7 +7,7 @@ and smaller ones are padded; layers of DeepSeek V4 are packed without padding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd, lcm
 
@@ -162,6 +162,16 @@ class ModelPages:
         `CacheManager.require_capacity`.
         """
         return _rules_of(self).count_peak_pages(num_tokens, self.step_tokens)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of layers."""
+        return self.num_attention_groups + self.num_state_groups + sum(each.num_groups for each in self.windows)
+
+    def with_separate_arrays(self) -> "ModelPages":
+        """Return the same pages in arrays of one layer each: each page id has a row in all of them, and one group uses it."""
+        sizes = {name: getattr(self, name) for name in ("page_bytes", "attention_bytes", "state_bytes")}
+        return replace(self, **{name: size and self.num_groups * size for name, size in sizes.items()})
 
     def make_groups(self, checkpoint_interval: int | None = None) -> list[CacheGroupSpec]:
         """Make the groups for a simulation, where bytes do not matter."""

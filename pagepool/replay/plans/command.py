@@ -24,6 +24,16 @@ from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
 from pagepool.replay.plans.plan import CheckpointFigures, HostRun, HostSpeed, Plan, Planner, PoolFigures, WindowFigures
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
+from pagepool.replay.plans.split_command import (
+    SEPARATE,
+    SHARED,
+    Asked,
+    arrays_option,
+    choose_split,
+    mean_tokens_option,
+    run_split,
+    state_share_option,
+)
 from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
 from pagepool.replay.shared.options import (
     ADAPTIVE,
@@ -318,7 +328,7 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=TRACE, required=False)
 @click.option(
     "--num-pages",
     type=Size("sizes", many=True),
@@ -347,6 +357,9 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     "one state, which takes a page.",
     show_default="from about 256 to about 4096 if the model has states",
 )
+@arrays_option
+@state_share_option
+@mean_tokens_option
 @block_size_option
 @time_unit_option
 @click.option(
@@ -380,7 +393,7 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 @click.option("--html", "html_path", type=OutputFile(), help="Write plot and tables as one HTML page.")
 @json_option
 def plan(
-    trace: str,
+    trace: str | None,
     num_pages: Sizes | None,
     memory: Sizes | None,
     bytes_per_token: int | None,
@@ -389,6 +402,9 @@ def plan(
     state_dtype: str | None,
     page_size: int | None,
     intervals: Sizes | None,
+    arrays: str | None,
+    state_share: float | None,
+    mean_tokens: int | None,
     block_size: int | None,
     time_unit: str | None,
     replays: int | None,
@@ -425,15 +441,46 @@ def plan(
     With one size or none, the plan adds sizes from the largest request to all possible hits.
 
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
-    checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policy that is named.
+    checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policy that is named. With one
+    --memory it divides the memory between a pool of keys and values and one of states (--arrays), and prints the sizes of both:
+
+    \b
+      pagepool plan trace.jsonl \\
+        --memory 200GiB \\
+        --max-num-seqs 64 \\
+        --model-config config.json
 
     For a model with sliding windows or chunks, which the plan names, all of its groups are simulated in some of the sizes:
     with pages of windows kept where requests can resume, and if all stayed cached.
 
     With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
     """
+    others = {
+        "--num-pages": num_pages,
+        "--bytes-per-token": bytes_per_token,
+        "--replays": replays,
+        "--eviction": eviction,
+        "--host-pages": host_pages,
+        "--host-bandwidth": host_bandwidth,
+        "--prefill-rate": prefill_rate,
+        "--plot": plot_path,
+        "--html": html_path,
+    }
+    wanted = Asked(arrays, model_config, memory, intervals, state_share, mean_tokens, trace, others)
+    model_options = {"page_size": page_size, "kv_dtype": kv_dtype, "state_dtype": state_dtype}
+    split = choose_split(wanted, model_options, max_num_seqs)
+    if split is not None:
+        options = {"limit": limit, "block_size": block_size, "time_unit": time_unit, "seed": seed}
+        run_split(split, trace, json_path, options)
+        return
+    if trace is None:
+        raise click.UsageError("Missing argument 'TRACE'.")
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
+    if arrays is not None and not model.num_state_groups:
+        raise click.UsageError("--arrays needs --model-config with states")
     model = replace(model, step_tokens=max_batched_tokens)
+    if arrays == SEPARATE:
+        model = model.with_separate_arrays()
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
     host = choose_host(host_pages, host_policy, host_min_uses)
@@ -452,7 +499,7 @@ def plan(
                 planner = Planner(loaded.records, model.hit_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
-                made = replace(made, host=host, speed=speed, notes=tuple(loaded.notes))
+                made = replace(made, host=host, speed=speed, notes=tuple(loaded.notes), arrays=arrays or SHARED)
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:

@@ -170,7 +170,8 @@ class Plan:
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the
     requested size, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is the
-    speed of its transfers and of prefill. `notes` list unknown properties of the trace.
+    speed of its transfers and of prefill. `notes` list unknown properties of the trace. `arrays` says whether the arrays of all
+    groups lie over each other, ``"shared"``, or are ``"separate"``.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size. All other hits, except in `replays`,
     are those of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` counts
@@ -197,6 +198,7 @@ class Plan:
     host_runs: tuple[HostRun, ...] = ()
     speed: HostSpeed | None = None
     notes: tuple[str, ...] = ()
+    arrays: str = "shared"
 
     @property
     def knee(self) -> Knee | None:

@@ -36,6 +36,7 @@ def describe_states(plan: Plan) -> list[str]:
     pages = count_of(plan.model.num_state_groups, "page")
     return [
         _describe_page(plan),
+        *_describe_arrays(plan),
         f"A checkpoint takes {pages}{_describe_size(plan)}; a running request holds {pages} for its states.",
         *(_describe_best(plan, eviction) for eviction in dict.fromkeys(each.eviction for each in plan.checkpoints)),
     ]
@@ -50,6 +51,18 @@ def _describe_page(plan: Plan) -> str:
     layers = f", in one of {model.num_attention_groups} groups of layers" if model.num_attention_groups > 1 else ""
     padding = f" {_describe_padding(plan)}" if model.state_bytes is not None else ""
     return f"A page holds {count_of(model.page_size, 'token')} of attention{layers}, or {states}.{padding}"
+
+
+def _describe_arrays(plan: Plan) -> list[str]:
+    """Describe what the bytes of a page mean."""
+    num_groups = plan.model.num_groups
+    if plan.page_bytes is None or num_groups == 1:
+        return []
+    if plan.arrays == "separate":
+        unused = 1 - 1 / num_groups
+        return [f"Each layer has an array with a row for each page id. One group of layers uses it: {unused:.0%} lies unused."]
+    more = f"arrays of one layer each would take {num_groups:.1f} times that (--arrays separate)"
+    return [f"Bytes of a page are laid over each other; {more}. Two pools avoid both (--arrays apart)."]
 
 
 def _describe_size(plan: Plan) -> str:

@@ -39,14 +39,15 @@ def end_at_checkpoints(starts: npt.ArrayLike, num_new_tokens: npt.ArrayLike, int
 
 class Allocator(ABC):
     """Pages for the requests in rows. `seconds` is the total time of calls into manager or batch, including the time to read
-    the clock.
+    the clock. Chunks end at multiples of `interval`, if there is one behind their start; None: anywhere.
     """
 
     def __init__(self, manager: CacheManager) -> None:
         """Reset the timer."""
         self.seconds = 0.0
         self._manager = manager
-        self._interval = manager.checkpoint_interval
+        self.interval = manager.checkpoint_interval
+        self._has_states = self.interval is not None
         self._has_tier = manager.stats().host_tier is not None
         self._transfer_number = self._num_first_loads = 0
 
@@ -78,7 +79,7 @@ class Allocator(ABC):
 
     def take_copies(self) -> int:
         """Take the copies that are due before the next step, and return their number."""
-        return 0 if self._interval is None else len(self._time(self._manager.take_copies))
+        return 0 if not self._has_states else len(self._time(self._manager.take_copies))
 
     def take_transfers(self) -> None:
         """Take the transfers that are due before the next step. The step then runs."""
@@ -118,7 +119,7 @@ class ManagerAllocator(Allocator):
         request.num_computed_tokens = 0
         pages, num_hits = self._time(self._manager.get_computed_pages, request)
         num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
-        num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self._interval))
+        num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.interval))
         if self._time(self._manager.allocate_slots, request, num_new_tokens, num_hits, pages) is None:
             return None
         request.num_computed_tokens = num_hits + num_new_tokens
@@ -155,7 +156,10 @@ class BatchAllocator(Allocator):
         """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Errors as in `RunningBatch`."""
         super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
-        self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
+        self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes), writes="anywhere")
+        self._writes_states = manager._rules.writes_states
+        if self._writes_states:
+            self.interval = None
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
         """Admit the request, and append its whole answer at once: no page of it is cached before the row grows."""
@@ -166,13 +170,18 @@ class BatchAllocator(Allocator):
             token_ids[:num_tokens],
             max_num_new_tokens=min(max_num_new_tokens, num_tokens),
             is_preempted=request.status is EngineRequestStatus.PREEMPTED,
-            ends_at_checkpoint=True,
+            ends_at_checkpoint=not self._writes_states,
             session_id=request.session_id,
         )
         if num_hits is not None:
             answer = token_ids[num_tokens:]
             self._time(self._batch.append, np.full(len(answer), row, dtype=np.int32), answer)
         return num_hits
+
+    def take_copies(self) -> int:
+        """Take the writes of states too."""
+        num_written = len(self._time(self._batch.take_writes)) if self._writes_states else 0
+        return num_written + super().take_copies()
 
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
         """Grow the rows in one call."""

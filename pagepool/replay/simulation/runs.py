@@ -1,6 +1,6 @@
 """Setup of simulated runs for the commands."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, TypeAlias
@@ -10,6 +10,7 @@ import click
 from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
 from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.models.pools import ModelPools
 from pagepool.replay.shared.memory import count_pool_bytes, count_tier_bytes
 from pagepool.replay.shared.options import Refusal
 from pagepool.replay.shared.progress import Progress
@@ -26,6 +27,7 @@ __all__ = [
     "count_bytes",
     "describe_pool",
     "make_manager",
+    "make_manager_of_pools",
     "make_scheduler",
     "making_pool",
     "require_one_that_fits",
@@ -112,6 +114,19 @@ def make_manager(
             host_tier=None if host is None else host.make_tier(),
             windows=windows,
         )
+
+
+def make_manager_of_pools(
+    num_pages: Mapping[str, int], pools: ModelPools, requests: Sequence[SimulatedRequest]
+) -> CacheManager:
+    """Make a manager of several pools for the longest of the requests, with LRU in each, and states where requests resume.
+    Raise Refusal if pools of these sizes are impossible.
+    """
+    max_model_len = max((request.num_final_tokens for request in requests), default=1)
+    try:
+        return CacheManager(num_pages, pools.make_groups(), max_model_len, hash_seed=HASH_SEED)
+    except (PagePoolError, OverflowError) as error:
+        raise Refusal(f"no pools of {', '.join(f'{size:,} {name}' for name, size in num_pages.items())}: {error}") from error
 
 
 @contextmanager

@@ -58,7 +58,6 @@ class Scheduler:
         self.waiting: deque[SimulatedRequest] = deque()
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
-        self._interval = manager.checkpoint_interval
         self._sessions = SessionReports(manager, told)
         self.started: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
@@ -69,6 +68,7 @@ class Scheduler:
         if require_flag("batched", batched) and num_rows:
             lengths = (request.num_final_tokens for request in self.waiting)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
+        self._interval = self._allocator.interval
         # The first waiting request gets the first free row. On a retry, or after a preemption, this row still has its hashes.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
@@ -82,14 +82,14 @@ class Scheduler:
         running request and step.
         """
         start = perf_counter()
-        stats = self._manager.page_pool.stats
+        stats = self._manager.stats()
         while self.waiting or self.running.size:
             self.step()
             if on_step is not None:
                 on_step(self.figures)
         self.figures.wall_seconds = perf_counter() - start
         self.figures.allocator_seconds = self._allocator.seconds
-        new_stats = self._manager.page_pool.stats
+        new_stats = self._manager.stats()
         self.figures.allocated_pages = new_stats.num_allocated_pages - stats.num_allocated_pages
         self.figures.evicted_pages = new_stats.num_evicted_pages - stats.num_evicted_pages
         self._allocator.complete_transfers()
