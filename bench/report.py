@@ -171,6 +171,7 @@ PARTS: Mapping[str, Callable[[Results], str]] = {
     "noise": make_noise,
     "windows_hits": partial(make_hits, "windows"),
     "windows_cases": partial(make_hits, "windows_cases"),
+    "states_hits": partial(make_hits, "states"),
     "keeping_hits": partial(make_hits, "keeping"),
     "tenants_hits": partial(make_hits, "tenants"),
 }
