@@ -230,3 +230,31 @@ class TestCommand:
     def test_several_sizes_are_those_of_one_pool(self, trace: Path, config: Path) -> None:
         figures = figures_of("plan", trace, "--model-config", config, "--memory", "1GiB,2GiB", "--replays", 0)
         assert figures["arrays"] == "shared"
+
+
+class TestReplayCommand:
+    def test_two_pools_run_many_at_once(self, tmp_path: Path) -> None:
+        config = write_config(tmp_path, QWEN)
+        options = ["replay", "--limit", 60, "--model-config", config, "--num-pages", 3000, "--max-num-seqs", 8]
+        figures = figures_of(*options, "--num-states", 20)
+        assert (figures["requests"], figures["preemptions"]) == (60, 0)
+        assert figures["hit_tokens"] > 0
+        output = invoke(*options, "--num-states", 20).output
+        assert "synthetic chats, 3,000 pages of 16 tokens and 20 of states, checkpoints every 6,144 tokens" in output
+        refuse(2, "num_pages['states']: got 9, allowed for 8 rows: at least 10", *options, "--num-states", 9)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--no-batched"], "--no-batched has no meaning with --num-states"),
+            (["--eviction", "adaptive"], "--eviction has no meaning with --num-states"),
+            (["--compare-sessions"], "--compare-sessions has no meaning with --num-states"),
+            ([], "--num-states needs --model-config"),
+        ],
+    )
+    def test_what_it_cannot_compare_is_refused(self, options: list[str], message: str) -> None:
+        refuse(2, message, "replay", "--limit", 10, "--num-states", 20, *options)
+
+    def test_a_model_without_states_has_one_pool(self, tmp_path: Path) -> None:
+        options = ["replay", "--num-states", 20, "--model-config", write_config(tmp_path, LLAMA)]
+        refuse(2, "pools apart need layers of full attention and layers with states", *options)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, count_of
 from pagepool.group_rules import find_state_interval
 from pagepool.replay.models.caches import FULL, list_attention
 from pagepool.replay.models.config import Config, read_config
@@ -54,6 +54,11 @@ class ModelPools:
     def divide(self, memory: int, share: float) -> dict[str, int]:
         """Return the pages of each pool, null pages included, if states have a share of the memory."""
         return {name: int(memory * part) // self.page_bytes[name] for name, part in ((KV, 1 - share), (STATES, share))}
+
+    def describe(self, num_pages: Mapping[str, int]) -> str:
+        """Describe pools of these sizes."""
+        pages = f"{num_pages[KV]:,} pages of {count_of(self.page_size, 'token')}"
+        return f"{pages} and {num_pages[STATES]:,} of states, checkpoints every {self.interval:,} tokens"
 
     def count_bytes(self, num_pages: Mapping[str, int]) -> int:
         """Count the bytes of pools of these sizes."""

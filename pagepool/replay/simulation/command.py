@@ -1,12 +1,13 @@
 """The command `pagepool replay`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import click
 
-from pagepool.errors import count_of
+from pagepool.errors import PagePoolError, count_of
 from pagepool.replay.models.options import (
     choose_interval,
     kv_dtype_option,
@@ -15,11 +16,13 @@ from pagepool.replay.models.options import (
     model_page_size_option,
     state_dtype_option,
 )
-from pagepool.replay.shared.memory import count_request_bytes, require_memory
+from pagepool.replay.models.pools import KV, STATES, ModelPools, read_pools
+from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     EVICTION_POLICIES,
     LRU,
     Command,
+    Refusal,
     Size,
     eviction_option,
     json_option,
@@ -42,6 +45,7 @@ from pagepool.replay.simulation.runs import (
     count_bytes,
     describe_pool,
     make_manager,
+    make_manager_of_pools,
     make_scheduler,
     require_one_that_fits,
     run,
@@ -114,6 +118,54 @@ def choose_runs(
     return {path: Run(path, eviction) for path in (PATHS if compare else (PATHS[batched],))}
 
 
+def load_pools(
+    model_config: str | None,
+    page_size: int | None,
+    kv_dtype: str | None,
+    state_dtype: str | None,
+    interval: int | None,
+    others: Mapping[str, object],
+) -> ModelPools:
+    """Return the pools of the model. Raise UsageError for `others`, options that a replay of two pools has not."""
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise click.UsageError(f"{given[0]} has no meaning with --num-states")
+    if model_config is None:
+        raise click.UsageError("--num-states needs --model-config")
+    try:
+        return read_pools(model_config, page_size, kv_dtype, state_dtype, interval)
+    except (PagePoolError, OSError) as error:
+        raise Refusal(str(error)) from error
+
+
+def replay_pools(
+    pools: ModelPools,
+    num_pages: Mapping[str, int],
+    load: Callable[[Progress], tuple[Trace, list[SimulatedRequest]]],
+    source: str,
+    json_path: str | None,
+    *,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+) -> None:
+    """Replay requests in two pools, and report the figures and which pool is too small."""
+    with open_result(json_path) as output, Progress() as progress:
+        loaded, requests = load(progress)
+        require_memory("two pools", count_pool_bytes(sum(num_pages.values())))
+        manager = make_manager_of_pools(num_pages, pools, requests)
+        scheduler = make_scheduler(manager, requests, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
+        report_skipped(scheduler)
+        figures = run(scheduler, PATHS[True], progress)
+        if output is not None:
+            output.write(to_json(figures.as_dict()))
+    if json_path == "-":
+        report_notes(loaded)
+        return
+    with printing():
+        sentences = [*loaded.notes, *filter(None, [manager.advise()])]
+        print_report({PATHS[True]: figures}, f"{source}, {pools.describe(num_pages)}", sentences)
+
+
 def require_sessions(requests: Sequence[SimulatedRequest]) -> None:
     """Exit with code 2 and a message if no request has a session."""
     if not any(request.session_id is not None for request in requests):
@@ -155,6 +207,12 @@ def require_equal(figures: dict[str, Figures]) -> None:
     "which takes a page.",
     show_default="about 1024 if the model has states",
 )
+@click.option(
+    "--num-states",
+    type=Size("pages", minimum=2),
+    help="Pages of a second pool, of states, including the null page; --num-pages are then those of keys and values. `pagepool "
+    "plan` prints both.",
+)
 @max_batched_tokens_option
 @max_num_seqs_option
 @click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
@@ -184,6 +242,7 @@ def replay(
     block_size: int | None,
     time_unit: str | None,
     interval: int | None,
+    num_states: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
     no_caching: bool,
@@ -215,7 +274,8 @@ def replay(
     so policies differ most if few run at once: --max-num-seqs 1 runs one after another.
 
     A model with states hits only where it kept all states. A chunk of a prompt ends at the last checkpoint within the
-    step; checkpoints take pages of the pool.
+    step; checkpoints take pages of the pool. With --num-states they have a pool of their own, and are kept where requests
+    resume.
 
     A model with sliding windows or chunks, which the report names, is replayed twice, unless something else is compared:
     with pages of windows kept where requests can resume (windows=ends), and with all of them kept (windows=all).
@@ -230,6 +290,26 @@ def replay(
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
     workload = workload or WORKLOADS[0]
+    if num_states is not None:
+        others = {
+            "--no-caching": no_caching,
+            "--no-batched": not batched,
+            "--compare": compare,
+            "--eviction": eviction != LRU,
+            "--compare-eviction": compare_eviction,
+            "--compare-sessions": compare_sessions,
+            "--host-pages": host_pages,
+        }
+        replay_pools(
+            load_pools(model_config, page_size, kv_dtype, state_dtype, interval, others),
+            {KV: num_pages, STATES: num_states},
+            partial(load_requests, trace, workload, limit, block_size, time_unit, seed),
+            source_name(trace) if trace else f"synthetic {workload}",
+            json_path,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        return
     model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
     model = dataclasses.replace(model, step_tokens=max_batched_tokens)
     runs = choose_runs(
