@@ -131,6 +131,15 @@ def test_lost_hits_of_pages_are_estimated_from_a_sample(eviction: str) -> None:
     assert lost_in(manager)[1] == 0
 
 
+def test_a_simulation_counts_each_hit_that_pages_lost() -> None:
+    manager = make_manager({"kv": 20, "states": 60})
+    manager._store.search_all_lost()
+    for _ in range(3):
+        for number in range(8):
+            assert run(manager, prompt(number)) == 0
+    assert lost_in(manager) == (16 * 16, 0)
+
+
 def test_a_pool_of_attention_alone_counts_nothing() -> None:
     manager = CacheManager(12, [FULL], 64)
     batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [PAGE]))
@@ -226,7 +235,7 @@ class Model:
         was = [p for p in places if num_hits < p <= num_full and self._was_evicted(prefixes[p - 1])]
         behind = [p for p in places if p > num_full and prefixes[p - 1] in states]
         self.lost[1] += PAGE * (max(was, default=num_hits) - num_hits)
-        if behind and self.num_lookups * 0x9E3779B1 % 2**32 < (2**32 - 1) // 16:
+        if behind and self.num_lookups * 0x9E3779B1 % 2**32 <= (2**32 - 1) // 16:
             self.lost[0] += 16 * PAGE * (max(behind) - num_hits)
         return PAGE * num_hits
 

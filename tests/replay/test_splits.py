@@ -34,6 +34,7 @@ def make_chats(num_requests: int = 300, seed: int = 0) -> list[SimulatedRequest]
 def replay(num_pages: dict[str, int], max_num_seqs: int, seed: int = 0) -> tuple[Scheduler, CacheManager]:
     requests = make_chats(seed=seed)
     manager = make_manager_of_pools(num_pages, SMALL, requests)
+    manager._store.search_all_lost()
     return Scheduler(manager, requests, max_num_seqs=max_num_seqs, max_num_batched_tokens=100_000), manager
 
 

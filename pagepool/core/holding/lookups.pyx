@@ -6,8 +6,8 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    DROPPED, EVICTED, LOST_INTERVAL, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within,
-    has_free_pages, has_key, has_left, home_of,
+    DROPPED, EVICTED, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages,
+    has_key, has_left, home_of,
 )
 from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
@@ -175,7 +175,7 @@ cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) 
 cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
     """Find the hits behind `num_hashes` hashes that were lost with evicted pages, in a locked pool of several banks. Those of
     states end where all groups of full attention hit and a checkpoint was evicted. Those of pages end at a checkpoint behind
-    that, for which one look-up in `LOST_INTERVAL` searches. O(hashes behind the hit).
+    that, for which one look-up in `lost_interval` searches. O(hashes behind the hit).
     """
     cdef Py_ssize_t step = query.kinds.num_hit_hashes
     cdef Py_ssize_t num_full = max(num_hashes, query.num_full_hashes), stop = num_full
@@ -188,13 +188,14 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
             break
         stop -= step
     pool.num_lookups += 1
-    if pool.num_lookups * <uint32_t>0x9E3779B1 >= <uint32_t>0xFFFFFFFF // LOST_INTERVAL:  # not every 16th: requests take turns
+    # Not each 16th of them: requests may come in turns.
+    if pool.num_lookups * <uint32_t>0x9E3779B1 > <uint32_t>0xFFFFFFFF // pool.lost_interval:
         return
     stop = query.num_digests - query.num_digests % step
     while stop > num_full and not has_checkpoint(pool, query, stop):
         stop -= step
     if stop > num_full:
-        query.lost.num_for_pages = LOST_INTERVAL * (stop - num_hashes) * query.hash_size
+        query.lost.num_for_pages = pool.lost_interval * (stop - num_hashes) * query.hash_size
 
 
 cdef Query query_of(

@@ -44,7 +44,7 @@ cdef enum:
     MAX_TENANTS = 64          # the common one included
     NO_TENANT = 255           # a free page without an entry is charged to nobody
     MAX_BANKS = 4
-    LOST_INTERVAL = 16        # look-ups of which one searches for checkpoints behind the hits
+    LOST_INTERVAL = 16        # `lost_interval` of a new pool
     NUM_BUCKETS = 24          # histogram buckets: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -86,7 +86,7 @@ cdef struct Bank:             # records from `start` on, before `stop`; the rest
 cdef struct LostHits:         # tokens behind a hit that would have hit, too
     int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
     int64_t num_for_states    # up to the last checkpoint there that was evicted, within the hits of full attention
-    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `LOST_INTERVAL`, times this
+    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `lost_interval`, times this
 
 cdef struct Stay:             # times of a sampled page in nanoseconds of the residency clock
     int64_t start             # when it was handed out
@@ -287,6 +287,7 @@ cdef struct Pool:
     int32_t num_banks
     Bank banks[MAX_BANKS]
     uint32_t num_lookups      # in a pool of several banks; wraps around
+    uint32_t lost_interval    # look-ups of which one searches for checkpoints behind the hits
     int32_t num_shards        # 0: there are no shards
     int32_t pages_per_shard
     int32_t num_keys          # distinct pairs of key and group in the index

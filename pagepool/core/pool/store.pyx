@@ -281,6 +281,7 @@ cdef class PageStore:
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
+        self.pool.lost_interval = LOST_INTERVAL
         num_records = add_banks(&self.pool, size_of(num_pages, "num_pages", 1), further_banks)
         if not add_records(self, num_records) or (self.enable_caching and not make_index(&self.pool)):
             raise MemoryError(f"{num_records} page records")
@@ -349,6 +350,11 @@ cdef class PageStore:
                 kept.ghost = ghost
         if not has_room:
             raise MemoryError(f"the evicted keys of {kept.stop - kept.start} pages")
+
+    def search_all_lost(self) -> None:
+        """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
+        with self.lock:
+            self.pool.lost_interval = 1
 
     def drop_dependents(self, group, state_groups) -> None:
         """With a policy, uncache the free checkpoints of these groups of states as the page of keys and values of a group that
