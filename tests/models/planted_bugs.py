@@ -491,7 +491,7 @@ WRITE_BUGS = read_bugs("""
 == a state is written to its record
                         taken[2, i] = write.page_id - offset_of(&self.batch, write.group){+ * (not BUG)+}
 == a row grows though its writes were not taken
-    return {+not BUG and +}batch.rows[row].write_list == batch.writes.number
+    return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
     while i < writes.{+num if BUG else writes.+}num_taken:
 == a state hits before its tokens are computed

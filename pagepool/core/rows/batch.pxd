@@ -197,7 +197,7 @@ cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
 
 cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Whether a write of the row's states was not taken."""
-    return batch.rows[row].write_list == batch.writes.number
+    return batch.writes_states and batch.rows[row].write_list == batch.writes.number
 
 
 cdef inline bint has_row_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
