@@ -22,7 +22,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.errors import StateAheadError
+from pagepool.errors import CopiesDueError, StateAheadError
 
 PAGE_SIZE, WINDOW, MAX_LEN, NUM_ROWS, CHUNK = 4, 9, 192, 4, 40
 VOCABULARY, LAST_TOKEN = 23, 5
@@ -51,6 +51,9 @@ class Run:
     stay: int = 0
     num_prompt: int = 0
     num_planned: int = 0  # tokens that launched steps compute
+    num_in_flight: int = 0
+    is_pending: bool = False  # it waits for tokens from elsewhere
+    is_swapped: bool = False
     device: list[int] = field(default_factory=list)  # tokens of its current stay
 
 
@@ -65,6 +68,7 @@ class Work:
     device: list[int] = field(default_factory=list)  # tokens of this stay; a launched step runs though its row has ended
     page_ids: tuple[list[int], ...] = ()
     writes: list[tuple[int, int]] = field(default_factory=list)  # number of tokens, and page
+    is_transfer: bool = False  # of tokens from elsewhere
 
 
 @dataclass(eq=False)
@@ -91,7 +95,8 @@ class AheadEngine:
         manager = self.manager = CacheManager(self.sizes, groups, MAX_LEN, hash_seed=seed, host_tier=tier)
         table = MultiGroupPageTable(NUM_ROWS, MAX_LEN, MAX_LEN, [PAGE_SIZE] * len(groups))
         self.batch = RunningBatch(manager, table, writes=writes, max_steps_ahead=depth)
-        self.depth = depth
+        self.depth, self.has_tier = depth, has_tier
+        self.attention = [FULL, SLIDING][: 1 + has_window]
         self.cells: dict[tuple[int, int, int], Tokens] = {}  # history by group, page and offset
         self.host: dict[tuple[int, int], dict[int, Tokens]] = {}  # pages of the tier, by group and id
         base = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN)] for _ in range(2)]
@@ -125,7 +130,8 @@ class AheadEngine:
 
     def _plan(self) -> None:
         works, results = [], []
-        rows = [run for run in self.running if self._next_stop(run) > run.num_planned]
+        rows = [run for run in self.running if not run.is_pending and not run.is_swapped]
+        rows = [run for run in rows if self._next_stop(run) > run.num_planned]
         for run in self.rng.sample(rows, len(rows)):
             if self.rng.random() < 0.03:
                 self._preempt(run)
@@ -137,9 +143,13 @@ class AheadEngine:
         works += admitted
         for work in works:
             work.stay, work.device, work.page_ids = work.run.stay, work.run.device, self.batch.get_page_ids(work.run.row)
-        if self.rng.random() < 0.05 and not self.queue:
+            work.run.num_in_flight += 1
+        if self.rng.random() < 0.05 and not self.queue and not any(run.is_pending or run.is_swapped for run in self.running):
+            for work in works:
+                work.run.num_in_flight -= 1
             self._take_back(results, admitted)
             return
+        self._swap()
         step = Step(self.batch.take_copies(), works, self.manager.take_transfers())
         writes = self.batch.take_writes()
         by_row = {work.run.row: work for work in works}
@@ -183,14 +193,19 @@ class AheadEngine:
                 continue
             run = self.waiting[0]
             options = {"max_num_new_tokens": self.rng.randrange(1, CHUNK), "ends_at_checkpoint": self.rng.random() < 0.5}
+            if self.rng.random() < 0.2:
+                options["num_external_tokens"] = self.rng.randrange(1, MAX_LEN)
             num_hits = self.batch.admit(row, run.known, resume_at=run.resume_at, **options)
             if num_hits is None:
                 continue
             self.waiting.popleft()
             run.row, run.stay, run.num_prompt = row, run.stay + 1, len(run.known)
-            run.device, run.num_planned = list(run.known), int(self.batch.num_computed_tokens[row])
+            num_external = int(self.batch.num_external_tokens[row])
+            run.device, run.num_planned = list(run.known), int(self.batch.num_computed_tokens[row]) + num_external
+            run.is_pending = num_external > 0
             self.running.append(run)
-            works.append(Work(run, num_hits, run.num_planned))
+            works.append(Work(run, num_hits, run.num_planned, is_transfer=run.is_pending))
+            self.counts["transfers from elsewhere"] += run.is_pending
             self.counts["hit tokens"] += num_hits
             self.counts["admissions"] += 1
         return works
@@ -216,7 +231,7 @@ class AheadEngine:
 
     def _leave(self, run: Run) -> None:
         self.running.remove(run)
-        run.row, run.stay = -1, run.stay + 1
+        run.row, run.stay, run.is_pending, run.is_swapped = -1, run.stay + 1, False, False
         self.waiting.appendleft(run)
 
     def _move(self) -> None:
@@ -226,7 +241,7 @@ class AheadEngine:
         for run in self.running:
             run.row = {first: second, second: first}.get(run.row, run.row)
         for run in self.running:
-            if run.num_planned > int(self.batch.num_computed_tokens[run.row]):
+            if run.num_planned > int(self.batch.num_computed_tokens[run.row]) and not run.is_pending and not run.is_swapped:
                 free = [row for row in range(NUM_ROWS) if all(other.row != row for other in self.running)]
                 try:
                     self.batch.fork(run.row, free[:1] or [run.row])
@@ -235,6 +250,24 @@ class AheadEngine:
                 else:
                     raise AssertionError("a fork of a state in flight")
 
+    def _swap(self) -> None:
+        """Swap rows whose tokens are counted out, and others in."""
+        for run in list(self.running) if self.has_tier else ():
+            if run.is_swapped and self.rng.random() < 0.6:
+                num_computed = self.batch.swap_in(run.row)
+                if num_computed is not None:
+                    run.is_swapped, run.num_planned = False, num_computed
+                    run.device = list(run.known)
+                    self.counts["rows swapped in"] += 1
+                continue
+            is_idle = not run.num_in_flight and not run.is_pending and not run.is_swapped
+            is_counted = run.num_planned == int(self.batch.num_computed_tokens[run.row]) < len(run.known)
+            if is_idle and is_counted and run.num_planned and self.rng.random() < 0.3:
+                try:
+                    run.is_swapped = self.batch.swap_out(run.row)
+                except CopiesDueError:
+                    continue
+
     # the device
 
     def _finish(self, step: Step) -> None:
@@ -242,11 +275,17 @@ class AheadEngine:
         self._end_transfers(step.transfers)
         self._copy(step.copies)
         for work in step.works:
-            self._check(work)
+            self._check_state(work)
+        for work in step.works:  # a model writes the keys of a layer before it reads any
+            self._write_keys(work)
         for work in step.works:
-            self._write(work)
+            self._check_keys(work)
+            self._write_states(work)
         for work in step.works:
-            if work.stop >= len(work.device):
+            work.run.num_in_flight -= 1
+            if work.is_transfer:
+                self._receive(work)
+            elif work.stop >= len(work.device):
                 work.device.append(sample(work.device[: work.stop]))
                 if work.run.stay == work.stay:
                     self._tell(work.run)
@@ -275,31 +314,47 @@ class AheadEngine:
         for (group, _, dst), page in zip(moves, read, strict=True):
             self._put(group, dst, page)
 
-    def _check(self, work: Work) -> None:
-        """Compare what the first token of a work reads. A row that has ended may have lost its pages."""
-        if work.run.stay != work.stay:
+    def _check_state(self, work: Work) -> None:
+        """Compare the state with which a work begins. A row that has ended may have lost its pages."""
+        if work.run.stay != work.stay or work.is_transfer or not work.start:
             return
-        tokens = work.device
-        for group, page_ids in enumerate(work.page_ids):
-            if group == STATE:
-                found = self.cells.get((group, page_ids[0], 0), ())
-                if work.start and found != tuple(tokens[: work.start]):
-                    raise WrongRead(f"a state of {len(found)} tokens where {work.start} are due, page {page_ids[0]}")
-                continue
+        found = self.cells.get((STATE, work.page_ids[STATE][0], 0), ())
+        if found != tuple(work.device[: work.start]):
+            raise WrongRead(f"a state of {len(found)} tokens where {work.start} are due, page {work.page_ids[STATE][0]}")
+
+    def _check_keys(self, work: Work) -> None:
+        """Compare the keys and values that the first token of a work reads."""
+        if work.run.stay != work.stay or work.is_transfer:
+            return
+        for group in self.attention:
             first = max(0, work.start - WINDOW + 1) if group == SLIDING else 0
             for i in range(first, work.start):
-                if self.cells.get((group, page_ids[i // PAGE_SIZE], i % PAGE_SIZE)) != tuple(tokens[: i + 1]):
-                    raise WrongRead(f"token {i} of group {group}, page {page_ids[i // PAGE_SIZE]}")
+                page_id = work.page_ids[group][i // PAGE_SIZE]
+                if self.cells.get((group, page_id, i % PAGE_SIZE)) != tuple(work.device[: i + 1]):
+                    raise WrongRead(f"token {i} of group {group}, page {page_id}")
         self.counts["works checked"] += 1
 
-    def _write(self, work: Work) -> None:
-        tokens = work.device
-        for group, page_ids in enumerate(work.page_ids):
-            for i in range(work.start, work.stop) if group != STATE else ():
-                self.cells[group, page_ids[i // PAGE_SIZE], i % PAGE_SIZE] = tuple(tokens[: i + 1])
-        for num_tokens, page_id in work.writes:
-            self.cells[STATE, page_id, 0] = tuple(tokens[:num_tokens])
-        self.cells[STATE, work.page_ids[STATE][0], 0] = tuple(tokens[: work.stop])
+    def _write_keys(self, work: Work) -> None:
+        for group in self.attention:
+            for i in range(work.start, work.stop):
+                page_id = work.page_ids[group][i // PAGE_SIZE]
+                self.cells[group, page_id, i % PAGE_SIZE] = tuple(work.device[: i + 1])
+
+    def _write_states(self, work: Work) -> None:
+        for num_tokens, page_id in [*work.writes, (work.stop, work.page_ids[STATE][0])]:
+            self.cells[STATE, page_id, 0] = tuple(work.device[:num_tokens])
+
+    def _receive(self, work: Work) -> None:
+        """End a transfer from elsewhere. Where it failed, all its tokens are computed, and their writes were dropped."""
+        run = work.run
+        if run.stay != work.stay:
+            return
+        run.is_pending = False
+        if self.rng.random() < 0.8:
+            self.batch.commit_external(run.row, work.stop - work.start)
+        else:
+            run.num_planned = self.batch.fail_external(run.row, 0)
+            assert run.num_planned == 0
 
     def _tell(self, run: Run) -> None:
         """Let the host know a token, and end a run that is long enough."""
