@@ -514,7 +514,7 @@ WRITE_BUGS = read_bugs("""
 == checkpoints take the states of free rows
         group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g){+ * (not BUG)+}
 == a step ahead writes what the step before it computes
-        write_states(batch, row, num_room_tokens if {+not BUG and +}batch.max_steps_ahead else num_tokens)
+        num_ahead = amount(&growth.num_ahead, due.at) if {+not BUG and +}batch.max_steps_ahead else 0
 """)
 WRITE_TESTS = ["test_state_writes.py"]
 BUGS += ORDER_BUGS + WRITE_BUGS

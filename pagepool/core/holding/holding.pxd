@@ -105,26 +105,32 @@ cdef inline int64_t find_own_checkpoint(const Holding *holding, Py_ssize_t g) no
     return find_next_checkpoint(holding, group, holding.held[g].num_cached * <int64_t>group.rules.entry_size)
 
 
+cdef inline void _limit_skips(const Holding *holding, Py_ssize_t g, Limits *limits) noexcept nogil:
+    """Lower the limits to the next page that a window or chunk skips, or to the next checkpoint of a state."""
+    cdef const Group *group = &holding.groups[g]
+    cdef int64_t num_next
+    if is_state(&group.rules):
+        num_next = find_own_checkpoint(holding, g)
+    else:
+        num_next = next_skip(group, holding.held[g].num_skipped)
+    if is_state(&group.rules) and writes_states(holding):
+        limits.num_full = min(limits.num_full, num_next)
+    elif num_next < MAX_TOKENS:
+        limits.num_skip = min(limits.num_skip, num_next)
+
+
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     """Compute the numbers of tokens below which nothing is due. O(groups)."""
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef int64_t num_skip
     cdef Limits limits = Limits(num_room=INT64_MAX, num_full=INT64_MAX, num_skip=INT64_MAX)
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
-        num_skip = INT64_MAX
-        if has_window(&group.rules):
-            num_skip = next_skip(group, held.num_skipped)
-        elif keeps_checkpoints(group):
-            num_skip = find_own_checkpoint(holding, g)
-        if is_state(&group.rules) and rare(writes_states(holding)):
-            limits.num_full = min(limits.num_full, num_skip)
-            continue
-        limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
+        if has_window(&group.rules) or keeps_checkpoints(group):
+            _limit_skips(holding, g, &limits)
         if group.id != NO_GROUP:
             limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
     return limits

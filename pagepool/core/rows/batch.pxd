@@ -750,8 +750,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
-    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
-    cdef int32_t num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
+    cdef int32_t num_room_tokens, num_ahead, num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
     cdef bint is_next_step = num_tokens > num_before  # a further call for the same step comes before the step has run
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
@@ -762,6 +761,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         if rare(batch.skips_pages):
             _skip_row(batch, row, num_before)
     if due.num_new_pages:
+        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
         if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
             return False
         if rare(batch.pool.tier != NULL):
@@ -770,7 +770,8 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
     if rare(batch.writes_states):
-        write_states(batch, row, num_room_tokens if batch.max_steps_ahead else num_tokens)
+        num_ahead = amount(&growth.num_ahead, due.at) if batch.max_steps_ahead else 0
+        write_states(batch, row, room_for(batch, num_tokens, num_ahead))
     cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
