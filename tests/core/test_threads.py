@@ -29,6 +29,7 @@ from pagepool import (
     EngineRequest,
     FreeCachePageQueue,
     Lease,
+    MambaSpec,
     MultiGroupPageTable,
     PageHash,
     PagePool,
@@ -558,6 +559,32 @@ def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: i
     run_threads(num_threads, seed, work)
     batch.check()
     assert_held(manager.page_pool, page_ids_in(batch))
+    release_all(manager, batch)
+
+
+@seeds
+@num_threads
+def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> None:
+    """Each write that is taken is of a row and a boundary, and no page is lost."""
+    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
+    manager = make_manager(200, FULL, state)
+    tables = MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE])
+    batch = RunningBatch(manager, tables, writes="anywhere", max_steps_ahead=seed % 2)
+    num_taken = [0] * num_threads
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(400 // num_threads):
+            with suppress(PagePoolError):
+                use_rows(batch, rng)
+            if rng.random() < 0.5:
+                batch.take_copies()
+                writes = batch.take_writes()
+                num_taken[number] += len(writes)
+                assert all(num_tokens % 8 == 0 for num_tokens in writes.num_tokens.tolist())
+
+    run_threads(num_threads, seed, work)
+    batch.check()
+    assert sum(num_taken) > 0
     release_all(manager, batch)
 
 
