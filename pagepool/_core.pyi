@@ -194,7 +194,7 @@ class RequestHashes:
     chain: Final[HashChain]
     page_hashes: Final[list[Any]]
     extra_keys: Any
-    query: tuple[int, int, bool, int, tuple[int, int, int]] | None
+    query: tuple[int, int, bool, int, tuple[int, int, int] | None] | None
     is_counted: bool
     is_short: bool
     are_unsure: bool
@@ -359,7 +359,7 @@ def load_prefix(
     context: int = ...,
     num_reserved: int = ...,
     session: int = ...,
-) -> tuple[_Hits, int, bool, int, tuple[int, int, int]]: ...
+) -> tuple[_Hits, int, bool, int, tuple[int, int, int] | None]: ...
 def check_holders(
     store: PageStore, requests: Iterable[RequestPages], rows: RunningRows | None = ..., groups: CacheGroups | None = ...
 ) -> None: ...
@@ -415,7 +415,7 @@ class QueryCounter:
     def __new__(cls, store: PageStore, is_preempted: bool = ...) -> Self: ...
     @property
     def counts(self) -> dict[str, int]: ...
-    def add(self, num_tokens: int, num_hit_tokens: int, lost: tuple[int, int, int] = ...) -> None: ...
+    def add(self, num_tokens: int, num_hit_tokens: int, lost: tuple[int, int, int] | None = ...) -> None: ...
 
 @final
 class RefusedRequest:

@@ -79,7 +79,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe", "Retention"]
 
-NOTHING_LOST = 0, 0, 0  # see `load_prefix`
 NO_CONTEXT = nullcontext(0)  # where nothing is cached, so that no context is needed
 
 logger = logging.getLogger(__name__)
@@ -361,7 +360,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self._registry
         with registry.lock:
             hashes = registry.extend_hashes(request, num_queried_tokens)
-            refusal, num_full_tokens, lost = hashes.refusal, 0, NOTHING_LOST  # a refusal leaves unsure hashes as they are
+            refusal, num_full_tokens, lost = hashes.refusal, 0, None  # a refusal leaves unsure hashes as they are
             if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:

@@ -72,7 +72,8 @@ cdef class QueryCounter:
     cdef readonly bint is_preempted
     cdef QueryCounts counted
 
-    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens, const LostHits *lost) noexcept
+    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept
+    cdef void count_lost(self, const LostHits *lost) noexcept
 
 
 @cython.final

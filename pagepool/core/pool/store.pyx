@@ -1193,20 +1193,30 @@ cdef class QueryCounter:
             counts = self.counted
         return counts
 
-    def add(self, num_tokens, num_hit_tokens, tuple lost=(0, 0, 0)) -> None:
-        """Count a request, with the `LostHits` of its look-up; the first is one more than the bank."""
+    def add(self, num_tokens, num_hit_tokens, tuple lost=None) -> None:
+        """Count a request, and the `LostHits` of its look-up, in which the first is one more than the bank; None: no hits."""
         cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX >> 20)
         cdef Py_ssize_t num_hits = size_of(num_hit_tokens, "num_hit_tokens", 0, num)
-        number, num_for_states, num_for_pages = lost
-        cdef LostHits checked = LostHits(
-            states_bank=<int32_t>size_of(number, "lost", 0, self.store.pool.num_banks) - 1,
-            num_for_states=size_of(num_for_states, "lost", 0, num),
-            num_for_pages=size_of(num_for_pages, "lost", 0, LOST_INTERVAL * num),
-        )
-        self.count(num, num_hits, &checked)
+        cdef LostHits checked
+        self.count(num, num_hits)
+        if lost is not None:
+            number, num_for_states, num_for_pages = lost
+            checked = LostHits(
+                states_bank=<int32_t>size_of(number, "lost", 0, self.store.pool.num_banks) - 1,
+                num_for_states=size_of(num_for_states, "lost", 0, num),
+                num_for_pages=size_of(num_for_pages, "lost", 0, LOST_INTERVAL * num),
+            )
+            self.count_lost(&checked)
 
-    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens, const LostHits *lost) noexcept:
+    cdef void count_lost(self, const LostHits *lost) noexcept:
         cdef Bank *banks = self.store.pool.banks
+        with self.store.lock:
+            if not self.is_preempted:
+                banks[0].num_lost_hit_tokens += lost.num_for_pages
+                if lost.states_bank != NO_BANK:
+                    banks[lost.states_bank].num_lost_hit_tokens += lost.num_for_states
+
+    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
         assert 0 <= num_hit_tokens <= num_tokens
         with self.store.lock:
             self.counted.num_requests += 1
@@ -1215,9 +1225,6 @@ cdef class QueryCounter:
             if not self.is_preempted:
                 self.store.pool.counters.num_queried_tokens += num_tokens
                 self.store.pool.counters.num_hit_tokens += num_hit_tokens
-                banks[0].num_lost_hit_tokens += lost.num_for_pages
-                if lost.states_bank != NO_BANK:
-                    banks[lost.states_bank].num_lost_hit_tokens += lost.num_for_states
 
 
 @cython.final

@@ -106,7 +106,9 @@ cdef class RowRequest:
             if not is_admitted:
                 rows.batch.records[self.row].is_claimed = 0
         if is_admitted and counter is not None:
-            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits, &self.lost)
+            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
+            if rows.batch.pool.num_banks > 1:
+                counter.count_lost(&self.lost)
         return result if is_admitted else None
 
     cdef int claim_row(self) except -1:

@@ -535,7 +535,8 @@ def load_prefix(
     tuple ids not None=(0, None), context=0, num_reserved=0, session=0,
 ) -> tuple:
     """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has. Return ids, number of tokens,
-    whether the pool was too full for the loads, the number of junction tokens, and the `LostHits`.
+    whether the pool was too full for the loads, the number of junction tokens, and the `LostHits`, None in a pool of
+    one bank.
 
     Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
     `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
@@ -549,7 +550,7 @@ def load_prefix(
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
     cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
-    cdef tuple hits = new_ids(groups.num)
+    cdef tuple hits = new_ids(groups.num), lost = None
     cdef int32_t short_bank = NO_BANK
     cdef Query query
     with chain.lock:
@@ -560,7 +561,8 @@ def load_prefix(
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
-    lost = 1 + query.lost.states_bank, query.lost.num_for_states, query.lost.num_for_pages
+    if store.pool.num_banks > 1:
+        lost = 1 + query.lost.states_bank, query.lost.num_for_states, query.lost.num_for_pages
     return hits, num_hashes * chain.page_size, short_bank != NO_BANK, count_junction_tokens(&query, num_hashes), lost
 
 
