@@ -231,6 +231,24 @@ class TestRequests:
         assert manager.stats().queries == QueryCounts(1, 28, 16)
 
 
+def test_a_page_that_another_request_caches_hits_though_the_refused_call_hashed_less() -> None:
+    """A call that delays caching hashes only the hits of a request whose hashes are unsure."""
+    prompt = list(range(17))
+    manager = make_manager(FULL, num_pages=11)
+    runs, fills = EngineRequest("runs", prompt[:8]), EngineRequest("fills", list(range(100, 128)))
+    for request, num_tokens in ((runs, 4), (fills, 28)):
+        assert manager.allocate_slots(request, num_tokens) is not None
+        request.num_computed_tokens = num_tokens
+    refused = EngineRequest("refused", prompt)
+    for _ in range(3):
+        hits, num_hit_tokens = manager.get_computed_pages(refused)
+        assert num_hit_tokens == 4
+        options = {"delay_cache_pages": True, "data_parallel_size": 2, "num_reserved_pages": 9}
+        assert manager.allocate_slots(refused, 1, num_hit_tokens, hits, **options) is None
+    assert manager.allocate_slots(runs, 4) is not None
+    assert manager.get_computed_pages(refused)[1] == 8
+
+
 # --- cost -----------------------------------------------------------------------------------------------------
 
 

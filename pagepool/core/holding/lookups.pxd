@@ -65,6 +65,7 @@ cdef class RefusedRequest:
         self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
         int64_t num_changes,
     ) noexcept
+    cdef Py_ssize_t count_most_pages(self, Py_ssize_t num_digests) noexcept
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1
     cdef bint finds_hits(self, Pool *pool) noexcept
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept

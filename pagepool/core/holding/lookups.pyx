@@ -341,11 +341,15 @@ cdef class RefusedRequest:
             return
         watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
         watch.ids, watch.digests, watch.num_pages = ids, digests, self.num_hit_tokens // watch.page_size
-        watch.max_num_pages = min(max(0, self.num_tokens - 1) // watch.page_size, num_digests // group.stride)
+        watch.max_num_pages = self.count_most_pages(num_digests)
         if not ends_at(pool, watch, watch.num_pages):
             watch.stride = 0
         for i in range(watch.num_pages if watch.stride else 0):
             pool.pages[(<PageIds>self.hits[0]).ids[i]].group |= WATCHED
+
+    cdef Py_ssize_t count_most_pages(self, Py_ssize_t num_digests) noexcept:
+        """Count the pages that may hit, of a watch whose hits are watched one by one, if `num_digests` are known."""
+        return min(max(0, self.num_tokens - 1) // self.watch.page_size, num_digests // self.watch.stride)
 
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1:
         """Watch the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and no tier
@@ -372,8 +376,8 @@ cdef class RefusedRequest:
             return False
         if not watch.stride:
             return watch.num_changes == count_changes(pool)
-        if self.chain is not None:
-            watch.digests = self.chain.digests
+        if self.chain is not None:  # a refused call may have hashed fewer tokens than the look-up does
+            watch.digests, watch.max_num_pages = self.chain.digests, self.count_most_pages(self.chain.num)
         while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
             last = watch.num_pages - 1
             if has_key(
