@@ -88,7 +88,7 @@ def list_lines(paths: Sequence[Path] = ()) -> Iterator[Line]:
     for chats, raw in [*pairs, *(make_traces(path.stem, path) for path in paths)]:
         for model, share in ((QWEN, 0.32), (NEMOTRON, 0.45)):
             yield from (Line(chats, model, num_gib * GIB, share) for num_gib in (80, 200, 400))
-        yield Line(chats, QWEN, 200 * GIB, 0.32, num_at_once=64)
+        yield from (Line(chats, QWEN, 200 * GIB, share, num_at_once=64) for share in (0.32, 0.38))
         yield Line(raw, QWEN_NEXT, 200 * GIB, 0.28)
 
 
