@@ -58,6 +58,22 @@ def test_requests_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -
     run_twins("requests", setting, PLAIN, zlib.crc32(setting.name.encode()), 2 * NUM_CALLS, SaturatedRequests)
 
 
+def test_a_retry_finds_what_was_cached_since_though_it_was_refused_twice() -> None:
+    """The second refusal needs no hashes behind the hits. A pool of nine pages is not divided into two shards."""
+    manager = make_manager(FULL, num_pages=9)
+    first, second = EngineRequest("first", list(range(9))), EngineRequest("second", list(range(15)))
+    manager.page_pool.get_new_page_ids(5)
+    assert manager.allocate_slots(first, 4, num_lookahead_tokens=8) is not None
+    first.num_computed_tokens = 4
+    options = {"dp_shard_hint": 0, "data_parallel_size": 2}
+    for is_delayed in (False, True):
+        hits, num_hit_tokens = manager.get_computed_pages(second, **options)
+        assert num_hit_tokens == 4
+        assert manager.allocate_slots(second, 11, 4, hits, delay_cache_pages=is_delayed, **options) is None
+    manager.allocate_slots(first, 4)
+    assert manager.get_computed_pages(second, **options)[1] == 8
+
+
 def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two tests above prove nothing unless requests are refused, and some of them admitted in the end."""
     found: Counter[str] = Counter()

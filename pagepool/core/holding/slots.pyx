@@ -502,13 +502,15 @@ cdef class SlotAllocator:
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
-        """Remember the hits of a refused request."""
+        """Remember the hits of a refused request. If its hashes were cut since the look-up, the refusal before has them."""
         cdef Py_ssize_t g
         cdef RefusedRequest refusal
         if self.on_too_large is not None:
             attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
             self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)
-        if hashes is not None and hashes.query is not None and step.demand.shard < 0 and self.groups.num == 1:
+        if hashes is None or hashes.query is None or hashes.chain.num < <int64_t>hashes.query[0] // self.hash_page_size:
+            return 0
+        if step.demand.shard < 0 and self.groups.num == 1:
             refusal = RefusedRequest.__new__(RefusedRequest)
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
