@@ -13,10 +13,11 @@ from small_traces import BLOCK_SIZE, make_records
 from sources import ROOT
 
 from pagepool.replay import TraceRecord
+from pagepool.replay.models.pools import ModelPools
 
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
 windows = pytest.importorskip("bench.studies.windows", reason="bench/ is not here")
-from bench.studies import agents, chats, hits, keeping, tenants, windows_cases  # noqa: E402  where it is here
+from bench.studies import agents, chats, hits, keeping, states, tenants, windows_cases  # noqa: E402  where it is here
 from bench.studies.command import Chosen  # noqa: E402
 from bench.studies.layouts import Layout  # noqa: E402
 from bench.studies.timed import TimedBatch, Timeline  # noqa: E402
@@ -158,6 +159,29 @@ def test_chats_in_turn() -> None:
     requests = chats.make_chats_in_turn()
     pool = windows.Batched(LAYOUTS["full"], 20_000, "lru", "all")
     assert [pool.run(request) for request in requests] == [*[0] * 8, *[20_096] * 8, *[20_288] * 8]
+
+
+def test_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chats one after another, and eight at once, in pools that hold some of them."""
+    monkeypatch.setattr(states, "LONG_PAGES", (128, 256))
+    model = states.Model("small", ModelPools(token_bytes=100, state_bytes=6_400), 64)
+    requests = chats.make_chats(make_records(200, seed=5))
+    chosen = Chosen([])
+    for num_at_once, columns in ((1, ["two pools", "an array for each layer"]), (8, ["two pools", "scheduler"])):
+        line = states.Line(windows.CHATS, model, 600_000, 0.4, num_at_once)
+        cells = states.measure_line(line, requests, chosen)
+        assert list(cells) == columns
+        assert 0 < min(cells.values()) < max(cells.values()) < 100
+        assert states.measure_line(line, requests, Chosen(["two pools"])) == {"two pools": cells["two pools"]}
+
+
+def test_states_without_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(states, "TRACE", tmp_path / "none.jsonl")
+    states.main([])
+    assert "nothing to measure; without" in capsys.readouterr().err
+    names = [line.name for line in states.list_lines([tmp_path / "other.jsonl"])]
+    assert names[0] == "other, chat, Qwen3.5-27B, 80 GiB, 32% states"
+    assert names[-1] == "other, raw, Qwen3-Next, 200 GiB, 28% states"
 
 
 def test_figures(tmp_path: Path) -> None:
