@@ -120,6 +120,23 @@ def test_a_request_gets_pages_of_all_pools_or_none() -> None:
     assert batch.refusal is None
 
 
+def test_a_row_grows_and_forks_with_pages_of_all_pools_or_none() -> None:
+    manager = make_manager({"kv": 20, "windows": 4}, [FULL, WINDOW])
+    batch, _ = make_batch(manager, 2)
+    batch.admit(0, list(range(6)))
+    held = manager.pools["windows"].get_new_page_ids(1)
+    before = manager.stats().pools
+    with pytest.raises(OutOfPagesError):
+        batch.fork(0, [1])
+    batch.append([0, 0, 0], [6, 7, 8])
+    result = batch.grow([0], 3)
+    assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, pool="windows", shard=None, can_wait=True))
+    assert manager.stats().pools == {**before, "windows": replace(before["windows"], num_refusals=1)}
+    manager.pools["windows"].free_page_ids(held)
+    assert batch.grow([0], 3).num_grown == 1
+    batch.check()
+
+
 def test_a_refusal_names_what_is_short() -> None:
     manager = make_manager(12, [FULL])
     batch, _ = make_batch(manager, 2)
