@@ -248,6 +248,23 @@ def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own()
     assert manager.stats().num_held_pages == 0
 
 
+def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_meanwhile() -> None:
+    manager = make_tiered(num_pages=16)
+    pass_through(manager, FIRST)
+    evict_all(manager)
+    loaded = start(manager, "loads", FIRST)
+    transfers = manager.take_transfers()
+    computed = EngineRequest("computes", FIRST)
+    pages = manager.allocate_slots(computed, len(FIRST))
+    assert pages is not None
+    manager.page_pool.evict_pages(pages.get_page_ids()[0])
+    assert count_hits(manager, FIRST) == 20
+    manager.fail_transfers(transfers.number, loads=range(5))
+    assert count_hits(manager, FIRST) == 0
+    manager.free(loaded, num_computed_tokens=0)
+    manager.check()
+
+
 def test_a_request_goes_back_to_where_pages_of_all_groups_begin() -> None:
     """The wrong token is within a page of the other group, which others hold and which is right: it would be written, too."""
     manager = make_tiered(replace(FULL, page_size=8), FULL, num_pages=40)
