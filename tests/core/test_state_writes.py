@@ -101,13 +101,18 @@ def test_kernels_that_write_ends_only_cut_chunks_there() -> None:
     assert batch.admit(1, LONG[:290]) == 192
 
 
-def test_a_checkpoint_hits_once_a_later_step_is_planned() -> None:
-    """Of two rows that compute the same tokens the first one's checkpoint stays, and the other's page is free again."""
+def test_a_checkpoint_hits_once_a_later_step_of_its_row_is_planned() -> None:
+    """Before that, a copy of the hit could run before the step that writes it. Of two rows that compute the same tokens the
+    first one's checkpoint stays, and the other's page is free again.
+    """
     batch = make_batch(writes="anywhere")
     batch.admit(0, LONG[:200])
     assert batch.admit(1, LONG[:200]) == 0
     assert places_of(batch.take_writes()) == [(0, 128), (1, 128), (1, 192)]  # the junction of the second row
-    assert batch.admit(2, LONG[:200]) == 192  # a call of the next step
+    assert batch.admit(2, [*LONG[:190], 7]) == 0  # the step that writes has not run
+    batch.release([2], [0])
+    batch.step([0, 1], [7, 7])
+    assert batch.admit(2, LONG[:200]) == 192
     copies, pool = batch.take_copies(), batch._manager.pools["states"]
     assert (len(copies), len(batch.take_writes())) == (1, 0)
     assert (pool.get_num_free_pages(), batch._manager.stats().pools["states"].num_cached_pages) == (11 - 3, 2)

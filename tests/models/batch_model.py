@@ -196,13 +196,6 @@ class OracleRows(Rows):
         self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
         manager.writes = self.writes
 
-    def settle(self) -> None:
-        """Enter the states that were written by now: a later step is planned."""
-        self.writes.settle(self._shards())
-
-    def _shards(self) -> dict[str, range | None]:
-        return {request.request_id: self._shard_of(row) for row, request in enumerate(self.requests) if request is not None}
-
     def take_writes(self) -> list[tuple[int, int, int, int]]:
         return self.writes.take(self.requests)
 
@@ -228,7 +221,6 @@ class OracleRows(Rows):
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
         request.status = PREEMPTED if is_preempted else request.status
-        self.settle()
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         hits, num_hits = self.manager.get_computed_pages(request, **options)
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
@@ -269,8 +261,6 @@ class OracleRows(Rows):
 
     def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
         """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
-        if rows:
-            self.settle()
         self.require_running(rows)
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
         for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
@@ -316,6 +306,8 @@ class OracleRows(Rows):
 
     def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown, is_step: bool) -> bool:
         request, held = self.requests[row], self.get_page_ids(row)
+        if num_new or self.writes.max_steps_ahead:
+            self.writes.settle(request, request.num_computed_tokens + num_new, self._shard_of(row))
         num_planned = self.writes.num_planned.get(request.request_id, 0)
         new_pages = self.make_room(row, num_new, num_ahead)
         self._show(row)
@@ -448,7 +440,9 @@ class OracleRows(Rows):
         """Enter what was written of the states of a request that ends, and drop the other writes."""
         if num_computed_tokens is not None:
             self.writes.drop(request, num_computed_tokens)
-        self.writes.settle(self._shards(), request, term)
+        [row] = [row for row, other in enumerate(self.requests) if other is request]
+        shard = self._shard_of(row)
+        self.writes.settle(request, request.num_computed_tokens, shard, term)
         self.writes.drop(request, 0)
         self.writes.num_planned.pop(request.request_id, None)
 

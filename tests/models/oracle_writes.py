@@ -101,14 +101,12 @@ class OracleWrites:
         if self.manager.has_state and self.count_planned(request) > request.num_computed_tokens:
             raise ValueError("a state in flight")
 
-    def settle(self, shards: dict[str, range | None], request: Any = None, term: int = UNKNOWN) -> None:
-        """Enter what was written by now, of one request or of all."""
+    def settle(self, request: Any, num_computed_tokens: int, shard: range | None, term: int = UNKNOWN) -> None:
+        """Enter the states of a request that were written by now: a later step of it is planned, or it ends."""
         for write in list(self.open):
-            is_chosen = write.is_taken and write.num_tokens <= write.request.num_computed_tokens
-            if not is_chosen or request not in (None, write.request):
-                continue
-            self.open.remove(write)
-            self._enter(write, shards[write.request.request_id], term)
+            if write.request is request and write.is_taken and write.num_tokens <= num_computed_tokens:
+                self.open.remove(write)
+                self._enter(write, shard, term)
 
     def _enter(self, write: Write, shard: range | None, term: int) -> None:
         pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder

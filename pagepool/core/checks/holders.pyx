@@ -240,7 +240,11 @@ cdef str find_flaw_in_writes(RunningRows rows, int32_t *counts):
     cdef WriteList *writes = &rows.batch.writes
     cdef StateWrite *write
     cdef int32_t size
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i, num_writes = 0
+    for i in range(rows.batch.num_rows):
+        num_writes += rows.batch.rows[i].num_writes
+    if num_writes != writes.num:
+        return f"rows have {num_writes} writes of states, {writes.num} are listed"
     if not 0 <= writes.num_taken <= writes.num <= writes.capacity:
         return f"{writes.num} writes of states, {writes.num_taken} of them taken"
     for i in range(writes.num):

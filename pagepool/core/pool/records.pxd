@@ -287,7 +287,7 @@ cdef struct Pool:
     int32_t num_banks
     Bank banks[MAX_BANKS]
     uint32_t num_lookups      # in a pool of several banks; wraps around
-    uint32_t lost_interval    # look-ups of which one searches for checkpoints behind the hits
+    uint32_t lost_interval    # one look-up in this number searches for checkpoints behind its hits
     int32_t num_shards        # 0: there are no shards
     int32_t pages_per_shard
     int32_t num_keys          # distinct pairs of key and group in the index
@@ -360,7 +360,7 @@ cdef inline int32_t bank_of_queue(int32_t queue) noexcept nogil:
 
 
 cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
-    """Count a call that got no pages, in the bank of a queue that has too few."""
+    """Count a call without pages for it, in the bank of the queue that has too few."""
     pool.banks[bank_of_queue(queue)].num_refusals += 1
 
 

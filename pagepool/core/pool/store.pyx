@@ -339,8 +339,8 @@ cdef class PageStore:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
 
     def remember_evicted(self, bank) -> None:
-        """Remember the keys of the pages that a bank evicts from now on, the last ones twice as many as it has pages, so that
-        look-ups count the hits that were lost with them. 16 bytes a page. O(pages of the bank), once.
+        """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
+        look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
         """
         cdef Bank *kept = &self.pool.banks[self.checked_bank(bank)]
         cdef Ghost ghost
@@ -357,8 +357,8 @@ cdef class PageStore:
             self.pool.lost_interval = 1
 
     def drop_dependents(self, group, state_groups) -> None:
-        """With a policy, uncache the free checkpoints of these groups of states as the page of keys and values of a group that
-        ends with them is evicted.
+        """Uncache the free checkpoints of these groups of states, if there is a policy, as the page with the keys and values of
+        `group` before them is evicted.
         """
         cdef int32_t checked = group_of(group)
         cdef PageIds groups = PageIds([group_of(state_group) for state_group in state_groups])

@@ -77,8 +77,9 @@ cdef struct Row:              # two cache lines; growth reads the first
     Swapped *swapped          # NULL: not swapped out
     int64_t admission         # number of the last admission, fork or exchange
     int64_t write_list        # number of the last list with a write of its states; 0: none
+    int32_t num_writes        # writes of its states that are due or were taken
     int32_t num_planned       # tokens that planned steps compute, where more than are counted; if the batch plans ahead
-    int32_t[9] unused
+    int32_t[8] unused
 
 cdef struct Batch:            # rows that run together
     Pool *pool
@@ -227,7 +228,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
         event = min(event, _next_comparison(holding) + 1)
-    if has_row_due(batch, row):
+    if has_row_due(batch, row) or rare(batch.writes_states and batch.rows[row].num_writes):
         event = 1
     batch.records[row].next_event = <int32_t>event
 
@@ -595,6 +596,7 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
             &batch.writes, StateWrite(row=<int32_t>row, group=<int32_t>g, page_id=page_id, num_tokens=num_tokens)
         )
         batch.rows[row].write_list = batch.writes.number
+        batch.rows[row].num_writes += 1
 
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t num_planned) noexcept nogil:
@@ -628,18 +630,19 @@ cdef inline void _cache_written(Batch *batch, const StateWrite *write) noexcept 
 
 
 cdef inline void settle_writes(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
-    """Cache the pages of a row's writes, or with -1 of all rows', that were taken and whose tokens are computed, and give these
-    pages back with a term. Called as a later step is planned, and as rows end. O(writes).
+    """Cache the pages of a row's writes that were taken and whose tokens are computed, and give these pages back with a term.
+    Called as a later step of the row is planned, and as it ends. O(writes).
     """
     cdef WriteList *writes = &batch.writes
     cdef StateWrite write
     cdef Py_ssize_t i = 0
-    while i < writes.num_taken:
+    while i < writes.num_taken and batch.rows[row].num_writes:
         write = writes.items[i]
-        if 0 <= row != write.row or write.num_tokens > batch.records[write.row].num_computed:
+        if write.row != row or write.num_tokens > batch.records[row].num_computed:
             i += 1
             continue
         remove_write(writes, i)
+        batch.rows[row].num_writes -= 1
         _cache_written(batch, &write)
         give_back(batch.pool, write.page_id)
         if term != UNKNOWN and batch.pool.pages[write.page_id].group != NO_GROUP:
@@ -651,12 +654,13 @@ cdef inline void drop_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef WriteList *writes = &batch.writes
     cdef Py_ssize_t i
     batch.rows[row].write_list = 0
-    for i in range(writes.num - 1, -1, -1):
+    for i in range(writes.num - 1 if batch.rows[row].num_writes else -1, -1, -1):
         if writes.items[i].row != row:
             continue
         if writes.items[i].num_tokens > num_tokens:
             give_back(batch.pool, writes.items[i].page_id)
             remove_write(writes, i)
+            batch.rows[row].num_writes -= 1
         elif i >= writes.num_taken:
             batch.rows[row].write_list = writes.number
 
@@ -755,6 +759,8 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
     assert 0 <= num_before <= num_tokens <= batch.records[row].num_tokens
+    if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
+        settle_writes(batch, row, UNKNOWN)
     if is_next_step:
         if rare(batch.unifies_pages):
             unify_pages(batch, row, num_before)

@@ -185,7 +185,6 @@ cdef class RowRequest:
         rows.acquire_locks()
         try:
             batch.rows[self.row].shard = self.shard
-            settle_writes(batch, -1, UNKNOWN)
             num_changes = count_changes(batch.pool)
             rows.set_shortage(NULL)
             if takes_hits:

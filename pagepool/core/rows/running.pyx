@@ -774,9 +774,10 @@ cdef class RunningRows:
     def take_writes(self) -> StateWrites:
         """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
 
-        Call it once a step, after all other calls that plan the step: calls after it plan the next one. Before it, `grow`,
-        `step`, `trim`, `fork`, `swap_out` and `commit_external` raise CopiesDueError for rows in the list. The states of a
-        pending row are written by the transfer of its tokens. O(writes); nothing is allocated without any.
+        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork`, `swap_out` and
+        `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
+        is released. The states of a pending row are written by the transfer of its tokens. O(writes); nothing is allocated
+        without any.
         """
         cdef int32_t[:, ::1] taken
         cdef const StateWrite *write
@@ -926,7 +927,6 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     if running.batch.max_steps_ahead and tokens is None:
         growth.num_planned = growth.grown_rows + rows.num
     running.acquire_locks()
-    settle_writes(&running.batch, -1, UNKNOWN)
     assert running.batch.waiting.num_to_hash == 0
     num_right = advance_counts(&running.batch, growth)
     if num_right == growth.num_rows:

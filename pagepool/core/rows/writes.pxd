@@ -1,10 +1,11 @@
-# Writes of states. A step that computes the tokens up to a boundary writes the state behind them to a page of its own, a
-# checkpoint. So a working page never gets a prefix entry, and any number of steps may be in flight.
+# Writes of states. A step with tokens up to a boundary writes the state there to a page of its own, a checkpoint. So
+# a working page never gets a prefix entry, and any number of steps may be in flight.
 #
 # A row takes the pages as a step is planned, and notes a `StateWrite` for each. A write is due until the engine takes the list;
-# until then the row cannot grow. The page gets its prefix entry when the next step is planned, if its tokens are computed. So
-# whoever hits the entry runs behind the step that writes the page. If the row ends or goes back before, the page is given back
-# without an entry. A step in flight may still write to it, before the step of its next holder.
+# until then the row cannot grow. The page gets its prefix entry when the row's next step is planned, if its tokens are
+# computed. So whoever hits the entry runs behind the step that writes the page. If the row ends, pages written by
+# its counted steps are cached, and the others given back, as they are if it goes back. A step in flight may still write to such
+# a page, before the step of its next holder.
 #
 # Always: the page of a write has one reference, no entry, and no other write. Its row is admitted.
 

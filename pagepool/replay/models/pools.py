@@ -65,8 +65,8 @@ class ModelPools:
         return sum(num_pages[name] * num_bytes for name, num_bytes in self.page_bytes.items())
 
     def find_share(self, mean_tokens: float) -> float:
-        """Return the share of states by rule, for requests of so many tokens on average: each has one checkpoint near the end
-        of its prompt, and one for each interval.
+        """Return the share of states by rule, for requests of `mean_tokens` tokens on average: each has one checkpoint near the
+        end of its prompt, and one for each interval.
 
         >>> f"{ModelPools(65_536, 154_730_496).find_share(12_377):.2f}"
         '0.32'
@@ -75,7 +75,7 @@ class ModelPools:
         return num_bytes / (num_bytes + mean_tokens * self.token_bytes)
 
     def find_least_share(self, memory: int, num_requests: int) -> float:
-        """Return the least share with which so many requests run at once: a state for each, a checkpoint, and the null page."""
+        """Return the least share with which `num_requests` run at once: a state for each, a checkpoint, and the null page."""
         return (num_requests + 2) * self.state_bytes / memory
 
     def make_groups(self) -> list[CacheGroupSpec]:

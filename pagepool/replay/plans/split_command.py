@@ -97,7 +97,7 @@ class Split(NamedTuple):
         return SplitPlan(self.pools, self.memory, share, self.max_num_seqs, mean, tuple(runs), tuple(loaded.notes))
 
     def require_room(self) -> None:
-        """Raise Refusal if states for so many requests leave no memory for keys and values."""
+        """Raise Refusal if states for `max_num_seqs` requests leave no memory for keys and values."""
         least = self.pools.find_least_share(self.memory, self.max_num_seqs)
         if least > 0.9:
             raise Refusal(self._refuse(format_bytes(self.memory), least))
