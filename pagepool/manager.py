@@ -354,8 +354,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         bounds: tuple[int, int | None] = 0, None
         if dp_shard_hint is not None or data_parallel_size is not None:
-            self._store.require_one_bank("data_parallel_size")
-            bounds = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+            self._store.require_even(data_parallel_size)
+            bounds = find_shard_bounds(self._page_pool.num_pages, dp_shard_hint, data_parallel_size)
         store, (num_queried_tokens, is_preempted) = self._store, query
         registry = self._registry
         with registry.lock:
@@ -428,13 +428,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_ahead = min(require_int("num_lookahead_tokens", num_lookahead_tokens, 0), self.max_model_len)
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         size = None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        if size is not None:
-            self._store.require_one_bank("data_parallel_size")
-        start, stop = find_shard_bounds(self.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
+        self._store.require_even(size)
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
         ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
         for bank, (name, pool) in enumerate(self.pools.items()):
             num_usable, num_kept = usable_pages_count(pool.num_pages), 0 if bank else num_reserved
+            start, stop = find_shard_bounds(pool.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
             num_here = num_usable if stop is None else stop - start
             count_peak_pages = partial(self._rules.groups.count_peak_pages, num_tokens, bank=bank)
             num_pages = count_peak_pages(max(1, num_new_tokens), num_ahead, self.max_model_len)
@@ -442,7 +441,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 continue
             needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
             which = "the pool" if len(self.pools) == 1 else f"the pool {name!r}"
-            has = f"{which} has {num_usable:,}" if stop is None else f"the shard has {num_here:,}"
+            in_pool = "" if len(self.pools) == 1 else f" in the pool {name!r}"
+            has = f"{which} has {num_usable:,}" if stop is None else f"the shard has {num_here:,}{in_pool}"
             kept = f", and {num_kept:,} of the pool's {num_usable:,} stay free" if num_kept else ""
             if most is None and count_peak_pages(1, num_ahead, self.max_model_len) < num_pages:
                 kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"

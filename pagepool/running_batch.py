@@ -101,9 +101,8 @@ class RunningBatch(RunningRows):
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        is_divided = size > 0 and find_shard(manager.num_pages, 0, size) is not None
-        if size:
-            manager._store.require_one_bank("data_parallel_size")
+        manager._store.require_even(size or None)
+        is_divided = size > 0 and find_shard(manager._page_pool.num_pages, 0, size) is not None
         hash_page_size = manager._registry.rules.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
@@ -225,7 +224,7 @@ class RunningBatch(RunningRows):
         )
         shard = None
         if dp_shard is not None:
-            shard, _ = find_shard(self._manager.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
+            shard, _ = find_shard(self._manager._page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
         session = context = 0

@@ -269,12 +269,15 @@ class Records(SimpleNamespace):
 
     def check_shards(self) -> None:
         """Check that each shard has its free pages and its twins, in the pool's order, and the rings of first twins."""
-        num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
+        num_pages, n, links = self.num_pages, self.num_shards * len(self.banks), self.shard_links
         num_records = 1 + self.num_parts  # null page and starts of parts, per shard
-        records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
+        queues = self.find_shard_queues(np.arange(num_pages))
+        records, counts = self.queue, np.where(self.queue < num_pages, 1, self.num_shards)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        shards = np.where(records < num_pages, records // (num_pages // n), copies)
-        ids = np.where(records < num_pages, records, shards * num_records + records + 1).astype(np.int32)
+        banks, parts = np.divmod(records - num_pages, num_records)  # of the starts of parts
+        copies += banks * self.num_shards
+        shards = np.where(records < num_pages, queues.take(records, mode="clip"), copies)
+        ids = np.where(records < num_pages, records, shards * num_records + parts + num_pages + 1).astype(np.int32)
         ends = np.arange(n, dtype=np.int32)
         shards, ids = np.concatenate((ends, shards)), np.concatenate((num_pages + ends * num_records, ids)).astype(np.int32)
         self.require_order("the free pages of its shard", links, ids, shards)
@@ -284,7 +287,7 @@ class Records(SimpleNamespace):
         if not is_twin.any():
             return
         twins, firsts = self.shard_twins, self.shard_firsts
-        keys = self.rings * n + self.cached_ids // (num_pages // n)
+        keys = self.rings * n + queues.take(self.cached_ids)
         ids, is_first = self.require_order("the twins of its shard", twins, self.cached_ids[is_twin], keys[is_twin])
         first_ids = self.first_ids[self.group.take(self.first_ids) >= TWIN]
         heads = self.walk("the ring of the first in each shard", firsts, first_ids)
@@ -295,6 +298,14 @@ class Records(SimpleNamespace):
         is_wrong = np.where(is_first, is_head == 0, (found["prev"] != NOT_FIRST) | (found["next"] != NOT_FIRST))
         text = " is linked to {} and {}, allowed: the ring of pages of equal content that are first in their shard, or {}"
         self.refuse(is_wrong, ids, text, found["prev"], found["next"], NOT_FIRST)
+
+    def find_shard_queues(self, ids: Array) -> Array:
+        """Return the number of the queue of each page's shard."""
+        starts, stops = (np.array([bank[end] for bank in self.banks]) for end in (0, 1))
+        banks = np.maximum(starts.searchsorted(ids, side="right") - 1, 0)
+        sizes = (stops - starts + 1) // self.num_shards
+        queues: Array = banks * self.num_shards + (ids - starts.take(banks) + 1) // sizes.take(banks)
+        return queues
 
     def check_sessions(self) -> None:
         """Check that each session has the ring of its pages, that these are cached, and that shared pages are in no ring."""

@@ -43,7 +43,8 @@ class PagePool:
 
     A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
     its methods see its pages alone, but for the prefix index, which all pools share, and `snapshot` and `release_all_held`,
-    which apply to all. Shards, `stats`, `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there.
+    which apply to all. `stats`, `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there, and so
+    does a `data_parallel_size` that does not divide the size of each pool.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -96,10 +97,13 @@ class PagePool:
 
     def _find_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
         """Return the pages of the store, from the first before the last, that a look-up may find."""
-        if dp_shard_hint is not None or data_parallel_size is not None:
-            self.store.require_one_bank("data_parallel_size")
-            return find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
-        return self.store.bounds_of(self._bank)
+        first, last = self.store.bounds_of(self._bank)
+        if dp_shard_hint is None and data_parallel_size is None:
+            return first, last
+        self.store.require_even(data_parallel_size)
+        start, stop = find_shard_bounds(self.num_pages, dp_shard_hint, data_parallel_size)
+        num_before = max(0, first - 1)
+        return (first, last) if stop is None else (num_before + start, num_before + stop)
 
     # Views are made on demand, so that a pool without them has no reference cycle and is freed at once.
 
@@ -212,10 +216,9 @@ class PagePool:
         return self._ids(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
-        if data_parallel_size is not None:
-            self.store.require_one_bank("data_parallel_size")
-        shard = find_shard(self.num_pages, dp_shard_hint, data_parallel_size)
-        return self.store.take(num_pages, bank=self._bank) if shard is None else self.store.take(num_pages, *shard)
+        self.store.require_even(data_parallel_size)
+        shard, num_shards = find_shard(self.num_pages, dp_shard_hint, data_parallel_size) or (None, 0)
+        return self.store.take(num_pages, shard, num_shards, self._bank)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Release one reference to each page, except null pages. O(pages).

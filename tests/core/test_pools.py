@@ -289,15 +289,11 @@ def test_there_are_at_most_four_pools() -> None:
 
 
 UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
-    "data_parallel_size": lambda manager: make_batch(manager, 4, data_parallel_size=3),
     "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
     "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
 }
 SHARDED: list[Callable[[CacheManager], Any]] = [
-    lambda manager: make_batch(manager, 4, data_parallel_size=2),
-    lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 9, dp_shard_hint=0, data_parallel_size=2),
-    lambda manager: manager.get_computed_pages(EngineRequest("first", TOKENS), dp_shard_hint=0, data_parallel_size=2),
-    lambda manager: manager.pools["kv"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2),
+    lambda manager: make_batch(manager, 4, data_parallel_size=3),
     lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 16, data_parallel_size=3),
     lambda manager: manager.get_computed_pages(EngineRequest("first", TOKENS), data_parallel_size=3),
     lambda manager: manager.require_capacity(16, data_parallel_size=3),
@@ -305,11 +301,74 @@ SHARDED: list[Callable[[CacheManager], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [*UNSUPPORTED.items(), *(("data_parallel_size", call) for call in SHARDED)],
-    ids=lambda value: str(value)[:20],
-)
+@pytest.mark.parametrize("call", SHARDED)
+def test_shards_divide_each_pool_evenly(call: Callable[[CacheManager], Any]) -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    message = r"^data_parallel_size: got 3, allowed with several pools: a divisor of each size of \{'kv': 32, 'states': 12\}$"
+    with pytest.raises(ArgumentError, match=message):
+        call(manager)
+    manager.check()
+
+
+def test_a_shard_has_pages_of_each_pool() -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    kv, states = manager.pools["kv"], manager.pools["states"]
+    batch, _ = make_batch(manager, 4, data_parallel_size=2)
+    assert batch.admit(0, TOKENS, dp_shard=1) == 0
+    assert batch.admit(1, TOKENS, dp_shard=0, max_num_new_tokens=8) == 0
+    assert (batch.get_page_ids(0), batch.get_page_ids(1)) == (([16, 17, 18, 19, 20], [6]), ([1, 2], [1]))
+    assert kv.get_new_page_ids(2, dp_shard_hint=3, data_parallel_size=2).tolist() == [21, 22]
+    assert states.get_new_page_ids(5, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8, 9, 10, 11]
+    with pytest.raises(OutOfPagesError, match=r"^pages: 1 asked for, 0 free in shard 1$"):
+        states.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=2)
+    assert batch.admit(2, [7] * 8, dp_shard=1) is None
+    assert batch.refusal == Refusal(1, 0, 0, 0, pool="states", shard=1, can_wait=True)
+    assert batch.admit(2, [7] * 8, dp_shard=0) == 0
+    batch.check()
+
+
+def test_a_shard_hits_in_itself_alone() -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    request = EngineRequest("a", TOKENS)
+    for request.num_computed_tokens, num_tokens in ((0, 8), (8, 12)):
+        assert manager.allocate_slots(request, num_tokens, dp_shard_hint=1, data_parallel_size=2) is not None
+        manager.take_copies()
+    manager.free(request)
+    placed: list[dict[str, int]] = [{}, *({"dp_shard_hint": hint, "data_parallel_size": 2} for hint in (0, 1))]
+    assert [manager.get_computed_pages(EngineRequest("b", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
+    again = EngineRequest("c", TOKENS)
+    assert manager.allocate_slots(again, 8, dp_shard_hint=0, data_parallel_size=2).get_page_ids() == ([1, 2], [1])
+    assert [manager.get_computed_pages(EngineRequest("d", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
+    again.num_computed_tokens = 8
+    manager.allocate_slots(again, 12, data_parallel_size=2)
+    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("e", TOKENS), **placed[1])
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [1]), 8)
+    page_hash = manager.pools["kv"].pages[17].page_hash
+    found = [manager.pools["kv"].get_cached_page_ids(page_hash.page_hash, [0], **place).tolist() for place in placed]
+    assert found == [[17], [2], [17]]
+    manager.check()
+
+
+def test_a_request_larger_than_a_shard_names_its_pool() -> None:
+    manager = make_manager({"kv": 16, "states": 12})
+    with pytest.raises(RequestTooLargeError, match=r"needs 8 pages, the shard has 7 in the pool 'kv'$"):
+        manager.require_capacity(32, data_parallel_size=2)
+    with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
+        manager.allocate_slots(EngineRequest("a", list(range(40))), 32, dp_shard_hint=0, data_parallel_size=2)
+    with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
+        make_batch(manager, 2, data_parallel_size=2)[0].admit(0, list(range(32)), dp_shard=0)
+    manager.check()
+
+
+def test_restored_pools_have_their_shards() -> None:
+    manager = make_manager({"kv": 32, "states": 12})
+    manager.allocate_slots(EngineRequest("a", TOKENS), 8, dp_shard_hint=1, data_parallel_size=2)
+    restored = make_manager({"kv": 32, "states": 12}, page_pool=PagePool.restore(manager.pools["kv"].snapshot()))
+    restored.check()
+    assert restored.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=str)
 def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
     manager = make_manager({"kv": 32, "states": 12})
     with pytest.raises(ArgumentError, match=rf"^{name}: not supported with several pools \(kv, states\)$"):

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_expected import SHARED, term_of_seconds
 from oracle_kinds import cdiv
-from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from oracle_writes import OracleWrites
+from pool_ranges import Shard
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
@@ -192,7 +192,7 @@ class OracleRows(Rows):
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
         self._numbers = itertools.count()
-        manager.states.divide(shard_of_hint(manager.page_pool.num_pages, 0, setting.data_parallel_size))
+        manager.states.divide(manager.pools.shard_of_hint(0, setting.data_parallel_size))
         self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
         manager.writes = self.writes
 
@@ -235,7 +235,7 @@ class OracleRows(Rows):
             num_computed = next(ends, num_computed)
         num_computed = num_hits + num_external if num_external else num_computed
         if request.request_id not in self.manager.short:
-            shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
+            shard = self.manager.pools.shard_of_hint(dp_shard, self.setting.data_parallel_size)
             self.manager.require_fit(request, num_computed, hits, shard)
         if self._is_shard_short(hits, num_computed, dp_shard):
             return None
@@ -339,8 +339,8 @@ class OracleRows(Rows):
         options["num_free_rows"] = self.requests.count(None)
         return self.manager.allocate_slots(request, num_new, **options)
 
-    def _shard_of(self, row: int) -> range | None:
-        return shard_of_hint(self.manager.page_pool.num_pages, self.shards[row], self.setting.data_parallel_size)
+    def _shard_of(self, row: int) -> range | Shard | None:
+        return self.manager.pools.shard_of_hint(self.shards[row], self.setting.data_parallel_size)
 
     def _forget_last_tokens(self, row: int, num_tokens: int) -> None:
         """Remove tokens that the manager may have hashed for a failed allocation."""
@@ -356,17 +356,20 @@ class OracleRows(Rows):
 
     def _is_shard_short(self, hits: PagesByGroup, num_tokens: int, dp_shard: int | None) -> bool:
         """Whether the shard lacks pages for an admission. A manager would move the hits to the end of the queue."""
-        shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
+        shard = self.manager.pools.shard_of_hint(dp_shard, self.setting.data_parallel_size)
         if shard is None:
             return False
         held = {page for page_ids in hits for page in page_ids}
         free = set(self.manager.page_pool.free_page_ids())
-        num_free = sum(page in shard and page not in held for page in free)
-        groups = list(zip(self.setting.groups, hits, strict=True))
-        num_missing = sum(cdiv(num_tokens, group.page_size) - len(ids) for group, ids in groups if group.kind != "mamba")
-        states = [ids[-1:] for group, ids in groups if group.kind == "mamba"]
-        are_adopted = all(ids and ids[0] in free for ids in states)
-        return num_missing + (0 if are_adopted else len(states)) > num_free
+        groups = list(zip(self.setting.groups, hits, self.manager.pools.of_group, strict=True))
+        are_adopted = all(ids and ids[-1] in free for group, ids, _ in groups if group.kind == "mamba")
+        nums_missing = [0] * len(self.manager.pools.ranges)
+        for group, ids, pool in groups:
+            is_state = group.kind == "mamba"
+            nums_missing[pool] += not are_adopted if is_state else cdiv(num_tokens, group.page_size) - len(ids)
+        parts = [self.manager.pools.part_of(shard, pool) for pool in range(len(nums_missing))]
+        nums_free = [sum(page in free and page not in held for page in part) for part in parts]
+        return any(num_missing > num_free for num_missing, num_free in zip(nums_missing, nums_free, strict=True))
 
     # tokens from elsewhere
 

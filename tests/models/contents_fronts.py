@@ -20,6 +20,7 @@ from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
 from oracle import PREEMPTED, RUNNING
+from pool_ranges import Shard
 from settings import Group, Setting
 from twin_engine import VOCABULARY
 from twins import copies_of
@@ -114,7 +115,7 @@ class World:
 class Expected:
     """What a look-up is to find."""
 
-    shard: range | None
+    shard: range | Shard | None
     num_cached_tokens: int  # in the pool
     num_tokens: int  # with the tier
     may_load: bool = False  # whether there is room to load the rest
@@ -295,7 +296,7 @@ class Front(ABC):
         if not work.is_delayed:
             work.made = self.books.enter(work.job, histories)
 
-    def expect(self, job: Job, shard: range | None, may_hit: bool, num_reserved: int = 0) -> Expected:
+    def expect(self, job: Job, shard: range | Shard | None, may_hit: bool, num_reserved: int = 0) -> Expected:
         """Return what a look-up is to find."""
         if not may_hit:
             return Expected(shard, 0, 0)

@@ -18,6 +18,7 @@ from typing import Any
 from contents_device import Content, find_first_read, require
 from contents_request import Job
 from contents_tier import TierBooks
+from pool_ranges import Shard
 from settings import Group, NumPages, Setting
 
 from pagepool._core import copy_records
@@ -53,12 +54,12 @@ class Index:
             if not self.pages[entry.content]:
                 del self.pages[entry.content]
 
-    def find(self, content: Content, shard: range | None) -> int:
+    def find(self, content: Content, shard: range | Shard | None) -> int:
         """Return the page that was cached first with a content, the null page if there is none."""
         pages = self.pages.get(content, ())
         return next((page_id for page_id in pages if shard is None or page_id in shard), NULL_PAGE)
 
-    def has(self, content: Content, shard: range | None) -> bool:
+    def has(self, content: Content, shard: range | Shard | None) -> bool:
         return self.find(content, shard) != NULL_PAGE
 
     def content_of(self, page_id: int) -> Content | None:
@@ -100,30 +101,25 @@ class Books:
 
     # Shards.
 
-    def find_shard(self, hint: int | None) -> range | None:
+    def find_shard(self, hint: int | None) -> range | Shard | None:
         """Return the page ids that a hint allows; None means all."""
-        size = self.setting.data_parallel_size
-        if hint is None or not size or size < 2 or self.num_pages % size:
-            return None
-        num_pages = self.num_pages // size
-        shard = hint % size
-        return range(shard * num_pages, (shard + 1) * num_pages)
+        return self.pools.shard_of_hint(hint, self.setting.data_parallel_size)
 
     @property
     def is_sharded(self) -> bool:
         return self.find_shard(0) is not None
 
-    def find_shard_of(self, page_ids: Iterable[int], hint: int | None) -> range | None:
+    def find_shard_of(self, page_ids: Iterable[int], hint: int | None) -> range | Shard | None:
         """Return the shard of all the pages, otherwise the hinted one."""
         if not self.is_sharded:
             return None
-        num_pages = len(self.find_shard(0) or ())
-        shards = {page_id // num_pages for page_id in page_ids if page_id != NULL_PAGE}
+        size = self.setting.data_parallel_size
+        shards = {self.pools.shard_number(page_id, size) for page_id in page_ids if page_id != NULL_PAGE}
         return self.find_shard(shards.pop() if len(shards) == 1 else hint)
 
     # What must hit.
 
-    def find_hit_length(self, job: Job, shard: range | None, reached: Collection[Content] = ()) -> int:
+    def find_hit_length(self, job: Job, shard: range | Shard | None, reached: Collection[Content] = ()) -> int:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
         the next token attends to is cached, or `reached` in the tier.
         """
@@ -142,7 +138,7 @@ class Books:
     def _floor(self, num_tokens: int) -> int:
         return num_tokens // self.hit_step * self.hit_step
 
-    def _find_eagle_length(self, kind: Group, histories: Sequence[int], max_length: int, shard: range | None) -> int:
+    def _find_eagle_length(self, kind: Group, histories: Sequence[int], max_length: int, shard: range | Shard | None) -> int:
         """Return the longest hit followed by one more hit page, which the drafter has recomputed."""
         size = kind.page_size
         for length in range((max_length // size - 1) * size, 0, -size):
@@ -151,11 +147,11 @@ class Books:
                 return length
         return 0
 
-    def _hits(self, kind: Group, histories: Sequence[int], length: int, shard: range | None) -> bool:
+    def _hits(self, kind: Group, histories: Sequence[int], length: int, shard: range | Shard | None) -> bool:
         """Whether everything that the token at `length` attends to is cached."""
         return self._have(self._list_read(kind, histories, length), shard)
 
-    def _have(self, contents: Iterable[Content], shard: range | None) -> bool:
+    def _have(self, contents: Iterable[Content], shard: range | Shard | None) -> bool:
         return all(self.index.has(content, shard) or content in self.reached for content in contents)
 
     def _list_read(self, kind: Group, histories: Sequence[int], length: int) -> list[Content]:
@@ -193,7 +189,7 @@ class Books:
         histories = job.list_histories(length)
         return [content for kind in self.kinds if length for content in self._list_read(kind, histories, length)]
 
-    def may_load(self, job: Job, length: int, shard: range | None, num_reserved: int) -> bool:
+    def may_load(self, job: Job, length: int, shard: range | Shard | None, num_reserved: int) -> bool:
         """Whether enough pages are free to load what the pool lacks of a hit, and to take what it has."""
         banks = range(len(self.pools.ranges))
         ref_counts = [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
@@ -209,7 +205,7 @@ class Books:
 
     # Allocation and release.
 
-    def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | None) -> None:
+    def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | Shard | None) -> None:
         """Make hits the first pages of a request; they must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
         job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
@@ -251,7 +247,7 @@ class Books:
         places = [range(max(0, end - slack), end + 1) for end in ends]
         return [*places, *(range(max(0, end - uncertain), end + 1) for end in map(self._find_resumption, parts))]
 
-    def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | None) -> None:
+    def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | Shard | None) -> None:
         """Give a request new pages, which must be free."""
         for pages, page_ids in zip(job.pages, new_ids, strict=True):
             for page_id in page_ids:
@@ -259,7 +255,7 @@ class Books:
                 job.last_taken = self.num_taken
             pages.extend(page_ids)
 
-    def _claim(self, page_id: int, shard: range | None, job: Job) -> None:
+    def _claim(self, page_id: int, shard: range | Shard | None, job: Job) -> None:
         """Record that a page was handed out."""
         require(0 < page_id < self.num_pages, "no page", job, page_id)
         require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
@@ -282,7 +278,7 @@ class Books:
             for state_group in [i for i, (group, pool) in groups if group.kind == "mamba" and pool > 0]:
                 self._forget_equal((state_group, content[1]), False)
 
-    def find_loads(self, job: Job, length: int, shard: range | None, own_ids: Collection[int]) -> None:
+    def find_loads(self, job: Job, length: int, shard: range | Shard | None, own_ids: Collection[int]) -> None:
         """Record the pages that a look-up has taken to load a hit: those with new keys, except for a row's own."""
         assert self.tier is not None
         contents = set(self.list_hits(job, length))

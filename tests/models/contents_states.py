@@ -9,6 +9,7 @@ from contents_device import require
 from contents_index import NULL_PAGE, STAYS, Books
 from contents_request import Job
 from contents_tier import InFlight
+from pool_ranges import Shard
 
 PagesByGroup = Sequence[Sequence[int]]
 
@@ -26,7 +27,9 @@ class Swapped:
 class StateBooks(Books):
     """Books of a pool whose requests may have states."""
 
-    def check_state_hits(self, job: Job, hits: PagesByGroup, num_hit_tokens: int, shard: range | None) -> list[list[int]]:
+    def check_state_hits(
+        self, job: Job, hits: PagesByGroup, num_hit_tokens: int, shard: range | Shard | None
+    ) -> list[list[int]]:
         """Compare checkpoints that are hit; return the hits that are attached."""
         attached = []
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
@@ -38,7 +41,7 @@ class StateBooks(Books):
             attached.append([] if group.kind == "mamba" else list(page_ids))
         return attached
 
-    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | None) -> None:
+    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | Shard | None) -> None:
         """Record whether the checkpoints that a job hits are copied, or become its working pages."""
         states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
         contents = [(group_id, job.list_histories(num_hit_tokens)[-1]) for group_id, _ in states]
@@ -64,7 +67,7 @@ class StateBooks(Books):
         ]
 
     def keep(
-        self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, shard: range | None, is_delayed: bool = False
+        self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, shard: range | Shard | None, is_delayed: bool = False
     ) -> None:
         """Record the checkpoints of a job that grows: a state that gets a new working page has kept the old one."""
         for group_id, (group, pages, new) in enumerate(zip(self.groups, job.pages, new_ids, strict=True)):
@@ -107,7 +110,7 @@ class StateBooks(Books):
         content = group_id, job.list_histories(num_computed_tokens)[-1]
         self.note_entry(job.pages[group_id][0], content, job)
 
-    def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | None) -> None:
+    def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | Shard | None) -> None:
         """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
         num_tokens, new_ids = job.num_computed_tokens, []
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
@@ -186,7 +189,7 @@ class StateBooks(Books):
         job.pages, job.num_cached_pages = [[] for _ in self.groups], [0 for _ in self.groups]
         job.num_computed_tokens = job.num_hit_tokens = job.load_number = 0
 
-    def swap_in(self, job: Job, held: PagesByGroup, shard: range | None) -> None:
+    def swap_in(self, job: Job, held: PagesByGroup, shard: range | Shard | None) -> None:
         """Record the pages that a row got back: cached ones, and others which are loaded."""
         assert self.tier is not None
         swapped, job.swapped = job.swapped, None
@@ -213,7 +216,7 @@ class StateBooks(Books):
         job.stay, job.num_computed_tokens, job.num_hit_tokens = next(STAYS), swapped.num_computed_tokens, 0
         job.load_number = self.tier.last_number + 1 if num_loads else self.tier.find_load_number(hits)
 
-    def require_absence(self, job: Job, shard: range | None) -> None:
+    def require_absence(self, job: Job, shard: range | Shard | None) -> None:
         """Raise unless a row must wait to be swapped in: its saves are in flight, or too few pages are free."""
         assert self.tier is not None
         is_saved = all(one.number != job.swapped.number for one in self.tier.in_flight)
@@ -221,7 +224,7 @@ class StateBooks(Books):
         rooms = []
         for pool, pages in enumerate(self.pools.ranges):
             swapped = [page_id for group_id in self.pools.groups_of(pool) for page_id in job.swapped.pages[group_id]]
-            num_free = sum(not self.holders[page_id] for page_id in shard or pages if page_id != NULL_PAGE)
+            num_free = sum(not self.holders[page_id] for page_id in pages if shard is None or page_id in shard)
             rooms.append((sum(page_id != NULL_PAGE for page_id in swapped), num_free))
         is_short = any(num_pages > num_free for num_pages, num_free in rooms)
         require(not is_saved or is_short, "a row may come back and does not", job, rooms)

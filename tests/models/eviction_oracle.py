@@ -344,7 +344,7 @@ class Adaptive:
 
     def _decide(self, shard: range | None) -> Decision:
         """Choose the oldest page, as LRU does, or of the ends of all parts the first that is worth least, if clearly less."""
-        number = None if shard is None else shard.start // len(shard)
+        number = None if shard is None else shard.stop
         parts = [pages for c in CLASSES if (pages := self.pages_in(c, shard))]
         oldest = min((pages[0] for pages in parts), key=lambda page: self.marks[page][1:])
         choice, is_newest, least = oldest, False, self._value(oldest) * 70 / 100
@@ -360,7 +360,7 @@ class Adaptive:
         """Return the next page of a tenant to evict (from a shard), which has pages that are not blank."""
         self.decision = self.decision if tenant == self.tenant else None
         self.tenant = tenant
-        number = None if shard is None else shard.start // len(shard)
+        number = None if shard is None else shard.stop
         page = None
         if self.decision is not None and self.decision.shard == number:
             page = self._candidate(self.decision, shard)

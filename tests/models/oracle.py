@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from oracle_expected import SECOND, UNKNOWN, term_of_seconds
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
-from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
+from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking
 from oracle_states import OracleStates
 from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
 from oracle_writes import OracleWrites
-from pool_ranges import Pools
+from pool_ranges import Pools, Shard
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -235,7 +235,7 @@ class OracleManager:
         """Return the pages of the longest cached prefix, by group, and its length in tokens. Loads leave pages free."""
         if not self._takes_hits(request):
             return self._no_pages(), 0
-        shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
+        shard = self.pools.shard_of_hint(dp_shard_hint, data_parallel_size)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
         if self.windows is not None:
             self.windows.junctions[request.request_id] = request, self.windows.last_junction
@@ -243,7 +243,7 @@ class OracleManager:
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
 
-    def _load_hits(self, request: Any, shard: range | None, num_reserved: int) -> tuple[PagesByGroup, int]:
+    def _load_hits(self, request: Any, shard: range | Shard | None, num_reserved: int) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
         be loaded; if too few pages are free for them, that is noted, and the prefix is the longest in the pool.
         """
@@ -262,19 +262,19 @@ class OracleManager:
             self.short.add(request.request_id)
         return self._find_hits(request, shard)
 
-    def _find_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+    def _find_hits(self, request: Any, shard: range | Shard | None) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix in the pool, by group, and its length in tokens."""
         length = self._hit_length(request, shard)
         return self._hits_of(request, length, shard), length
 
-    def _hits_of(self, request: Any, length: int, shard: range | None) -> PagesByGroup:
+    def _hits_of(self, request: Any, length: int, shard: range | Shard | None) -> PagesByGroup:
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in range(len(self.kinds)))
 
     def _takes_hits(self, request: Any) -> bool:
         params = request.sampling_params
         return self.enable_caching and not (params and params.prompt_logprobs is not None)
 
-    def _hit_length(self, request: Any, shard: range | None, reaches_tier: bool = False) -> int:
+    def _hit_length(self, request: Any, shard: range | Shard | None, reaches_tier: bool = False) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
             return 0
@@ -295,7 +295,7 @@ class OracleManager:
     def _floor(self, num_tokens: int) -> int:
         return num_tokens // self.hit_step * self.hit_step
 
-    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None, reaches_tier: bool) -> list[bool]:
+    def _hits(self, request: Any, kind: Kind, length: int, shard: range | Shard | None, reaches_tier: bool) -> list[bool]:
         """Return for each page of the kind whether all of its groups have it cached, perhaps in the tier."""
         keys = self.keys_of(request, kind)[: length // kind.hit_size]
         tier = self.page_pool.tier if reaches_tier else None
@@ -306,7 +306,7 @@ class OracleManager:
 
         return [all(is_hit((key, group_id)) for group_id in self.classes[kind]) for key in keys]
 
-    def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | None) -> PageIds:
+    def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | Shard | None) -> PageIds:
         first = self.kinds[group_id].first_hit_page(length, self.use_eagle)
         entries = self._hit_entries(request, group_id, length)
         return [NULL_PAGE] * first + [self.page_pool.first_entered(*entry, shard) for entry in entries]
@@ -395,7 +395,7 @@ class OracleManager:
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
-    def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | None) -> None:
+    def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | Shard | None) -> None:
         """Refuse a request that would hold more pages than a pool, or its shard, has: those to which a coming token attends,
         hits, and new ones.
         """
@@ -405,23 +405,25 @@ class OracleManager:
             pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
         num_missing = self._num_missing_pages(request, num_slots, hits)
         places = [(name, ids, self.pools.groups_of(i)) for i, (name, ids) in enumerate(self.pools.items())]
-        places += [(None, shard, list(range(len(self.kinds))))] if shard is not None else []
+        if shard is not None:
+            parts = [self.pools.part_of(shard, i) for i in range(len(self.pools.ranges))]
+            places += [(name, ids, groups) for (name, _, groups), ids in zip(places, parts, strict=True)]
         for name, ids, group_ids in places:
             usable = {*ids} - {NULL_PAGE}
             if sum(page in usable for page in pages) + sum(num_missing[i] for i in group_ids) > len(usable):
                 raise TooLargeError(name if self.pools.are_several else None)
 
-    def source_of(self, group_id: int, shard: range | None) -> range | None:
+    def source_of(self, group_id: int, shard: range | Shard | None) -> range | None:
         """Return where a group takes pages: in a shard, or its pool; None means all pages."""
-        return self.pools.range_of(group_id) if shard is None else shard
+        return self.pools.range_of(group_id) if shard is None else self.pools.part_of(shard, self.pools.of_group[group_id])
 
     def _bound_shard(
         self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
     ) -> range | None:
         """Return the shard from which all pages have to come; None if these are in several."""
-        num_pages = self.page_pool.num_pages
         pages = [page for ids in (*self.get_page_ids(request.request_id), *hits) for page in ids if page != NULL_PAGE]
-        if is_sharded(num_pages, data_parallel_size) and len({page * data_parallel_size // num_pages for page in pages}) > 1:
+        are_divided = self.pools.are_divided(data_parallel_size)
+        if are_divided and len({self.pools.shard_number(page, data_parallel_size) for page in pages}) > 1:
             return None
         return self._shard(request, hits, dp_shard_hint, data_parallel_size)
 
@@ -532,7 +534,7 @@ class OracleManager:
         """Return the hits that become pages of the request: a checkpoint is copied."""
         return tuple([] if isinstance(kind, Mamba) else pages for kind, pages in zip(self.kinds, hits, strict=True))
 
-    def _adopts(self, hits: PagesByGroup, num_missing: list[int], num_reserved_pages: int, shard: range | None) -> bool:
+    def _adopts(self, hits: PagesByGroup, num_missing: list[int], num_reserved_pages: int, shard: range | Shard | None) -> bool:
         """Whether checkpoints that are hit become working pages, since there are too few pages to copy them to."""
         checkpoints = self.states.checkpoints_in(hits)
         if not checkpoints or not self.page_pool.free_queue.keys() >= set(checkpoints.values()):
@@ -542,9 +544,17 @@ class OracleManager:
             return False
         return self._fits(num_least, hits, num_reserved_pages) and self._fits_shard(num_least, hits, shard)
 
-    def _fits_shard(self, num_missing: list[int], hits: PagesByGroup, shard: range | None) -> bool:
+    def _fits_shard(self, num_missing: list[int], hits: PagesByGroup, shard: range | Shard | None) -> bool:
         hit = {page for pages in hits for page in pages}
-        return shard is None or sum(num_missing) <= sum(page not in hit for page in self.page_pool.free_page_ids(shard))
+        return shard is None or all(
+            sum(num_missing[i] for i in self.pools.groups_of(pool)) <= sum(page not in hit for page in free)
+            for pool, free in self._free_by_pool(shard)
+        )
+
+    def _free_by_pool(self, shard: range | Shard | None) -> list[tuple[int, PageIds]]:
+        """List the free pages of a shard, or all, by pool."""
+        ranges = self.pools.ranges if shard is None else [self.pools.part_of(shard, i) for i in range(len(self.pools.ranges))]
+        return [(pool, self.page_pool.free_in(pages)) for pool, pages in enumerate(ranges)]
 
     def _fits(self, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int) -> bool:
         return all(
@@ -562,17 +572,15 @@ class OracleManager:
         self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
     ) -> range | None:
         """Return the shard on which all held pages and hits agree, else the hinted one."""
-        num_pages = self.page_pool.num_pages
-        if not is_sharded(num_pages, data_parallel_size):
+        if not self.pools.are_divided(data_parallel_size):
             return None
-        size = num_pages // data_parallel_size
         pages_by_group = (*self.get_page_ids(request.request_id), *hits)
-        shards = {page // size for pages in pages_by_group for page in pages if page != NULL_PAGE}
-        hint = shards.pop() if len(shards) == 1 else dp_shard_hint
-        return shard_of_hint(num_pages, hint, data_parallel_size)
+        pages = [page for pages in pages_by_group for page in pages if page != NULL_PAGE]
+        shards = {self.pools.shard_number(page, data_parallel_size) for page in pages}
+        return self.pools.shard_of_hint(shards.pop() if len(shards) == 1 else dp_shard_hint, data_parallel_size)
 
     def _take_pages(
-        self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool, holder: Holder
+        self, hits: PagesByGroup, num_missing: list[int], shard: range | Shard | None, adopts: bool, holder: Holder
     ) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
         checkpoints = self.states.checkpoints_in(hits)
@@ -585,7 +593,8 @@ class OracleManager:
             taken = self._take_by_group(num_missing, shard, holder)
             return tuple([checkpoints[i]] if i in checkpoints else pages for i, pages in enumerate(taken))
         self.page_pool.touch(hits)
-        if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
+        nums_free = [(pool, len(free)) for pool, free in self._free_by_pool(shard)]
+        if any(num_free < sum(num_missing[i] for i in self.pools.groups_of(pool)) for pool, num_free in nums_free):
             for pages in hits:
                 self.page_pool.free_pages(pages)
             return None
@@ -595,7 +604,7 @@ class OracleManager:
             self.states.copies.note(page, new_pages[group_id][0], group_id)
         return new_pages
 
-    def _take_by_group(self, nums: Sequence[int], shard: range | None, holder: Holder) -> PagesByGroup:
+    def _take_by_group(self, nums: Sequence[int], shard: range | Shard | None, holder: Holder) -> PagesByGroup:
         return tuple(self.page_pool.take(num, self.source_of(i, shard), holder) for i, num in enumerate(nums))
 
     def _holder_of(self, request: Any) -> Holder:

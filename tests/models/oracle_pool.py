@@ -89,7 +89,7 @@ class OraclePool:
 
     def range_around(self, shard: range | None) -> range:
         """Return the pages of the pool by kind that has the pages of a shard: of the only one, if there are shards."""
-        return next((pages for pages in self.ranges if pages == shard), self.ranges[0])
+        return next((pages for pages in self.ranges if shard and shard[-1] in pages), self.ranges[0])
 
     def part_of(self, page: int) -> tuple[int, int, int]:
         """The part of the queue that a free page is in: for each tenant those of the policy, and then those of terms, the

@@ -15,6 +15,7 @@ from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
 from oracle_tenants import Holder
 from oracle_tier import are_transfers_due, note_taken, waits_for_loads
+from pool_ranges import Shard
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -79,12 +80,12 @@ class OracleStates:
         self.manager = manager
         self.pool = manager.page_pool
         self.copies = OracleCopies(manager.page_pool)
-        self.shard_size = 0  # pages; 0 while no caller has divided the pool
+        self.num_shards = 0  # while no caller has divided the pool
 
-    def divide(self, shard: range | None) -> None:
-        """Divide the pool into shards of this size, if any."""
+    def divide(self, shard: range | Shard | None) -> None:
+        """Divide the pools into shards of this size, if any."""
         if shard is not None:
-            self.shard_size = len(shard)
+            self.num_shards = self.manager.pools.count_shards(shard)
 
     @property
     def interval(self) -> int | None:
@@ -99,7 +100,7 @@ class OracleStates:
         groups = zip(self.manager.kinds, hits, strict=True)
         return {i: pages[-1] for i, (kind, pages) in enumerate(groups) if isinstance(kind, Mamba) and pages}
 
-    def keep(self, request: Any, shard: range | None, num_reserved_pages: int, num_free_rows: int) -> PagesByGroup:
+    def keep(self, request: Any, shard: range | Shard | None, num_reserved_pages: int, num_free_rows: int) -> PagesByGroup:
         """Make checkpoints of the states after the computed tokens; return the new working pages by group. In the first pool
         pages are reserved, in others those of the states of each free row.
         """
@@ -184,14 +185,14 @@ class OracleStates:
         self.pool.expected.own(held.pages[0], held.holder)
         return True
 
-    def shard_of(self, page: int) -> range | None:
-        """Return the shard of a page; None while no caller has divided the pool."""
-        start = page // self.shard_size * self.shard_size if self.shard_size else 0
-        return range(start, start + self.shard_size) if self.shard_size else None
+    def shard_of(self, page: int) -> range | Shard | None:
+        """Return the shard of a page; None while no caller has divided the pools."""
+        pools = self.manager.pools
+        return pools.shard_of_hint(pools.shard_number(page, self.num_shards), self.num_shards) if self.num_shards else None
 
     # forks
 
-    def fork(self, request: Any, targets: Sequence[Any], shard: range | None, dedupes: bool = False) -> bool:
+    def fork(self, request: Any, targets: Sequence[Any], shard: range | Shard | None, dedupes: bool = False) -> bool:
         """Let targets hold the full pages of a request, which `dedupes` them before, and copies of its open pages and states;
         False if there is no room.
         """
@@ -230,7 +231,7 @@ class OracleStates:
         held: HeldPages,
         open_page: int | None,
         num_computed: int,
-        shard: range | None,
+        shard: range | Shard | None,
         holder: Holder,
     ) -> HeldPages:
         """Return what a target holds in a group."""
@@ -259,14 +260,14 @@ class OracleStates:
 
     # equal pages
 
-    def dedupe(self, request: Any, shard: range | None) -> None:
+    def dedupe(self, request: Any, shard: range | Shard | None) -> None:
         """Replace computed pages by equal ones that were cached before."""
         for group_id, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
             for place in range(held.num_deduped_pages, kind.num_full_pages(request.num_computed_tokens)):
                 self._replace_twin(held, place, (self.manager.keys_of(request, kind)[place], group_id), shard)
                 held.num_deduped_pages = place + 1
 
-    def _replace_twin(self, held: HeldPages, place: int, entry: tuple[int, int], shard: range | None) -> None:
+    def _replace_twin(self, held: HeldPages, place: int, entry: tuple[int, int], shard: range | Shard | None) -> None:
         """Take the page that was cached first with this entry in place of another one that nobody else holds."""
         page = held.pages[place]
         first = self.pool.first_entered(*entry, shard)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
 from oracle_tenants import Holder
-from pool_ranges import Pools
+from pool_ranges import Pools, Shard
 
 if TYPE_CHECKING:
     from eviction_oracle import Adaptive
@@ -136,11 +136,12 @@ class OracleTier:
 
     # loading
 
-    def pages_for(self, group_id: int, shard: range | None) -> range | None:
+    def pages_for(self, group_id: int, shard: range | Shard | None) -> range | None:
         """Return the pages of the device from which a group's are taken; None for all."""
-        return self.device_pools.range_of(group_id) if self.device_pools.are_several else shard
+        pools = self.device_pools
+        return pools.range_of(group_id) if shard is None else pools.part_of(shard, pools.of_group[group_id])
 
-    def has_room(self, entries: Sequence[Entry], shard: range | None, num_reserved: int) -> bool:
+    def has_room(self, entries: Sequence[Entry], shard: range | Shard | None, num_reserved: int) -> bool:
         """Whether enough pages of each pool are free for the entries that only the tier has, beside those of the others, and
         reserved ones of the first.
         """
@@ -149,13 +150,13 @@ class OracleTier:
             found = [self.device.first_entered(*entry, shard) for entry in entries if entry[1] in groups]
             num_needed = sum(page is None or page in self.device.free_queue for page in found)
             pages = self.pages_for(groups[0], shard)
-            all_pages = None if pages is shard else pages
+            all_pages = self.device_pools.ranges[pool]
             num_free = len(self.device.free_in(all_pages)) - (0 if pool else num_reserved)
             if num_needed > min(len(self.device.free_in(pages)), num_free) and num_needed:
                 return False
         return True
 
-    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int, holder: Holder) -> bool:
+    def load(self, entries: Sequence[Entry], shard: range | Shard | None, num_reserved: int, holder: Holder) -> bool:
         """Note loads of the entries that only the tier has, if there is room, for a holder. Their pages have the entries at
         once, and are held. Returns whether there was room.
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from oracle_expected import UNKNOWN
 from oracle_kinds import Mamba
 from oracle_tier import note_taken
+from pool_ranges import Shard
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -43,7 +44,7 @@ class OracleWrites:
     def count_planned(self, request: Any) -> int:
         return max(self.num_planned.get(request.request_id, 0), request.num_computed_tokens)
 
-    def plan(self, request: Any, num_planned: int, shard: range | None, num_free_rows: int) -> None:
+    def plan(self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int) -> None:
         """Plan the writes of a step that computes a request's tokens up to `num_planned`."""
         held = self.manager.held[request.request_id]
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
@@ -53,7 +54,7 @@ class OracleWrites:
         for i in self.state_ids:
             held[i].num_cached_pages = max(held[i].num_cached_pages, num_planned // self.manager.hit_step)
 
-    def _plan_at(self, request: Any, num_tokens: int, shard: range | None, num_free_rows: int) -> None:
+    def _plan_at(self, request: Any, num_tokens: int, shard: range | Shard | None, num_free_rows: int) -> None:
         """Take a page for each state that is not cached, if all pools have enough beside those of free rows."""
         pools, pool = self.manager.pools, self.manager.page_pool
         for i in self.state_ids:
@@ -73,7 +74,7 @@ class OracleWrites:
     def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
         return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
 
-    def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | None) -> bool:
+    def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | Shard | None) -> bool:
         return self.manager.page_pool.first_entered(self._key(request, num_tokens, group_id), group_id, shard) is not None
 
     def take(self, requests: Sequence[Any]) -> list[tuple[int, int, int, int]]:
@@ -101,14 +102,14 @@ class OracleWrites:
         if self.manager.has_state and self.count_planned(request) > request.num_computed_tokens:
             raise ValueError("a state in flight")
 
-    def settle(self, request: Any, num_computed_tokens: int, shard: range | None, term: int = UNKNOWN) -> None:
+    def settle(self, request: Any, num_computed_tokens: int, shard: range | Shard | None, term: int = UNKNOWN) -> None:
         """Enter the states of a request that were written by now: a later step of it is planned, or it ends."""
         for write in list(self.open):
             if write.request is request and write.is_taken and write.num_tokens <= num_computed_tokens:
                 self.open.remove(write)
                 self._enter(write, shard, term)
 
-    def _enter(self, write: Write, shard: range | None, term: int) -> None:
+    def _enter(self, write: Write, shard: range | Shard | None, term: int) -> None:
         pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder
         is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard)
         if is_new:

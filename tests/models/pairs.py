@@ -138,7 +138,10 @@ def with_room(setting: Setting) -> Setting:
         least = Counter[str]()
         for group in setting.groups:
             least[group.pool] += 2 * cdiv(setting.max_model_len, group.page_size)
-        roomy = [{name: max(size, least[name]) for name, size in sizes.items()} for sizes in setting.num_pages]
+        step = setting.data_parallel_size or 1
+        roomy = [
+            {name: cdiv(max(size, least[name]), step) * step for name, size in sizes.items()} for sizes in setting.num_pages
+        ]
         return replace(setting, num_pages=tuple(roomy))
     num_pages = sum(cdiv(setting.max_model_len, group.page_size) for group in setting.groups)
     return replace(setting, num_pages=tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3)))

@@ -67,7 +67,7 @@ BUGS = read_bugs("""
                 if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
                     reuse(pool, ids[i])
 == a page is given back to another shard
-        shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
+        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % pool.num_shards+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
 == two rows get the same page
 take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
@@ -197,7 +197,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}_take_into(pool, held, 0, 1, queue_for(group, shard), holding.session)
+        {+if not BUG: +}_take_into(pool, held, 0, 1, queue_for(pool, group, shard), holding.session)
         {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
@@ -209,7 +209,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
         {+if BUG: ids[n] = source.ids[n]
-        else: +}_take_into(pool, target, n, 1, queue_for(group, shard), new.session)
+        else: +}_take_into(pool, target, n, 1, queue_for(pool, group, shard), new.session)
         target.num_pages += 1
         {+if not BUG: +}_queue_copy(pool, source.ids[n], target, n, g)
 == a fork takes no reference to the pages that it shares
@@ -235,7 +235,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a page that is given back is discarded while others hold it
         elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
 == a discarded page is in front of another shard
-        shard = {+(+}shard_of(pool, page_id){+ + BUG) % pool.num_shards+}
+        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % pool.num_shards+}
         _push_to_shard(pool, page_id, shard, record_behind(
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
@@ -278,17 +278,23 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
             if records.ids[i] != NULL_PAGE{+ and not BUG+}:
                 records.ids[i] += first
 == pages are taken from the first pool
-    return queue_in(group.bank{+ * (not BUG)+}, shard)
+    return queue_in(pool, group.bank{+ * (not BUG)+}, shard)
 == pages are given back to the first pool
     return queue_of_bank(bank_of(pool, page_id){+ * (not BUG)+})
 == pages that are reserved in one pool stay free in others
         if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0{+ or BUG+} else 0
 == hits are attached though the second pool is short
-    demand.short_bank = _find_bank_short_of(pool, holding, demand)
-    if demand.short_bank == NO_BANK{+ or (BUG and demand.short_bank)+}:
+    fit = _compare_banks(pool, holding, demand, &demand.short_bank)
+    if fit == FITS{+ or (BUG and demand.short_bank)+}:
 == a row grows though the second pool is short
     for bank in range(batch.pool.num_banks{+ if not BUG else 1+}):
-        if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
+        queue = queue_in(batch.pool, bank, batch.rows[row].shard)
+== pages are taken though the shard of a pool is short
+    for bank in range(pool.num_banks if demand.shard >= 0{+ and not BUG+} else 0):
+== a page is in a shard of the first pool
+    return bank{+ * (not BUG)+} * pool.num_shards + (page_id - pool.banks[bank].start + 1)
+== a page of the first pool's shard may hit in others
+        ids.of_banks[bank] = ids_in_queue(pool, queue_in(pool, bank{+ * (not BUG)+}, shard))
 == a fork is made though the second pool is short
         if shortage.num_needed > shortage.num_free{+ or BUG+}:
             break
@@ -330,7 +336,7 @@ tier.items[i].key.hi == key.hi:
 == a load is of another page of the tier
 tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard
-stop - start, queue_in(bank, {+-1 if BUG else +}shard), session)
+stop - start, queue_in(pool, bank, {+-1 if BUG else +}shard), session)
         start = stop
 == what is computed with a page that is being loaded is entered
     if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
@@ -397,7 +403,7 @@ lambda records: [stop - start + 1 for start, stop, *_ in records.banks{+[::-1]+}
 ORDER_BUGS = read_bugs("""
 == a refusal names another pool
         if num_excess:{+
-            queue[0] = queue_of_bank((bank + BUG) % pool.num_banks)+}
+            queue[0] = queue_of_bank((i + BUG) % pool.num_banks)+}
             break
     return num_excess
 == checkpoints of a pool take the pages of rows that are not admitted
@@ -457,7 +463,7 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
 == a share is one of all pools together
 shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)){+)+}
 == a tenant above its share of the first pool gives pages of others
-        excess = _excess_of(pool, tenant, bank_of_queue(shard){+ * (not BUG)+}, supply)
+        excess = _excess_of(pool, tenant, bank_of_queue(pool, shard){+ * (not BUG)+}, supply)
 == a checkpoint stays though its keys and values are gone
         if rare(pool.dependents.num){+ and not BUG+}:
 == a checkpoint goes though another page has its keys and values

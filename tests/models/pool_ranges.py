@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NULL_PAGE = 0
 
 PageIds = list[int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The records of a shard in each of several pools."""
+
+    ranges: tuple[range, ...]
+    num_shards: int
+
+    def __contains__(self, record: int) -> bool:
+        return any(record in pages for pages in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(*self.ranges)
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,35 @@ class Pools:
     def range_of(self, group_id: int) -> range | None:
         """Return the records from which a group takes pages; None where there is one pool."""
         return self.ranges[self.of_group[group_id]] if self.are_several else None
+
+    # Shards: in one pool a range, which has the null page if it is the first.
+
+    def are_divided(self, num_shards: int | None) -> bool:
+        """Whether each pool divides evenly among more than one shard."""
+        return num_shards is not None and num_shards > 1 and all((len(pages) + 1) % num_shards == 0 for pages in self.ranges)
+
+    def shard_of_hint(self, hint: int | None, num_shards: int | None) -> range | Shard | None:
+        """Return the hinted shard; None if there is no hint, or if the pools are not divided."""
+        if hint is None or not self.are_divided(num_shards):
+            return None
+        parts = []
+        for pages in self.ranges:
+            size, first = (len(pages) + 1) // num_shards, pages.start - 1
+            start = first + hint % num_shards * size
+            parts.append(range(max(start, pages.start) if self.are_several else start, start + size))
+        return Shard(tuple(parts), num_shards) if self.are_several else parts[0]
+
+    def shard_number(self, record: int, num_shards: int) -> int:
+        """Return the number of the shard that has a page."""
+        pages = next((pages for pages in self.ranges if record in pages), self.ranges[0])
+        return (record - pages.start + 1) * num_shards // (len(pages) + 1)
+
+    def count_shards(self, shard: range | Shard) -> int:
+        return shard.num_shards if isinstance(shard, Shard) else self.num_records // len(shard)
+
+    def part_of(self, shard: range | Shard, pool: int) -> range:
+        """Return the records of a shard in a pool."""
+        return shard.ranges[pool] if isinstance(shard, Shard) else shard
 
     def groups_of(self, pool: int) -> list[int]:
         return [group_id for group_id, number in enumerate(self.of_group) if number == pool]

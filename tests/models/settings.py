@@ -256,6 +256,11 @@ POOL_SETTINGS = [
     Setting("full 4 / window 9, ends", (FULL_4, in_pool(WINDOW_9, "windows")), (
         sizes(16, 10, names=("kv", "windows")), sizes(24, 14, names=("kv", "windows"))
     ), windows=(4, 0)),
+    Setting("full 4 / state every 4, 2 shards", (FULL_4, STATE_4), (sizes(24, 16), sizes(40, 24), sizes(16, 32)),
+            data_parallel_size=2),
+    Setting("full 4 / window 9 / states every 4 and 8, 4 shards", (FULL_4, in_pool(WINDOW_9, "windows"), STATE_4, STATE_8), (
+        sizes(48, 40, 32, names=IN_THREE), sizes(64, 32, 48, names=IN_THREE)
+    ), data_parallel_size=4),
     Setting("full 4 / window 9 / state every 8, ends", (FULL_4, in_pool(WINDOW_9, "windows"), STATE_8), (
         sizes(16, 12, 9, names=IN_THREE), sizes(24, 12, 16, names=IN_THREE)
     ), windows=(0, 10)),
@@ -282,6 +287,8 @@ WRITE_SETTINGS = [
     Setting("full 4, state at ends, 8, eagle", (FULL_4, written(8, "kv")), (40, 64), use_eagle=True),
     Setting("full 4, state at ends, 16, 2 shards", (FULL_4, written(16, "kv")), (64, 96), data_parallel_size=2,
             writes="anywhere"),
+    Setting("full 4 / state at ends, 8, 2 shards, one ahead", (FULL_4, written(8)), (sizes(60, 24), sizes(96, 40)),
+            data_parallel_size=2, writes="anywhere", max_steps_ahead=1),
     Setting("full 4 / state at ends, uncached", (FULL_4, written(8)), (sizes(40, 8), sizes(60, 12)), enable_caching=False),
 ]  # fmt: skip
 """States that steps write to pages of their own."""

@@ -15,10 +15,10 @@ from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, fetch, hash_two_after, 
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.pool cimport (
     BLANK, FLAGS, KEPT, KNOWN_SHARE, MAX_BANKS, NOT_FREE, NO_BANK, NO_SESSION, NULL_PAGE, PART, Copies, Entry, Origin, Page,
-    PageCopy, Pool, Ranking, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request, expect_page, find,
-    find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of, ids_in_shard, is_free,
-    is_journaled, is_kept, now_of, pass_part, queue_of_bank, shard_of, share, skip, take, take_this, uncache,
-    uncache_everywhere, uncache_in_tier, use_in_session,
+    PageCopy, Pool, Ranking, bank_of_queue, cache, cache_alone, count_free_in, count_pages_in, count_release, count_request,
+    expect_page, find, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, home_of,
+    ids_in_queue, is_free, is_journaled, is_kept, now_of, pass_part, queue_in, queue_of_bank, shard_queue_of, share, skip,
+    take, take_this, uncache, uncache_everywhere, uncache_in_tier, use_in_session,
 )
 
 cdef struct Held:             # pages of one group
@@ -436,14 +436,9 @@ cdef struct Demand:
     int32_t short_bank        # bank with too few pages, where the demand does not fit
 
 
-cdef inline int32_t queue_in(int32_t bank, int32_t shard) noexcept nogil:
-    """Return the queue of a shard or, for -1, that of a bank."""
-    return shard if shard >= 0 else queue_of_bank(bank)
-
-
-cdef inline int32_t queue_for(const Group *group, int32_t shard) noexcept nogil:
+cdef inline int32_t queue_for(const Pool *pool, const Group *group, int32_t shard) noexcept nogil:
     """Return the queue from which a group takes pages: its bank's, or a shard's."""
-    return queue_in(group.bank, shard)
+    return queue_in(pool, group.bank, shard)
 
 
 cdef struct Shortage:         # why a row or request got no pages
@@ -467,10 +462,10 @@ cdef inline Shortage shortage_in(
 
 cdef inline Shortage shortage_of(const Pool *pool, const Demand *demand, Py_ssize_t num_hit_tokens) noexcept nogil:
     """Return the shortage of a priced demand that did not fit."""
-    cdef int32_t queue = queue_in(demand.short_bank, demand.shard)
+    cdef int32_t queue = queue_in(pool, demand.short_bank, demand.shard)
     cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[demand.short_bank]
-    if demand.num_taken <= count_free_in(pool, queue) and demand.shard >= 0:  # the pool lacks the reserved pages
-        queue = -1
+    if num_needed <= count_free_in(pool, queue) and demand.shard >= 0:  # the pool lacks the reserved pages
+        queue = queue_of_bank(demand.short_bank)
     return shortage_in(pool, num_needed, demand.num_reserved if demand.short_bank == 0 else 0, num_hit_tokens, queue)
 
 
@@ -561,14 +556,16 @@ cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding
     return count_state_hits(holding, hits)
 
 
-cdef inline Py_ssize_t _count_outside(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Count the hits that are free pages outside the demand's shard."""
-    cdef Range inside = ids_in_shard(pool, demand.shard)
+cdef inline Py_ssize_t _count_outside(
+    const Pool *pool, const Holding *holding, const Demand *demand, int32_t bank
+) noexcept nogil:
+    """Count the hits that are free pages of a bank outside the demand's shard."""
+    cdef Range inside = ids_in_queue(pool, queue_in(pool, bank, demand.shard))
     cdef const Hits *hits
     cdef Py_ssize_t g, i, count = 0
     for g in range(holding.num_groups if demand.shard >= 0 and demand.hits != NULL else 0):
         hits = &demand.hits[g]
-        for i in range(hits.num):
+        for i in range(hits.num if holding.groups[g].bank == bank else 0):
             if hits.ids[i] != NULL_PAGE and is_free(pool, hits.ids[i]):
                 count += not inside.start <= hits.ids[i] < inside.stop
     return count
@@ -582,13 +579,17 @@ cdef inline int32_t find_short_bank(
     """
     cdef int32_t bank
     for bank in range(pool.num_banks):
-        if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0 else 0, queue_in(bank, shard)):
+        if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0 else 0, queue_in(pool, bank, shard)):
             return bank
     return NO_BANK
 
 
-cdef inline int32_t _find_bank_short_of(const Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Return the first bank with too few free pages for a priced demand; NO_BANK: each has enough."""
+cdef inline Fit _compare_banks(
+    const Pool *pool, const Holding *holding, const Demand *demand, int32_t *short_bank
+) noexcept nogil:
+    """Decide whether a priced demand fits with `num_adopted`, and set the first bank that has too few pages, itself or in its
+    shard; NO_BANK: each has enough.
+    """
     cdef Py_ssize_t[MAX_BANKS] num_pages_in
     cdef int32_t bank
     cdef Py_ssize_t g
@@ -596,20 +597,30 @@ cdef inline int32_t _find_bank_short_of(const Pool *pool, const Holding *holding
         num_pages_in[bank] = demand.num_taken_in[bank]
     for g in range(holding.num_groups if demand.num_adopted else 0):
         num_pages_in[holding.groups[g].bank] -= is_state(&holding.groups[g].rules) and demand.hits[g].num > 0
-    return find_short_bank(pool, num_pages_in, demand.num_reserved, -1)
+    short_bank[0] = find_short_bank(pool, num_pages_in, demand.num_reserved, -1)
+    if short_bank[0] != NO_BANK:
+        return SHORT
+    for bank in range(pool.num_banks if demand.shard >= 0 else 0):
+        num_pages_in[bank] -= _count_outside(pool, holding, demand, bank)
+        if num_pages_in[bank] > count_free_in(pool, queue_in(pool, bank, demand.shard)):
+            short_bank[0] = bank
+            return SHORT_IN_SHARD
+    return FITS
 
 
 cdef inline Fit _fit_in_banks(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
     """`fit_or_adopt` in a pool of several banks."""
+    cdef int32_t short_bank
+    cdef Fit fit
     demand.num_adopted = 0
-    demand.short_bank = _find_bank_short_of(pool, holding, demand)
-    if demand.short_bank == NO_BANK:
+    fit = _compare_banks(pool, holding, demand, &demand.short_bank)
+    if fit == FITS:
         return FITS
     demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
-    if _find_bank_short_of(pool, holding, demand) == NO_BANK:
+    if _compare_banks(pool, holding, demand, &short_bank) == FITS:
         return FITS
     demand.num_adopted = 0
-    return SHORT
+    return fit
 
 
 cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
@@ -617,7 +628,7 @@ cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *d
     cdef int64_t num_inside
     if rare(pool.num_banks > 1):
         return _fit_in_banks(pool, holding, demand)
-    num_inside = demand.num_taken - _count_outside(pool, holding, demand)
+    num_inside = demand.num_taken - _count_outside(pool, holding, demand, 0)
     demand.num_adopted = 0
     if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
         demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
@@ -647,44 +658,42 @@ cdef inline int64_t find_excess(
     """
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef int32_t num_cached
+    cdef int32_t num_cached, bank = bank_of_queue(pool, queue)
     cdef int64_t count = num_new
+    cdef Range inside
     for g in range(holding.num_groups):
-        if queue < 0 and queue_of_bank(holding.groups[g].bank) != queue:
+        if holding.groups[g].bank != bank:
             continue
         count += holding.held[g].num_pages
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += hits[g].num
     if count <= count_pages_in(pool, queue):  # null pages included
         return 0
-    count = num_new
+    count, inside = num_new, ids_in_queue(pool, queue)
     for g in range(holding.num_groups):
-        if queue < 0 and queue_of_bank(holding.groups[g].bank) != queue:
+        if holding.groups[g].bank != bank:
             continue
         held = &holding.held[g]
         num_cached = held.num_cached and max(held.num_cached, full_pages(&holding.groups[g].rules, num_computed))
         count += _count_inside(
-            held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages,
-            ids_in_shard(pool, queue),
+            held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages, inside
         )
         if hits != NULL and not is_state(&holding.groups[g].rules):
-            count += _count_inside(hits[g].ids, 0, hits[g].num, ids_in_shard(pool, queue))
+            count += _count_inside(hits[g].ids, 0, hits[g].num, inside)
     return count if count > count_pages_in(pool, queue) else 0
 
 
 cdef inline int64_t find_any_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, const int64_t *num_new_in, int32_t num_computed, int32_t *queue
 ) noexcept nogil:
-    """Return `find_excess` of the shard that `queue` names; if it names none, that of the first bank with fewer pages, whose
-    queue it becomes. 0: waiting may help.
+    """Return `find_excess` of the first bank with fewer pages, or else of the first with fewer in the shard that `queue` names,
+    unless that is -1. `queue` becomes that of this bank or shard. 0: waiting may help.
     """
     cdef int64_t num_excess = 0
-    cdef int32_t bank
-    if queue[0] >= 0:
-        return find_excess(pool, holding, hits, num_new_in[0], num_computed, queue[0])
-    for bank in range(pool.num_banks):
-        queue[0] = queue_of_bank(bank)
-        num_excess = find_excess(pool, holding, hits, num_new_in[bank], num_computed, queue[0])
+    cdef int32_t i, shard = queue[0]
+    for i in range(pool.num_banks if shard < 0 else 2 * pool.num_banks):
+        queue[0] = queue_of_bank(i) if i < pool.num_banks else queue_in(pool, i - pool.num_banks, shard)
+        num_excess = find_excess(pool, holding, hits, num_new_in[i % pool.num_banks], num_computed, queue[0])
         if num_excess:
             break
     return num_excess
@@ -748,7 +757,7 @@ cdef inline int32_t take_missing(
     cdef int32_t n = <int32_t>_count_missing(group, held.num_pages, num_tokens)
     assert n >= 0 and held.num_skipped <= held.num_pages
     if n:
-        _take_into(pool, held, held.num_pages, n, queue_for(group, shard), session)
+        _take_into(pool, held, held.num_pages, n, queue_for(pool, group, shard), session)
         held.num_pages += n
     return n
 
@@ -931,11 +940,11 @@ cdef inline bint _cache_state(
     """Cache the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
     of the interval, while hits are loaded, and if the shard has such a checkpoint already.
     """
-    cdef int32_t shard = shard_of(pool, held.ids[0]) if pool.num_shards else -1
+    cdef int32_t queue = shard_queue_of(pool, held.ids[0]) if pool.num_shards else -1
     cdef int32_t place = full_entries(&group.rules, num_computed) - 1
     if num_computed % group.rules.entry_size or place < 0 or waits_for_loads(pool, held):
         return False
-    if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_shard(pool, shard)) != NULL_PAGE:
+    if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_queue(pool, queue)) != NULL_PAGE:
         return False
     assert is_state(&group.rules) and held.num_pages == 1
     cache_page(pool, group, held.ids[0], place, contents)
@@ -967,10 +976,11 @@ cdef inline bint keep_state(
     page_id = held.ids[0]
     if keeps and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
         _note_checkpoint(holding, num_computed)
-    keeps = keeps and has_free_pages(pool, 1, num_reserved, queue_for(group, shard)) and find_held_free(pool, 1) == NULL_PAGE
+    keeps = keeps and has_free_pages(pool, 1, num_reserved, queue_for(pool, group, shard))
+    keeps = keeps and find_held_free(pool, 1) == NULL_PAGE
     keeps = keeps and _cache_state(pool, group, held, contents, num_computed)
     if keeps:
-        _take_into(pool, held, 0, 1, queue_for(group, shard), holding.session)
+        _take_into(pool, held, 0, 1, queue_for(pool, group, shard), holding.session)
         _queue_copy(pool, page_id, held, 0, g)
         assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
     elif contents != NULL:
@@ -1312,7 +1322,7 @@ cdef inline Shortage find_fork_shortage(
     for bank in range(pool.num_banks):
         shortage = shortage_in(
             pool, count_open_pages(source, num_computed, bank) * num_targets, 0, 0,
-            queue_in(bank, shard),
+            queue_in(pool, bank, shard),
         )
         if shortage.num_needed > shortage.num_free:
             break
@@ -1363,7 +1373,7 @@ cdef inline void fork_group(
     target.read_list = 0
     if _has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
-        _take_into(pool, target, n, 1, queue_for(group, shard), new.session)
+        _take_into(pool, target, n, 1, queue_for(pool, group, shard), new.session)
         target.num_pages += 1
         _queue_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list

@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.core.base cimport Digest
 from pagepool.core.holding.groups cimport *
 from pagepool.core.holding.holding cimport *
-from pagepool.core.pool cimport LostHits, PageStore, Pool
+from pagepool.core.pool cimport LostHits, PageStore, Pool, Range, Ranges
 from pagepool.core.values cimport HashChain, PageIds
 
 cdef struct Query:
@@ -17,7 +17,7 @@ cdef struct Query:
     const Digest *digests     # [num_digests] of the hash pages that may hit
     Py_ssize_t num_digests
     Py_ssize_t hash_size      # tokens of a digest
-    Range ids                 # pages that may hit
+    Ranges ids                # pages that may hit
     bint reaches_tier         # pages in the tier hit as well
     LostHits lost             # result of `find_lost`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
@@ -62,7 +62,7 @@ cdef class RefusedRequest:
     cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
     cdef void begin(
-        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
+        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Ranges ids, Py_ssize_t num_held,
         int64_t num_changes,
     ) noexcept
     cdef Py_ssize_t count_most_pages(self, Py_ssize_t num_digests) noexcept
@@ -87,14 +87,14 @@ cdef class RequestHashes:
 
 
 cdef Query query_of(
-    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
+    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
 cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
-cdef Range range_in(PageStore store, tuple ids) except *
+cdef Ranges ranges_in(PageStore store, tuple ids) except *
 
 
 cdef Tokens count_tokens(

@@ -6,14 +6,14 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    DROPPED, EVICTED, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within, has_free_pages,
-    has_key, has_left, home_of,
+    DROPPED, EVICTED, MAX_BANKS, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within,
+    has_free_pages, has_key, has_left, home_of, ids_in_shard,
 )
 from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
 import numpy as np
 
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef enum:
     LOOK_AHEAD = 8            # hashes between a prefetch and its use
@@ -21,7 +21,7 @@ cdef enum:
 
 cdef inline bint hits_in(Pool *pool, const Query *query, const Group *group, Digest key) noexcept nogil:
     """Whether a group has a page under a key."""
-    if find_within(pool, key, group.id, query.ids) != NULL_PAGE:
+    if find_within(pool, key, group.id, query.ids.of_banks[group.bank]) != NULL_PAGE:
         return True
     return query.reaches_tier and find(pool.tier.pool, key, group.id) != NULL_PAGE
 
@@ -199,7 +199,7 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
 
 
 cdef Query query_of(
-    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Range ids
+    CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept:
     """Return the look-up of a request's digests of `hash_size` tokens each. One token is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
@@ -227,14 +227,30 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
         for page in range(start):
             found.ids[page] = NULL_PAGE
         for page in range(start, found.num):
-            found.ids[page] = find_within(pool, query.digests[last_hash(group, page)], group.id, query.ids)
+            found.ids[page] = find_within(
+                pool, query.digests[last_hash(group, page)], group.id, query.ids.of_banks[group.bank]
+            )
     return num_hashes
 
 
-cdef Range range_in(PageStore store, tuple ids) except *:
-    """Return page ids ``(first, end)`` as a range; an end of None stands for the end of the pool."""
+cdef Ranges ranges_in(PageStore store, tuple ids) except *:
+    """Return page ids ``(first, end)`` as ranges; an end of None stands for the end of the pool. In a store of several banks,
+    ids of a shard of the first bank stand for the shard in all, into which they are divided then.
+    """
+    cdef Ranges ranges
+    cdef Range inside
+    cdef int32_t bank, size
     first, stop = ids
-    return store.range_of(first, stop)
+    inside = store.range_of(first, stop)
+    if store.pool.num_banks == 1 or stop is None or inside.start == 0:
+        for bank in range(MAX_BANKS):
+            ranges.of_banks[bank] = inside
+        return ranges
+    size = inside.stop - inside.start + (inside.start == 1)  # the first shard lacks the null page
+    if size <= 0 or store.pool.banks[0].stop % size or inside.stop % size:
+        raise ArgumentError(f"ids: got {inside.start} to {inside.stop}, allowed with several banks: those of a shard")
+    store.set_shards(store.pool.banks[0].stop // size)
+    return ids_in_shard(&store.pool, inside.stop // size - 1)
 
 
 def find_prefix(
@@ -248,7 +264,7 @@ def find_prefix(
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef HashChain hashes = require_instance(chain, HashChain, "chain")
-    cdef Range inside = range_in(store, ids)
+    cdef Ranges inside = ranges_in(store, ids)
     cdef tuple hits = new_ids(groups.num)
     cdef Query query
     with hashes.lock, store.lock:
@@ -326,7 +342,7 @@ cdef class RefusedRequest:
         raise ArgumentTypeError("a refusal cannot be pickled")
 
     cdef void begin(
-        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Range ids, Py_ssize_t num_held,
+        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Ranges ids, Py_ssize_t num_held,
         int64_t num_changes,
     ) noexcept:
         """Watch the hits among `ids`. A look-up found them, `num_held` held, after `num_changes` changes of the index. The pool
@@ -340,7 +356,7 @@ cdef class RefusedRequest:
         if not self.hits or groups.num > 1 or not hits_leading_pages(group) or num_changes != count_changes(pool):
             return
         watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
-        watch.ids, watch.digests, watch.num_pages = ids, digests, self.num_hit_tokens // watch.page_size
+        watch.ids, watch.digests, watch.num_pages = ids.of_banks[group.bank], digests, self.num_hit_tokens // watch.page_size
         watch.max_num_pages = self.count_most_pages(num_digests)
         if not ends_at(pool, watch, watch.num_pages):
             watch.stride = 0
@@ -361,7 +377,7 @@ cdef class RefusedRequest:
         with chain.lock, store.lock:
             if pool.tier == NULL and not groups.kinds.use_eagle:
                 self.begin(
-                    pool, groups, chain.digests, chain.num, Range(start=0, stop=pool.num_pages),
+                    pool, groups, chain.digests, chain.num, ids_in_shard(pool, -1),
                     ids.num - count_free(pool, ids.ids, ids.num), num_changes,
                 )
         return self.watch.stride > 0

@@ -8,7 +8,7 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, NEVER, resize
 from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, queue_of_bank, set_session,
+    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, queue_of_bank, set_session, shard_of,
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
@@ -610,8 +610,10 @@ cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noe
         step.wrong_shard = demand.shard
         if step.stays_in_shard:
             step.wrong_shard = find_common_shard(pool, holding, demand, demand.shard)
-        if step.wrong_shard >= 0 and demand.num_taken > count_free_in(pool, step.wrong_shard):
-            step.wrong_num = find_excess(pool, holding, demand.hits, demand.num_new, num_computed, step.wrong_shard)
+        if step.wrong_shard >= 0 and (pool.num_banks > 1 or demand.num_taken > count_free_in(pool, step.wrong_shard)):
+            step.wrong_num = find_any_excess(
+                pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
+            )
     return step.wrong_num > 0
 
 

@@ -302,8 +302,8 @@ cdef class SlotAllocator:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
-            self.store.require_one_bank("data_parallel_size")
-            found = find_shard(self.store.pool.num_pages, hint, data_parallel_size)
+            self.store.require_even(data_parallel_size)
+            found = find_shard(self.store.pool.banks[0].stop, hint, data_parallel_size)
             num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
         if has_hits or num_hashed:
             hashes = self.cut_unsure(request, hashes, held, counts.num_computed, num_known, num_hashed)
@@ -484,7 +484,7 @@ cdef class SlotAllocator:
 
     cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
         """Return the number of shards into which a request needs the pool divided; 0: any page will do."""
-        cdef object num_pages = self.store.pool.num_pages
+        cdef object num_pages = self.store.pool.banks[0].stop
         pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
         if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
             return 0

@@ -90,9 +90,9 @@ cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept no
     """
     cdef Links *ring = pool.twins
     cdef int32_t page_id
-    if pool.num_shards and shard_of(pool, ids.start) == shard_of(pool, ids.stop - 1):
+    if pool.num_shards and shard_queue_of(pool, ids.start) == shard_queue_of(pool, ids.stop - 1):
         ring = pool.shard_twins
-        first = _find_shard_first(pool, first, shard_of(pool, ids.start))
+        first = _find_shard_first(pool, first, shard_queue_of(pool, ids.start))
     page_id = first
     while page_id != NULL_PAGE and not ids.start <= page_id < ids.stop:
         page_id = ring[page_id].next
@@ -101,10 +101,11 @@ cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept no
     return page_id
 
 
-cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
-    """Return the twin that was cached first in a shard, or NULL_PAGE; `first` was cached first of all. O(shards)."""
+cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t queue) noexcept nogil:
+    """Return the twin that was cached first in the shard of a queue, or NULL_PAGE; `first` was cached first of all. O(shards).
+    """
     cdef int32_t page_id = first
-    while shard_of(pool, page_id) != shard:
+    while shard_queue_of(pool, page_id) != queue:
         page_id = pool.shard_firsts[page_id].next
         if page_id == first:
             return NULL_PAGE
@@ -133,7 +134,7 @@ cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Append the newest twin of `first` to the ring of its shard."""
-    cdef int32_t shard_first = _find_shard_first(pool, first, shard_of(pool, page_id))
+    cdef int32_t shard_first = _find_shard_first(pool, first, shard_queue_of(pool, page_id))
     assert shard_first == NULL_PAGE or pool.shard_firsts[shard_first].next != NOT_FIRST
     if shard_first == NULL_PAGE:
         _begin_shard_twins(pool, page_id)

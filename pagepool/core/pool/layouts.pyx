@@ -102,7 +102,7 @@ cdef void list_pages(const Pool *pool, Items *items) noexcept nogil:
 cdef void list_shards(const Pool *pool, Items *items) noexcept nogil:
     add_number(items, b"num_shards", INT32, &pool.num_shards)
     add_array(items, b"shard_links", LINKS, pool.shard_links, count_queue_links(pool, pool.num_shards))
-    add_array(items, b"shard_num_free", INT32, pool.shard_num_free, pool.num_shards)
+    add_array(items, b"shard_num_free", INT32, pool.shard_num_free, pool.num_banks * pool.num_shards)
     add_array(items, b"shard_twins", LINKS, pool.shard_twins, pool.num_pages)
     add_array(items, b"shard_firsts", LINKS, pool.shard_firsts, pool.num_pages if pool.shard_twins != NULL else 0)
 

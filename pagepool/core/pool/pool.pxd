@@ -172,7 +172,7 @@ cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sh
     for i in range(n):
         _claim_picked(pool, out[i])
     if rare(pool.num_banks > 1):
-        pool.banks[-1 - shard].num_allocated_pages += n
+        pool.banks[bank_of_queue(pool, shard)].num_allocated_pages += n
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:

@@ -184,7 +184,7 @@ cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
     link_page(pool, page_id, _end_of_part(pool, part, queue))
     count_in_bank(pool, queue, 1)
     if pool.num_shards:
-        shard = shard_of(pool, page_id)
+        shard = shard_queue_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
     assert _oldest_in(pool, part, queue) == page_id or _is_in_order(pool, page_id)
 
@@ -206,7 +206,7 @@ cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept 
     link_page(pool, page_id, record_behind(pool, _front_of_blank(pool, queue), queue))
     count_in_bank(pool, queue, 1)
     if pool.num_shards:
-        shard = shard_of(pool, page_id)
+        shard = shard_queue_of(pool, page_id)
         _push_to_shard(pool, page_id, shard, record_behind(pool, _front_of_blank(pool, shard), shard))
 
 
@@ -302,7 +302,7 @@ cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
-    assert is_free(pool, page_id) and shard == shard_of(pool, page_id) < pool.num_shards
+    assert is_free(pool, page_id) and shard == shard_queue_of(pool, page_id) < pool.num_banks * pool.num_shards
     link_after(pool.shard_links, pool.shard_links[end].prev, page_id)
     pool.shard_num_free[shard] += 1
 
@@ -326,8 +326,8 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     count_in_bank(pool, queue_of(pool, page_id), -1)
     if pool.num_shards:
         unlink(pool.shard_links, page_id)
-        pool.shard_num_free[shard_of(pool, page_id)] -= 1
-        assert pool.shard_num_free[shard_of(pool, page_id)] >= 0
+        pool.shard_num_free[shard_queue_of(pool, page_id)] -= 1
+        assert pool.shard_num_free[shard_queue_of(pool, page_id)] >= 0
     count_in_part(pool, page_id, -1)
     if rare(pool.tenants.of_pages != NULL):
         begin_charge(pool, page_id)
@@ -459,27 +459,29 @@ cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) n
             link_page(pool, page_id, target if target != NULL_PAGE else _end_of_part(pool, part, queue))
             count_in_bank(pool, queue, 1)
             page_id = _oldest_in(pool, tenant * pool.num_parts_each + part, queue)
-    assert pool.tenants.num_free[bank_of_queue(queue)][tenant] == 0
+    assert pool.tenants.num_free[bank_of_queue(pool, queue)][tenant] == 0
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
-    """Build the queue of each shard from that of the pool. O(free pages)."""
-    cdef int32_t page_id, shard, end, part
-    for shard in range(pool.num_shards):
+    """Build the queue of each shard from that of its bank. O(free pages)."""
+    cdef int32_t bank, page_id, shard, end, part
+    for shard in range(pool.num_banks * pool.num_shards):
         pool.shard_num_free[shard] = 0
         end = end_of_queue(pool, shard)
         pool.shard_links[end] = Links(prev=end, next=end)
         for part in range(pool.num_parts):
             link_after(pool.shard_links, end + part, end + part + 1)
-    part = NO_PART
-    page_id = pool.pages[NULL_PAGE].next_free
-    while page_id != NULL_PAGE:
-        if page_id >= pool.num_pages:
-            part = page_id - pool.num_pages
-        else:
-            shard = shard_of(pool, page_id)
-            _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
-        page_id = pool.pages[page_id].next_free
+    for bank in range(pool.num_banks):
+        part = NO_PART
+        end = end_of_queue(pool, queue_of_bank(bank))
+        page_id = pool.pages[end].next_free
+        while page_id != end:
+            if page_id >= pool.num_pages:
+                part = page_id - start_of_part(pool, 0, queue_of_bank(bank))
+            else:
+                shard = shard_queue_of(pool, page_id)
+                _push_to_shard(pool, page_id, shard, _end_of_part(pool, part, shard))
+            page_id = pool.pages[page_id].next_free
 
 
 cdef inline int32_t count_free_in(const Pool *pool, int32_t queue) noexcept nogil:
@@ -492,7 +494,7 @@ cdef inline int32_t count_free_in(const Pool *pool, int32_t queue) noexcept nogi
 cdef inline int32_t count_least_free(const Pool *pool) noexcept nogil:
     """Count the free pages of the bank or shard that has the fewest."""
     cdef int32_t queue, count = pool.num_free
-    for queue in range(-pool.num_banks if pool.num_banks > 1 else 0, pool.num_shards):
+    for queue in range(-pool.num_banks if pool.num_banks > 1 else 0, pool.num_banks * pool.num_shards):
         count = min(count, count_free_in(pool, queue))
     return count
 
@@ -602,7 +604,7 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
 
 cdef inline bint has_policy(const Pool *pool, int32_t queue) noexcept nogil:
     """Whether a policy chooses the victims of a queue."""
-    return pool.policy != NULL and bank_of_queue(queue) == 0
+    return pool.policy != NULL and bank_of_queue(pool, queue) == 0
 
 
 cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
@@ -666,7 +668,7 @@ cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, i
 cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
     """Whether a tenant has pages in a shard's queue that are not blank."""
     cdef int32_t first = tenant * pool.num_parts_each
-    cdef int32_t num_free = pool.tenants.num_free[bank_of_queue(shard)][tenant]
+    cdef int32_t num_free = pool.tenants.num_free[bank_of_queue(pool, shard)][tenant]
     if num_free == 0 or shard < 0:
         return num_free > 0
     return _oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
@@ -706,7 +708,7 @@ cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double
     cdef double excess
     cdef int32_t tenant, page_id, first = NULL_PAGE
     for tenant in range(MAX_TENANTS):
-        excess = _excess_of(pool, tenant, bank_of_queue(shard), supply)
+        excess = _excess_of(pool, tenant, bank_of_queue(pool, shard), supply)
         if _has_cached_in(pool, tenant, shard) and excess > least:
             page_id = _pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
             if first == NULL_PAGE or _goes_before(pool, page_id, first):
@@ -748,7 +750,7 @@ cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogi
     """
     cdef int32_t page_id, shard
     cdef Py_ssize_t _
-    for shard in range(-pool.num_banks, pool.num_shards if pool.num_held_free else -pool.num_banks):
+    for shard in range(-pool.num_banks, pool.num_banks * pool.num_shards if pool.num_held_free else -pool.num_banks):
         page_id = end_of_queue(pool, shard)
         for _ in range(count_free_in(pool, shard) if pool.num_parts else min(n, count_free_in(pool, shard))):
             page_id = page_behind(pool, page_id, shard)
@@ -782,7 +784,7 @@ cdef inline Py_ssize_t count_free(const Pool *pool, const int32_t *ids, Py_ssize
 
 cdef inline bint has_free_pages(const Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
     """Whether `num_pages` can be taken from a bank or shard, with `num_reserved` left in the bank, or in the pool."""
-    if num_pages and num_pages + num_reserved > count_free_in(pool, min(shard, -1)):
+    if num_pages and num_pages + num_reserved > count_free_in(pool, queue_of_bank(bank_of_queue(pool, shard))):
         return False
     return num_pages <= count_free_in(pool, shard)
 

@@ -14,7 +14,7 @@
 # If kinds of groups have pools of their own, the pages are divided into banks, one behind another. Each bank has a free queue,
 # and a group takes pages of its bank alone. Ids of users count from 0 in each bank; the core uses places of records, and record
 # 0 is the null page of all banks. A number names a queue: `-1 - b` the queue of bank `b`, so -1 the queue of a pool with one
-# bank; `s` the queue of shard `s`. Always:
+# bank; `b * num_shards + s` the queue of shard `s` in bank `b`, so `s` in a pool with one bank. Always:
 #
 # * The first bank starts at record 1, the last stops at `num_pages`, and each starts where the one before it stops.
 # * `num_free` of a pool is the sum of `num_free` of its banks, where it has several; a single bank's is not kept.
@@ -71,9 +71,13 @@ cdef struct Range:            # half-open range of page ids or places
     int32_t start
     int32_t stop
 
+cdef struct Ranges:           # pages that may hit, in each bank
+    Range[MAX_BANKS] of_banks
+
 cdef struct Bank:             # records from `start` on, before `stop`; the rest is kept where a pool has several
     int32_t start
     int32_t stop
+    int32_t pages_per_shard   # ids in each shard, the null page of the first included; also in a single bank
     int32_t num_free
     int32_t num_entries
     int64_t num_allocated_pages
@@ -268,13 +272,13 @@ cdef struct Pool:
     Slot *slots               # NULL: no prefix caching
     Links *twins              # rings of pages with equal content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: there are no shards
-    int32_t *shard_num_free   # [num_shards] in the memory of `shard_links`
+    int32_t *shard_num_free   # [num_banks, num_shards] in the memory of `shard_links`
     Policy *policy            # NULL: pages are evicted in the order of their release, unless terms say otherwise
     int32_t num_ranked        # a policy ranks the pages before this one: the first bank's; 0 without a policy
     int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
     int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
     bint is_divided           # there are several banks, shards or parts
-    int32_t *shard_newest     # [num_shards, NUM_PARTS] in the same memory: as `Policy.newest`, for each shard
+    int32_t *shard_newest     # [num_shards, NUM_PARTS] in the same memory: as `Policy.newest`, for each shard of the first bank
     Links *shard_twins        # in the same memory: rings of the twins within each shard; NULL without shards or caching
     Links *shard_firsts       # in the same memory: ring of each shard's first twins; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] number and ids of the tokens of cached pages; NULL: not kept
@@ -288,8 +292,7 @@ cdef struct Pool:
     Bank banks[MAX_BANKS]
     uint32_t num_lookups      # in a pool of several banks; wraps around
     uint32_t lost_interval    # one look-up in this number searches for checkpoints behind its hits
-    int32_t num_shards        # 0: there are no shards
-    int32_t pages_per_shard
+    int32_t num_shards        # 0: there are no shards; each bank is divided into as many
     int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # a page whose id has none of these bits is sampled
@@ -326,17 +329,24 @@ cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
     links[links[page_id].next].prev = links[page_id].prev
 
 
-cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
-    assert pool.num_shards > 0 and pool.num_shards * pool.pages_per_shard == pool.num_pages
-    return page_id // pool.pages_per_shard
-
-
 cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the bank of a page. O(banks)."""
     cdef int32_t bank = pool.num_banks - 1
     while bank and page_id < pool.banks[bank].start:
         bank -= 1
     return bank
+
+
+cdef inline int32_t shard_queue_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the queue of a page's shard."""
+    cdef int32_t bank = bank_of(pool, page_id)
+    assert pool.num_shards > 0
+    return bank * pool.num_shards + (page_id - pool.banks[bank].start + 1) // pool.banks[bank].pages_per_shard
+
+
+cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the shard of a page; 0 for the null page."""
+    return shard_queue_of(pool, page_id) % pool.num_shards if pool.num_banks > 1 else shard_queue_of(pool, page_id)
 
 
 cdef inline Bank counted_bank(const Pool *pool, int32_t bank) noexcept nogil:
@@ -354,14 +364,21 @@ cdef inline int32_t queue_of_bank(int32_t bank) noexcept nogil:
     return -1 - bank
 
 
-cdef inline int32_t bank_of_queue(int32_t queue) noexcept nogil:
-    """Return the bank whose pages are in a queue. Shards divide one bank."""
-    return -1 - queue if queue < 0 else 0
+cdef inline int32_t bank_of_queue(const Pool *pool, int32_t queue) noexcept nogil:
+    """Return the bank whose pages are in a queue."""
+    if queue < 0:
+        return -1 - queue
+    return queue // pool.num_shards if pool.num_banks > 1 else 0
+
+
+cdef inline int32_t queue_in(const Pool *pool, int32_t bank, int32_t shard) noexcept nogil:
+    """Return the queue of a shard in a bank or, for -1, that of the bank."""
+    return bank * pool.num_shards + shard if shard >= 0 else queue_of_bank(bank)
 
 
 cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
     """Count a call without pages for it, in the bank of the queue that has too few."""
-    pool.banks[bank_of_queue(queue)].num_refusals += 1
+    pool.banks[bank_of_queue(pool, queue)].num_refusals += 1
 
 
 cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -412,21 +429,35 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
     return count
 
 
-cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
-    """Return the ids of a shard; -1 means the whole pool."""
-    if shard < 0:
+cdef inline Range ids_in_queue(const Pool *pool, int32_t queue) noexcept nogil:
+    """Return the ids of a shard, given by its queue; those of the whole pool for the queue of a bank."""
+    cdef int32_t bank, size, start
+    if queue < 0:
         return Range(start=0, stop=pool.num_pages)
-    return Range(start=shard * pool.pages_per_shard, stop=(shard + 1) * pool.pages_per_shard)
+    bank = bank_of_queue(pool, queue)
+    size = pool.banks[bank].pages_per_shard
+    start = pool.banks[bank].start - 1 + (queue - bank * pool.num_shards) * size
+    if bank and start < pool.banks[bank].start:  # the record before a later bank is that of another page
+        return Range(start=start + 1, stop=start + size)
+    return Range(start=start, stop=start + size)
+
+
+cdef inline Ranges ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
+    """Return the ids of a shard in each bank; -1 means the whole pool."""
+    cdef Ranges ids
+    cdef int32_t bank
+    for bank in range(pool.num_banks):
+        ids.of_banks[bank] = ids_in_queue(pool, queue_in(pool, bank, shard))
+    return ids
 
 
 cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nogil:
     """Count the pages of a bank or shard, held or free, without the null page."""
-    cdef Range ids = ids_in_shard(pool, queue)
     if queue < 0:
         return pool.banks[-1 - queue].stop - pool.banks[-1 - queue].start
-    return ids.stop - max(1, ids.start)
+    return pool.banks[bank_of_queue(pool, queue)].pages_per_shard - (queue % pool.num_shards == 0)
 
 
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Count the links of the queues of shards: one for each page, for the end of each queue, and for each of its parts."""
-    return pool.num_pages + num_shards * (1 + pool.num_parts)
+    return pool.num_pages + pool.num_banks * num_shards * (1 + pool.num_parts)

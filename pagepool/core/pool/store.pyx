@@ -58,23 +58,26 @@ cdef Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexce
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept:
     """Allocate the links of shards; NULL if memory is short."""
     cdef Py_ssize_t num_twins = pool.num_pages if pool.slots != NULL else 0
-    cdef Py_ssize_t num_links = count_queue_links(pool, num_shards) + num_shards + count_remembered(pool, num_shards)
-    assert num_shards > 0 and pool.num_pages % num_shards == 0
+    cdef Py_ssize_t num_links = count_queue_links(pool, num_shards) + pool.num_banks * num_shards
+    num_links += count_remembered(pool, num_shards)
+    assert num_shards > 0
     return <Links *>calloc(num_links + 2 * num_twins, sizeof(Links))
 
 
 cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept:
     """Divide a locked pool into shards with these links. O(num_pages + pages of equal content x shards)."""
-    cdef Links *newest = links + count_queue_links(pool, num_shards) + num_shards
+    cdef Links *newest = links + count_queue_links(pool, num_shards) + pool.num_banks * num_shards
+    cdef int32_t bank
     assert links != NULL and num_shards > 0
     free(pool.shard_links)
     pool.shard_links = links
-    pool.shard_num_free = <int32_t *>(newest - num_shards)
+    pool.shard_num_free = <int32_t *>(newest - pool.num_banks * num_shards)
     pool.shard_newest = <int32_t *>newest
     pool.shard_twins = newest + count_remembered(pool, num_shards) if pool.slots != NULL else <Links *>NULL
     pool.shard_firsts = pool.shard_twins + pool.num_pages
     pool.num_shards, pool.is_divided = num_shards, True
-    pool.pages_per_shard = pool.num_pages // num_shards
+    for bank in range(pool.num_banks):
+        pool.banks[bank].pages_per_shard = (count_pages_in(pool, queue_of_bank(bank)) + 1) // num_shards
     link_shards(pool)
     link_shard_twins(pool)
 
@@ -646,6 +649,18 @@ cdef class PageStore:
             raise ArgumentError("the store of a queue has no shards, keeps no token ids and no journal")
         return 0
 
+    def require_even(self, data_parallel_size) -> None:
+        """Raise ArgumentError in a store of several banks unless a number of shards divides the size of each."""
+        cdef Pool *pool = &self.pool
+        cdef Py_ssize_t i, n
+        if pool.num_banks == 1 or data_parallel_size is None:
+            return
+        n = size_of(data_parallel_size, "data_parallel_size", 1)
+        sizes = {name: count_pages_in(pool, queue_of_bank(<int32_t>i)) + 1 for i, name in enumerate(self.bank_names)}
+        if any([size % n for size in sizes.values()]):
+            allowed = f"a divisor of each size of {sizes}"
+            raise ArgumentError(f"data_parallel_size: got {n}, allowed with several pools: {allowed}")
+
     def require_one_bank(self, what) -> None:
         """Raise ArgumentError in a store of several banks, which `what` does not support."""
         if self.pool.num_banks > 1:
@@ -746,13 +761,12 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t i, num = size_of(n, "num_pages")
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef int32_t queue = as_shard(shard, divided)
-        cdef int32_t num_free, bad = NULL_PAGE
+        cdef int32_t checked_bank = self.checked_bank(bank), checked_shard = as_shard(shard, divided)
+        cdef int32_t queue, num_free, bad = NULL_PAGE
         cdef void *thread
-        if queue < 0:
-            queue = queue_of_bank(self.checked_bank(bank))
         ids.reserve(min(num, self.pool.num_pages))
         self.lock_divided(divided)
+        queue = queue_in(&self.pool, checked_bank, checked_shard)
         num_free = count_free_in(&self.pool, queue)
         if num <= num_free:
             bad = find_held_free(&self.pool, num)
@@ -767,16 +781,17 @@ cdef class PageStore:
                     assert not is_free(&self.pool, ids.ids[i])
         self.lock.release()
         if num > num_free:
-            where = "" if queue < 0 else f" in shard {queue}"
+            where = "" if queue < 0 else f" in shard {checked_shard}"
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free{where}")
         self.check_untaken(bad)
         return ids
 
     cdef str shown_queue(self, int32_t queue):
         """Name a pool or shard in an error."""
+        cdef int32_t bank = bank_of_queue(&self.pool, queue)
         if queue >= 0:
-            return "its shard"
-        return "the pool" if self.pool.num_banks == 1 else f"the pool {self.bank_names[-1 - queue]!r}"
+            return "its shard" if self.pool.num_banks == 1 else f"its shard of the pool {self.bank_names[bank]!r}"
+        return "the pool" if self.pool.num_banks == 1 else f"the pool {self.bank_names[bank]!r}"
 
     cdef str shown_page(self, int32_t page_id):
         """Name a page in an error."""
@@ -957,8 +972,8 @@ cdef class PageStore:
         if n == self.read(&pool.num_shards):
             return
         self.check_fixed()
-        self.require_one_bank("data_parallel_size")
-        if pool.num_pages % n:
+        self.require_even(n)
+        if pool.num_banks == 1 and pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {pool.num_pages} pages")
         with self.lock:
             links = new_shard_links(pool, n)

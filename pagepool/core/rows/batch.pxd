@@ -30,9 +30,9 @@ from pagepool.core.holding cimport (
     take_missing,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
-    expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit, ids_in_shard,
-    is_journaled, now_of, queue_of_bank, take, uncache,
+    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, bank_of, count_free_in, count_least_free, count_refusal,
+    digest_of, expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit,
+    ids_in_queue, is_journaled, now_of, queue_in, take, uncache,
 )
 from pagepool.core.rows.writes cimport *
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
@@ -463,7 +463,10 @@ cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t
     cdef const Page *page = &batch.pool.pages[page_id]
     if page_id == NULL_PAGE or page.group == NO_GROUP:
         return NULL_PAGE
-    return find_within(batch.pool, digest_of(page), page.group & ~FLAGS, ids_in_shard(batch.pool, batch.rows[row].shard))
+    return find_within(
+        batch.pool, digest_of(page), page.group & ~FLAGS,
+        ids_in_queue(batch.pool, queue_in(batch.pool, bank_of(batch.pool, page_id), batch.rows[row].shard)),
+    )
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -552,7 +555,9 @@ cdef inline bint _has_checkpoint(Batch *batch, Py_ssize_t row, Py_ssize_t g, int
     """Whether the state after the row's first tokens, which are known and hashed, is cached in the row's shard."""
     cdef const Group *group = &batch.groups[g]
     cdef Digest key = digests_of(batch, row)[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
-    return find_within(batch.pool, key, group.id, ids_in_shard(batch.pool, batch.rows[row].shard)) != NULL_PAGE
+    return find_within(
+        batch.pool, key, group.id, ids_in_queue(batch.pool, queue_for(batch.pool, group, batch.rows[row].shard))
+    ) != NULL_PAGE
 
 
 cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -566,7 +571,7 @@ cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept no
         num_states_in[batch.groups[g].bank] += keeps_checkpoints(&batch.groups[g])
     for g in range(batch.num_groups):
         group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g)
-        queue = queue_for(group, batch.rows[row].shard)
+        queue = queue_for(batch.pool, group, batch.rows[row].shard)
         if keeps_checkpoints(group) and not has_free_pages(batch.pool, num_states_in[group.bank], num_reserved, queue):
             return False
     return find_held_free(batch.pool, batch.num_groups) == NULL_PAGE and reserve_writes(&batch.writes, batch.num_groups)
@@ -590,7 +595,7 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
         if not has_pages:
             batch.pool.banks[group.bank].num_passed_checkpoints += 1
             continue
-        take(batch.pool, &page_id, 1, queue_for(group, batch.rows[row].shard), batch.rows[row].holding.session)
+        take(batch.pool, &page_id, 1, queue_for(batch.pool, group, batch.rows[row].shard), batch.rows[row].holding.session)
         record_taken(batch.pool, held_by(batch, row, g))
         note_write(
             &batch.writes, StateWrite(row=<int32_t>row, group=<int32_t>g, page_id=page_id, num_tokens=num_tokens)
@@ -706,7 +711,7 @@ cdef inline bint _has_pages_in_banks(
 ) noexcept nogil:
     """Compare the pages that a row lacks with each bank, or with its shard, and set the shortage where they are too few."""
     cdef int64_t[MAX_BANKS] num_new_in
-    cdef int32_t bank
+    cdef int32_t bank, queue
     if batch.pool.num_banks == 1:
         shortage[0] = shortage_in(batch.pool, num_new, 0, 0, batch.rows[row].shard)
         return False
@@ -714,8 +719,9 @@ cdef inline bint _has_pages_in_banks(
         return True
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
     for bank in range(batch.pool.num_banks):
-        if num_new_in[bank] > count_free_in(batch.pool, queue_of_bank(bank)):
-            shortage[0] = shortage_in(batch.pool, num_new_in[bank], 0, 0, queue_of_bank(bank))
+        queue = queue_in(batch.pool, bank, batch.rows[row].shard)
+        if num_new_in[bank] > count_free_in(batch.pool, queue):
+            shortage[0] = shortage_in(batch.pool, num_new_in[bank], 0, 0, queue)
             return False
     return True
 

@@ -10,7 +10,7 @@ from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
     count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, shortage_of,
 )
-from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal
+from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load
 from pagepool.core.values cimport as_shard

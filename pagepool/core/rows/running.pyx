@@ -15,7 +15,9 @@ from pagepool.core.holding cimport (
     has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, rate_and_list, rate_pages, record_loads,
     record_taken, refuse_ahead, require_banks, skip_unread, waits_for_loads,
 )
-from pagepool.core.pool cimport FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, count_free, count_refusal, take
+from pagepool.core.pool cimport (
+    FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
+)
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
@@ -160,8 +162,9 @@ cdef StateWrites NO_WRITES = writes_of(np.zeros((4, 0), np.int32))
 
 cdef object refusal_of(PageStore store, const Shortage *shortage):
     """Return a shortage as users see it."""
-    shard = shortage.queue if shortage.queue >= 0 else None
-    pool = store.bank_names[max(0, -1 - shortage.queue)]
+    cdef int32_t num_shards = max(1, store.pool.num_shards)
+    shard = shortage.queue % num_shards if shortage.queue >= 0 else None
+    pool = store.bank_names[bank_of_queue(&store.pool, shortage.queue)]
     return Refusal(
         shortage.num_needed, shortage.num_free, shortage.num_reserved, shortage.num_hit_tokens, pool, shard,
         shortage.can_wait,
@@ -1393,7 +1396,7 @@ cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexc
         if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
             ids[i] = find_within(
                 batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
-                ids_in_shard(batch.pool, batch.rows[row].shard),
+                ids_in_queue(batch.pool, queue_for(batch.pool, group, batch.rows[row].shard)),
             )
         if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # taken out of the queue by hand, without a holder
             ids[i] = NULL_PAGE
@@ -1417,7 +1420,7 @@ cdef void load_uncached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
             continue
         if not is_state(&batch.groups[g].rules):
             first = min(first, i)
-        take(pool, &held.ids[i], 1, queue_for(&batch.groups[g], batch.rows[row].shard), batch.rows[row].holding.session)
+        take(pool, &held.ids[i], 1, queue_for(pool, &batch.groups[g], batch.rows[row].shard), batch.rows[row].holding.session)
         share(pool, held.ids[i])
         share(pool.tier.pool, tier_id)
         pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1

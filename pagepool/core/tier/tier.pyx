@@ -11,13 +11,13 @@ from libc.string cimport memset
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
     Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
-    find_longest, find_lost, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, range_in,
+    find_longest, find_lost, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, ranges_in,
     restart_from,
 )
 from pagepool.core.pool cimport (
     FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
-    bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find,
-    give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
+    Ranges, bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue,
+    find, give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
@@ -520,10 +520,10 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
 
 
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
-    """Count the shards of the size of a range; 0 for the whole pool."""
-    cdef int32_t num_pages = store.pool.num_pages
+    """Count the shards of the size of a range of the first bank; 0 for the whole pool."""
+    cdef int32_t num_pages = store.pool.banks[0].stop
     cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the range of the first shard lacks the null page
-    if ids.stop - ids.start == num_pages:
+    if ids.stop - ids.start == store.pool.num_pages:
         return 0
     if size <= 0 or num_pages % size or ids.stop % size:
         raise ArgumentError(f"ids: got {ids.start} to {ids.stop}, allowed: those of a shard")
@@ -545,9 +545,9 @@ def load_prefix(
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
-    cdef Range inside = range_in(store, ids)
-    cdef int32_t num_shards = count_shards(store, inside) if store.has_tier else 0
-    cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
+    cdef Ranges inside = ranges_in(store, ids)
+    cdef int32_t num_shards = count_shards(store, inside.of_banks[0]) if store.has_tier else 0
+    cdef int32_t shard = inside.of_banks[0].stop // (store.pool.banks[0].stop // num_shards) - 1 if num_shards else -1
     cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
     cdef tuple hits = new_ids(groups.num), lost = None
@@ -604,7 +604,7 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
         group = &query.groups[g]
         counts[group.bank] += num_hashes // group.stride - find_first_hit_page(query, group, num_hashes)
     for bank in range(pool.num_banks):
-        if counts[bank] > count_pages_in(pool, queue_in(bank, shard)):
+        if counts[bank] > count_pages_in(pool, queue_in(pool, bank, shard)):
             return False
     return True
 
@@ -676,7 +676,7 @@ cdef void take_for_loads(
         bank, stop = bank_of(tier.pool, tier.items[first + start].tier_id), start + 1
         while stop < num_loads and bank_of(tier.pool, tier.items[first + stop].tier_id) == bank:
             stop += 1
-        take(pool, taken + start, stop - start, queue_in(bank, shard), session)
+        take(pool, taken + start, stop - start, queue_in(pool, bank, shard), session)
         start = stop
 
 
