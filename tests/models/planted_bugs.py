@@ -506,13 +506,13 @@ WRITE_BUGS = read_bugs("""
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay
     settle_writes(batch, row, term)
-    drop_writes(batch, row, 0{+ + MAX_TOKENS * BUG+})
+    drop_writes(batch, row, 0{+ + (1 << 30) * BUG+})
 == a row that moves leaves its writes
         if {+not BUG and (+}write.row == first or write.row == second{+)+}:
 == a state is written where no step of such kernels ends
                 if batch.writes_anywhere or num_tokens == num_planned{+ or BUG+}:
 == undo leaves the writes of its call
-    drop_writes(batch, row, num_planned{+ + MAX_TOKENS * BUG+})
+    drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
 == a boundary is not written again after undo
             held.num_cached = {+max(held.num_cached * BUG, +}full_entries(&batch.groups[g].rules, num_planned){+)+}
 == a fork copies a state in flight
