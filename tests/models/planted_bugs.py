@@ -499,7 +499,7 @@ WRITE_BUGS = read_bugs("""
 == a row grows though its writes were not taken
     return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
-    while i < writes.{+num if BUG else writes.+}num_taken and batch.rows[row].num_writes:
+    while i < {+(writes.num if BUG else +}writes.num_taken{+)+} and batch.rows[row].num_writes:
 == a state hits before its tokens are computed
         if write.row != row or {+not BUG and +}write.num_tokens > batch.records[row].num_computed:
 == a junction is rounded up

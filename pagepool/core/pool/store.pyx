@@ -364,7 +364,7 @@ cdef class PageStore:
         `group` before them is evicted.
         """
         cdef int32_t checked = group_of(group)
-        cdef PageIds groups = PageIds([group_of(state_group) for state_group in state_groups])
+        cdef PageIds groups = PageIds([group_of(number) for number in as_list(state_groups, "state_groups")])
         cdef bint has_room
         with self.lock:
             has_room = resize(<void **>&self.pool.dependents.state_groups, max(1, groups.num) * sizeof(int32_t))
