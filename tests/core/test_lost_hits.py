@@ -171,6 +171,18 @@ def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:
     manager.pools["states"].free_page_ids(held)
 
 
+def test_a_checkpoint_that_is_cached_already_was_not_passed() -> None:
+    """Two requests compute the same tokens. The second one's states are equal to those cached."""
+    manager = make_manager({"kv": 24, "states": 8})
+    for name in "ab":
+        request = EngineRequest(name, prompt(0, 17))
+        assert manager.allocate_slots(request, 16) is not None
+        request.num_computed_tokens = 16
+        assert manager.allocate_slots(request, 1) is not None
+        manager.take_copies()
+    assert manager.stats().pools["states"].num_passed_checkpoints == 0
+
+
 class Ghost:
     """The keys evicted last, twice as many as a pool has pages, in sets of eight that each lose the first that came."""
 

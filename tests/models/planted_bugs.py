@@ -197,8 +197,8 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == a state between two multiples of the interval is kept
     if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
 == a state that is kept is written on
-        {+if not BUG: +}_take_into(pool, held, 0, 1, queue_for(pool, group, shard), holding.session)
-        {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
+    {+if not BUG: +}_take_into(pool, held, 0, 1, queue, holding.session)
+    {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
 == a state that nothing was copied to is kept as its row ends
         if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry

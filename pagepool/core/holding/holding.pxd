@@ -934,21 +934,25 @@ cdef inline int64_t find_passed_checkpoint(
     return first if first < num_slots else INT64_MAX
 
 
-cdef inline bint _cache_state(
-    Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
+cdef inline bint _may_cache_state(
+    const Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
-    """Cache the working page under the digest of the first `num_computed` tokens. False, and nothing changed, between multiples
-    of the interval, while hits are loaded, and if the shard has such a checkpoint already.
+    """Return whether the working page may be cached under the digest of the first `num_computed` tokens: not between multiples
+    of the interval, while hits are loaded, or if the shard has such a checkpoint already.
     """
     cdef int32_t queue = shard_queue_of(pool, held.ids[0]) if pool.num_shards else -1
     cdef int32_t place = full_entries(&group.rules, num_computed) - 1
     if num_computed % group.rules.entry_size or place < 0 or waits_for_loads(pool, held):
         return False
-    if find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_queue(pool, queue)) != NULL_PAGE:
-        return False
+    return find_within(pool, contents.digests[last_hash(group, place)], group.id, ids_in_queue(pool, queue)) == NULL_PAGE
+
+
+cdef inline void _cache_state(
+    Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Cache the working page under the digest of the first `num_computed` tokens."""
     assert is_state(&group.rules) and held.num_pages == 1
-    cache_page(pool, group, held.ids[0], place, contents)
-    return True
+    cache_page(pool, group, held.ids[0], full_entries(&group.rules, num_computed) - 1, contents)
 
 
 cdef inline void _note_checkpoint(const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -969,35 +973,39 @@ cdef inline bint keep_state(
     """
     cdef const Group *group = &holding.groups[g]
     cdef Held *held = &holding.held[g]
-    cdef int32_t page_id
-    cdef bint keeps = contents != NULL
+    cdef int32_t page_id, queue
     if not _is_checkpoint_due(group, held, num_computed):
         return False
-    page_id = held.ids[0]
-    if keeps and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
+    if contents != NULL and holding.boundaries != NULL and num_computed % group.rules.entry_size == 0:
         _note_checkpoint(holding, num_computed)
-    keeps = keeps and has_free_pages(pool, 1, num_reserved, queue_for(pool, group, shard))
-    keeps = keeps and find_held_free(pool, 1) == NULL_PAGE
-    keeps = keeps and _cache_state(pool, group, held, contents, num_computed)
-    if keeps:
-        _take_into(pool, held, 0, 1, queue_for(pool, group, shard), holding.session)
-        _queue_copy(pool, page_id, held, 0, g)
-        assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
-    elif contents != NULL:
-        pool.banks[group.bank].num_passed_checkpoints += 1
     held.num_cached = full_entries(&group.rules, num_computed)
-    return keeps
+    if contents == NULL or not _may_cache_state(pool, group, held, contents, num_computed):
+        return False
+    queue = queue_for(pool, group, shard)
+    if not has_free_pages(pool, 1, num_reserved, queue) or find_held_free(pool, 1) != NULL_PAGE:
+        pool.banks[group.bank].num_passed_checkpoints += 1
+        return False
+    page_id = held.ids[0]
+    _cache_state(pool, group, held, contents, num_computed)
+    _take_into(pool, held, 0, 1, queue, holding.session)
+    _queue_copy(pool, page_id, held, 0, g)
+    assert pool.pages[held.ids[0]].group == NO_GROUP and pool.pages[held.ids[0]].ref_cnt == 1
+    return True
 
 
 cdef inline void cache_states(
     Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed, int32_t term
 ) noexcept nogil:
     """Cache the states that are due when a request or row ends, right after its pages were given back with a term."""
+    cdef const Group *group
+    cdef const Held *held
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        if _is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
-            if _cache_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed) and term != UNKNOWN:
-                expect_page(pool, holding.held[g].ids[0], term, now_of(pool))
+        group, held = &holding.groups[g], &holding.held[g]
+        if _is_checkpoint_due(group, held, num_computed) and _may_cache_state(pool, group, held, contents, num_computed):
+            _cache_state(pool, group, held, contents, num_computed)
+            if term != UNKNOWN:
+                expect_page(pool, held.ids[0], term, now_of(pool))
 
 
 # Copies of pages are due before the next step. They are queued here, and the engine that takes the list does them. Each copy
