@@ -274,7 +274,7 @@ class Records(SimpleNamespace):
         queues = self.find_shard_queues(np.arange(num_pages))
         records, counts = self.queue, np.where(self.queue < num_pages, 1, self.num_shards)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        banks, parts = np.divmod(records - num_pages, num_records)  # of the starts of parts
+        banks, parts = np.divmod(records - num_pages, num_records)  # those of starts of parts
         copies += banks * self.num_shards
         shards = np.where(records < num_pages, queues.take(records, mode="clip"), copies)
         ids = np.where(records < num_pages, records, shards * num_records + parts + num_pages + 1).astype(np.int32)

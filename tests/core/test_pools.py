@@ -368,7 +368,7 @@ def test_restored_pools_have_their_shards() -> None:
     assert restored.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
 
 
-@pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=str)
+@pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=list(UNSUPPORTED))
 def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
     manager = make_manager({"kv": 32, "states": 12})
     with pytest.raises(ArgumentError, match=rf"^{name}: not supported with several pools \(kv, states\)$"):
