@@ -67,7 +67,7 @@ BUGS = read_bugs("""
                 if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
                     reuse(pool, ids[i])
 == a page is given back to another shard
-        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % pool.num_shards+}
+        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % (pool.num_banks * pool.num_shards)+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
 == two rows get the same page
 take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
@@ -235,7 +235,7 @@ if hashes is None[- or hashes.request is not request-]:  # another
 == a page that is given back is discarded while others hold it
         elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
 == a discarded page is in front of another shard
-        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % pool.num_shards+}
+        shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % (pool.num_banks * pool.num_shards)+}
         _push_to_shard(pool, page_id, shard, record_behind(
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
