@@ -463,6 +463,7 @@ class ManagerFront(Front):
         self.tables.add_row(list(self.books.pools.ids_by_group(job.pages)), job.row)
 
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
+        self.books.skipped.clear()
         held = self.records(self.manager.get_page_ids(job.request_id))
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
 
@@ -709,6 +710,7 @@ class BatchFront(Front):
         new = zip(*(ids.tolist() for ids in (result.new_page_rows, result.new_page_groups, result.new_page_ids)), strict=True)
         for row, group_id, page_id in new:
             added[row][group_id].append(self.books.pools.record_of(page_id, group_id))
+        self.books.skipped.clear()
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
