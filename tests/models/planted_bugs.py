@@ -403,7 +403,7 @@ lambda records: [stop - start + 1 for start, stop, *_ in records.banks{+[::-1]+}
 ORDER_BUGS = read_bugs("""
 == a refusal names another pool
         if num_excess:{+
-            queue[0] = queue_of_bank((i + BUG) % pool.num_banks)+}
+            if BUG: queue[0] = queue_of_bank((i + 1) % pool.num_banks)+}
             break
     return num_excess
 == checkpoints of a pool take the pages of rows that are not admitted
