@@ -18,11 +18,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from hybrids import FULL
+from hybrids import FULL, PAGE_SIZE
 from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
-from pagepool import CacheManager, EngineRequest, PageHash, PagePool, PageTable, RunningBatch, page_table
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    MambaSpec,
+    MultiGroupPageTable,
+    PageHash,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    page_table,
+)
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, IntegrityError, LeaseBudgetError, OutOfPagesError, PageHashError, PagePoolError
 
@@ -179,6 +190,33 @@ def share_batch() -> tuple[Work, Call]:
     return lambda rng: run_row(own.row, rng), use
 
 
+def share_states() -> tuple[Work, Call]:
+    """Rows with states in a pool of their own, which steps write. Each thread takes the lists of all rows."""
+    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64, checkpoints="ends")
+    groups = [CacheGroupSpec(FULL), CacheGroupSpec(state, pool="states")]
+    manager = CacheManager({"kv": NUM_PAGES, "states": 64}, groups, 1 << 12)
+    table = MultiGroupPageTable(NUM_THREADS + 2, 1 << 12, 1 << 12, [PAGE_SIZE] * 2)
+    batch = RunningBatch(manager, table, writes="anywhere")
+    own = OwnRow(itertools.count(-1))  # the first is for this thread
+
+    def run_row(row: int, rng: Random) -> None:
+        with suppress(PageHashError):  # another thread took a page that was hit
+            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 150, 1200)))
+        batch.take_copies()
+        batch.take_writes()
+        if batch.is_admitted[row]:
+            batch.step([row], [7])
+            batch.release([row])
+
+    def use() -> None:
+        batch.check()
+        for _ in range(3):
+            run_row(NUM_THREADS, Random(0))
+        batch.check()
+
+    return lambda rng: run_row(own.row, rng), use
+
+
 def use_sessions(manager: CacheManager, batch: RunningBatch, row: int, rng: Random) -> None:
     """Run turns of sessions as a request and in a row, with leases, some of which end; say when the sessions come back."""
     request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * 50, session_id=rng.choice("abc"))
@@ -277,6 +315,7 @@ SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
     "manager": share_manager,
     "manager with sha256": lambda: share_manager("sha256"),
     "batch": share_batch,
+    "states": share_states,
     "sessions": share_sessions,
     "refused rows": share_refusals,
     "tables": share_tables,

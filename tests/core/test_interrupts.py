@@ -27,6 +27,7 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
+    MambaSpec,
     MultiGroupPageTable,
     PagePool,
     PageTable,
@@ -37,6 +38,7 @@ from pagepool._core import EntryJournal
 
 GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]
 NUM_PAGES = 64
+ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64, checkpoints="ends")
 
 
 # Requests of a manager.
@@ -234,7 +236,28 @@ class Rows:
         self.batch.check()
         self.batch.release(np.flatnonzero(self.batch.is_admitted).astype(np.int32))
         self.batch.check()
-        assert self.manager.usage == 1 / NUM_PAGES
+        assert not any(pool.num_held_pages for pool in self.manager.stats().pools.values())
+
+
+class StateRows(Rows):
+    """Rows with states in a pool of their own, which the step writes at boundaries."""
+
+    def __init__(self) -> None:
+        groups = [CacheGroupSpec(FULL), CacheGroupSpec(ENDS, pool="states")]
+        self.manager = CacheManager({"kv": NUM_PAGES, "states": 12}, groups, 256)
+        table = MultiGroupPageTable(3, 256, 256, [PAGE_SIZE] * len(groups))
+        self.batch = RunningBatch(self.manager, table, writes="anywhere")
+        self.batch.admit(0, list(range(150)))
+        self.batch.admit(1, [*range(80), 5, 6, 7])
+        self.take_lists()
+
+    def admit(self) -> int | None:
+        self.take_lists()
+        return self.batch.admit(2, [*range(140), 99, 98, 97])
+
+    def take_lists(self) -> None:
+        self.batch.take_copies()
+        self.batch.take_writes()
 
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
@@ -254,13 +277,16 @@ BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", BATCH_CALLS.values(), ids=BATCH_CALLS)
-def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
+CASES = [*((Rows, name) for name in BATCH_CALLS), *((StateRows, name) for name in BATCH_CALLS if name != "trim")]
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_a_call_of_a_batch(make: type[Rows], name: str) -> None:
     """Row 2 is admitted or free; after its release it can be admitted. Most calls are a single native one, and not
     interrupted.
     """
-    expected = Rows().admit()
-    for rows in interrupted_everywhere(Rows, call, min_places=0):
+    expected = make().admit()
+    for rows in interrupted_everywhere(make, BATCH_CALLS[name], min_places=0):
         rows.batch.check()
         if rows.batch.is_admitted[2]:
             rows.batch.release([2])
