@@ -7,6 +7,7 @@ DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 RAY_VERSIONS ?= 2.54 2.60
 RAY_VENV ?= $(HOME)/.cache/pagepool/venv-ray
+TORCH_VENV ?= $(HOME)/.cache/pagepool/venv-torch
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 
@@ -33,8 +34,8 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-vllm
-.PHONY: easydel-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
+.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-torch test-vllm torch-gpu
+.PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -244,6 +245,23 @@ test-ray-%:
 	mkdir -p $(RAY_VENV)-$* && echo 'ray==$*.*' > $(RAY_VENV)-$*/ray.txt
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
+
+# The table's tests, and its page of the documents.
+TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
+    --pyargs pagepool.torch $(CURDIR)/tests/device/test_torch_table.py $(CURDIR)/docs/torch.md
+
+test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own: on a GPU too, if there is one
+	$(TORCH_TESTS)
+
+torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams
+	@if $(TORCH_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(TORCH_TESTS) -k cuda; \
+	else \
+	    echo 'torch-gpu: skipped, torch finds no GPU'; \
+	fi
+
+torch-environment:  ## the environment of test-torch and torch-gpu
+	$(MAKE) $(TORCH_VENV)/with-test VENV=$(TORCH_VENV) TEST_EXTRAS=torch
 
 # VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same
 # version.

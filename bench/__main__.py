@@ -20,6 +20,7 @@ ENGINES = {
     "refusals": ("easydel", "vllm"),
     "hashes": ("vllm",),
     "page_table": ("easydel",),
+    "torch_table": ("easydel",),  # its environment has torch
     "page_copies": ("none",),
     "host_tier": ("none",),
     "host_pages": ("none",),

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import GroupedRows, TableRows, pack_dirty_segments
-from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
+from pagepool._core import pack_dirty_segments
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
+from pagepool.host_table import HostTable, HostTables, count_values, get_max_num_segments, get_payload_sizes
 from pagepool.process_forks import COMMITS, make_lock
-from pagepool.specs import cdiv
 
 if TYPE_CHECKING:
     import jax
@@ -33,22 +33,13 @@ PAGE_TABLE_PADDING_VAL = 0
 SLOT_MAPPING_PADDING_VAL = 0
 """Slot of padding tokens: the first slot of the null page."""
 
-SEGMENT = 64
-"""Columns per segment, the unit of transfer."""
-
-SMALLEST_PAYLOAD = 16
-"""Smallest payload in segments. Each payload size is four times the previous one."""
-
-FULL_UPLOAD_SHARE = 16
-"""If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
-
 Int32Array = npt.NDArray[np.int32]
 
 COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
 """Lock that serialises commits: two commits donating the same array would lose it."""
 
 
-class PageTable(TableRows):
+class PageTable(HostTable):
     """The page ids of each row: int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros after each row's last page.
 
     Rows change on the host, one native call each; `commit` sends the changes to the device. ``num_pages_per_row`` counts each
@@ -85,14 +76,6 @@ class PageTable(TableRows):
         self._donate = donate
         self._sharding = sharding
         self._array: jax.Array | None = None
-
-    def __repr__(self) -> str:
-        """Return the size and use of the table."""
-        return (
-            f"PageTable(max_num_reqs={self.max_num_reqs}, max_num_pages_per_req={self.max_num_pages_per_req}, "
-            f"num_rows={np.count_nonzero(self.num_pages_per_row)}, num_pages={self.num_pages_per_row.sum()}, "
-            f"cpu_version={self.cpu_version})"
-        )
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -167,7 +150,7 @@ class PageTable(TableRows):
         warmup_tables((self,))
 
 
-class MultiGroupPageTable(GroupedRows):
+class MultiGroupPageTable(HostTables):
     """Page tables with the same rows, one for each cache group. A call changes all or none; one program commits all.
 
     >>> tables = MultiGroupPageTable(4, max_model_len=64, max_num_batched_tokens=64, page_sizes=[16, 32])
@@ -187,12 +170,10 @@ class MultiGroupPageTable(GroupedRows):
         donate: bool = True,
     ) -> None:
         """`page_sizes` are in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
-        max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
-        listed = as_list("page_sizes", page_sizes, "a list of ints")
-        self.page_sizes = [require_int("page_sizes", page_size, 1, MAX_SIZE) for page_size in listed]
         super().__init__(
-            PageTable(max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate)
-            for page_size in self.page_sizes
+            max_model_len,
+            page_sizes,
+            lambda num_columns: PageTable(max_num_reqs, num_columns, max_num_batched_tokens, sharding, donate=donate),
         )
 
     if TYPE_CHECKING:
@@ -204,10 +185,6 @@ class MultiGroupPageTable(GroupedRows):
         def __getitem__(self, i: int, /) -> PageTable:
             """Return the table of a group."""
 
-    def __repr__(self) -> str:
-        """Describe the page size and the table of each group."""
-        return f"MultiGroupPageTable(page_sizes={self.page_sizes}, page_tables={list(self.page_tables)})"
-
     def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
         """Send the changes in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""
         return commit_tables(self.page_tables, num_reqs) if self.page_tables else ()
@@ -216,16 +193,6 @@ class MultiGroupPageTable(GroupedRows):
         """Compile all programs of `commit`."""
         if self.page_tables:
             warmup_tables(self.page_tables)
-
-    def clear(self) -> None:
-        """Empty all rows of all groups, on the host and on the device."""
-        for table in self.page_tables:
-            table.clear()
-
-    def check(self) -> None:
-        """Check each group's table. See `PageTable.check`."""
-        for table in self.page_tables:
-            table.check()
 
 
 def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
@@ -282,11 +249,6 @@ def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[Int32Array, In
         table._array = array
 
 
-def count_values(tables: Sequence[PageTable]) -> int:
-    """Return the number of page ids in all tables together."""
-    return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
-
-
 def is_lost(array: jax.Array) -> bool:
     """Whether an array, or one of its shards, was donated or deleted."""
     return array.is_deleted() or any(shard.data.is_deleted() for shard in array.addressable_shards)
@@ -301,23 +263,6 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(table, sharding)  # type: ignore[no-any-return]
         return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=64)
-def get_payload_sizes(num_values: int) -> tuple[int, ...]:
-    """Return the payload sizes in segments. The last holds the most segments worth sending instead of all `num_values` ids."""
-    sizes = [SMALLEST_PAYLOAD]
-    last = get_max_num_segments(num_values)
-    while sizes[-1] < last:
-        sizes.append(4 * sizes[-1])
-    return tuple(sizes)
-
-
-def get_max_num_segments(num_values: int) -> int:
-    """Return the largest number of dirty segments worth sending instead of all ids. The smallest payload is cheaper than any
-    table.
-    """
-    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * SEGMENT))
 
 
 @lru_cache(maxsize=64)

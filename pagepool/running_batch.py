@@ -29,8 +29,8 @@ from pagepool._core import (
 from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
+from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
-from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.pools import require_states
 from pagepool.request import LoraId, TokenIds
 from pagepool.specs import find_shard
@@ -74,7 +74,7 @@ class RunningBatch(RunningRows):
     def __init__(
         self,
         manager: CacheManager,
-        page_table: PageTable | MultiGroupPageTable,
+        page_table: HostTable | HostTables,
         *,
         data_parallel_size: int | None = None,
         dedupe: bool = False,
@@ -82,12 +82,13 @@ class RunningBatch(RunningRows):
         max_steps_ahead: int = 0,
         writes: str = "ends",
     ) -> None:
-        """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose filled page equals an earlier one takes the
-        earlier page the next time it grows or is forked, and gives its own back unless others hold it. This costs a look-up per
-        page, and the table shows the change. After a failed step `release` and `undo` also drop the entries of pages taken in
-        this way. `restores_states` is for engines that restore the state of a row's computed tokens in its working page before
-        the row grows again. Lookahead may then pass checkpoints: see docs/hybrids.md.
+        """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
+        serves one group. `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
+        filled page equals an earlier one takes the earlier page the next time it grows or is forked, and gives its own back
+        unless others hold it. This costs a look-up per page, and the table shows the change. After a failed step `release` and
+        `undo` also drop the entries of pages taken in this way. `restores_states` is for engines that restore the state of a
+        row's computed tokens in its working page before the row grows again. Lookahead may then pass checkpoints: see
+        docs/hybrids.md.
 
         With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: then
         each call plans a step, which computes the lookahead tokens too, and lookahead is no place for drafts. For a model with
@@ -325,14 +326,14 @@ class _ReadFeatures(NamedTuple):
         )
 
 
-def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
+def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tuple[HostTable, ...]:
     """Return the tables, one for each group."""
     page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
-    if isinstance(page_table, MultiGroupPageTable):
+    if isinstance(page_table, HostTables):
         if page_table.page_sizes != page_sizes:
             raise ArgumentError(f"page_table: got page sizes {page_table.page_sizes}, allowed: the groups' {page_sizes}")
         tables = page_table.page_tables
-    elif isinstance(page_table, PageTable):
+    elif isinstance(page_table, HostTable):
         tables = (page_table,)
     else:
         raise ArgumentTypeError(f"page_table: got {type(page_table).__name__}, allowed: PageTable or MultiGroupPageTable")

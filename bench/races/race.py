@@ -49,6 +49,7 @@ ROUTERS = Suite(("python", "dynamo"), "pagepool", "ns", 1e9, "target")
 READERS = Suite(("one thread",), "two threads", "ns", 1e9, "target")
 WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
+TORCH = Suite(("all rows",), "pagepool", "us", 1e6, "target")
 LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
@@ -72,6 +73,7 @@ SUITES = (
     WINDOWS,
     KEEPING,
     LATE,
+    TORCH,
     HASHES,
 )
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)

@@ -17,7 +17,7 @@ from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots
 
 import pagepool
 from pagepool import MultiGroupPageTable, PageTable
-from pagepool._core import GroupedRows, PageIds, pack_dirty_segments
+from pagepool._core import GroupedRows, PageIds, pack_dirty_lines, pack_dirty_segments
 from pagepool.compat.easydel import cdiv
 from pagepool.errors import (
     ArgumentError,
@@ -100,6 +100,79 @@ def test_dirty_segments_are_enough(shape: tuple[int, int], seed: int) -> None:
         apply(*pack_dirty_segments((table,), num_rows, int(work.rng.integers(1, 500))), model.on_device)
         if not table.count_dirty_segments(0, num_rows):
             np.testing.assert_array_equal(model.on_device[:num_rows], model.table[:num_rows])
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 64])
+@pytest.mark.parametrize("sizes", [[16], [16, 1, 7]], ids=str)
+def test_dirty_lines_are_enough(sizes: list[int], num_behind: int) -> None:
+    """Lines written one after another into one array of all groups, or of wider rows, give the tables."""
+    work = make_grouped_work(6, 300, sizes, seed=num_behind)
+    tables = [table for table, _ in work.pairs]
+    widths = [table.max_num_pages_per_req + num_behind for table in tables]
+    width = int(np.gcd.reduce([64, *widths]))
+    firsts = np.cumsum([0, *(6 * columns // width for columns in widths)])
+    lines = np.zeros((firsts[-1], width), dtype=np.int32)
+    for _ in range(200):
+        work.do()
+        num_rows, room = int(work.rng.integers(0, 7)), int(work.rng.integers(64, 2000))
+        numbers, values = np.full(room, -1), np.full((room, width), -1, dtype=np.int32)
+        num = pack_dirty_lines(tuple(tables), num_rows, np.array([*zip(firsts, widths, strict=False)]), numbers, values)
+        lines[numbers[:num]] = values[:num]
+        assert (numbers[num:] == -1).all()
+        for table, (_, model), first, columns in zip(tables, work.pairs, firsts, widths, strict=False):
+            if not model.table.any():  # clear() empties the device in another way
+                table.mark_dirty()
+            elif not table.count_dirty_segments(0, num_rows):
+                on_device = lines[first : first + 6 * columns // width].reshape(6, columns)[:num_rows]
+                np.testing.assert_array_equal(on_device[:, : columns - num_behind], model.table[:num_rows])
+                assert not on_device[:, columns - num_behind :].any()
+
+
+LINE_ERRORS: dict[str, Any] = {
+    "places, numbers: got 1 x 2 and 3, allowed: 1 x 2 and 4": lambda pack: pack(numbers=np.zeros(3, dtype=np.int64)),
+    "places, numbers: got 2 x 2 and 4, allowed: 1 x 2 and 4": lambda pack: pack(places=np.zeros((2, 2), dtype=np.int64)),
+    "lines: got a width of 3, allowed: a divisor of 64": lambda pack: pack(lines=np.zeros((4, 3), dtype=np.int32)),
+    "places: got line 0 and 7 columns, allowed: lines up to 2305843009213693952, multiples of 8 from 8 columns on": (
+        lambda pack: pack(places=np.array([[0, 7]]))
+    ),
+    "places: got line -1 and 8 columns, allowed: lines up to 2305843009213693952, multiples of 8 from 8 columns on": (
+        lambda pack: pack(places=np.array([[-1, 8]]))
+    ),
+    "num_reqs: got 5, allowed: 0 to 4": lambda pack: pack(num_reqs=5),
+    "tables: got int, allowed: TableRows": lambda pack: pack(tables=(3,)),
+}
+
+
+@pytest.mark.parametrize("message", LINE_ERRORS)
+def test_lines_that_do_not_fit_are_refused(message: str) -> None:
+    table = make_table()
+    table.append_row([1], 2)
+
+    def pack(**changed: Any) -> int:
+        given: dict[str, Any] = {
+            "tables": (table,),
+            "num_reqs": 4,
+            "places": np.array([[0, 8]]),
+            "numbers": np.zeros(4, dtype=np.int64),
+            "lines": np.zeros((4, 8), dtype=np.int32),
+        }
+        return pack_dirty_lines(*(given | changed).values())
+
+    with refused(lambda: state_of(table), PagePoolError) as caught:
+        LINE_ERRORS[message](pack)
+    assert str(caught.value) == message
+    assert pack() == 1
+
+
+def test_the_first_rows_may_be_copied() -> None:
+    table = make_table()
+    for row in range(3):
+        table.append_row([row + 1], row)
+    assert table.copy_aligned(2)[:, 0].tolist() == [1, 2]
+    assert table.copy_aligned(0).shape == (0, 8)
+    assert table.count_dirty_segments(0, 4) == 1
+    with refused(lambda: state_of(table), ArgumentError, "num_rows: got 5, allowed: 0 to 4"):
+        table.copy_aligned(5)
 
 
 def apply(segments: Any, starts: Any, on_device: Any) -> None:
@@ -456,3 +529,9 @@ def test_the_host_side_needs_no_jax(code: str) -> None:
     """Without jax a device copy is refused, and the rest works."""
     process = run_python("-c", code)
     assert process.returncode == 0, process.stderr
+
+
+def test_the_tables_of_torch_need_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import pagepool.torch"
+    process = run_python("-c", code)
+    assert process.stderr.endswith("ImportError: page tables on a torch device need torch: pip install 'pagepool[torch]'\n")

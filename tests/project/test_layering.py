@@ -25,9 +25,20 @@ FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
 FOLDERS = {"compat"}  # its files may import one another
 PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
 ENGINES = {"easydel", "jax", "vllm"}
-OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
+OPTIONAL = ENGINES | {
+    "cbor2",
+    "click",
+    "hypothesis",
+    "matplotlib",
+    "msgspec",
+    "prometheus_client",
+    "ray",
+    "rich",
+    "torch",
+    "zmq",
+}
 # These are imported on first use themselves.
-EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.")
+EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.", "torch")
 NATIVE_ROW = re.compile(r"^- ``([\w/]+)\.pyx``: ((?:.+\n?)+?)(?=- |\n|\Z)", re.MULTILINE)
 FILES = [*PYTHON_FILES, *DOORS, *FACES, *HEADERS]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+|\*)|c?import +([\w.]+))", re.MULTILINE)

@@ -15,7 +15,13 @@ FILES = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glo
 MADE = set(re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 DOCUMENTED = set(re.findall(r"^([a-z][a-z-]*):(?!=).*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-CALLED = {"easydel-environment", "test-core", "test-wheel", "vllm-environment"}  # by other targets: test-core by sanitize
+CALLED = {
+    "easydel-environment",
+    "test-core",
+    "test-wheel",
+    "torch-environment",
+    "vllm-environment",
+}  # by other targets: test-core by sanitize
 
 each_workflow = pytest.mark.parametrize("name", FILES)
 

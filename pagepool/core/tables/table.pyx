@@ -1,6 +1,7 @@
 """Page tables."""
 
 cimport cython
+from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int64_t, uint32_t
 from libc.string cimport memcpy, memset
@@ -15,6 +16,7 @@ from pagepool.errors import (
 )
 
 cdef object INT32 = np.dtype(np.int32)
+cdef int64_t MAX_LINE = 1 << 61
 
 
 # Rows of one table. The caller holds its lock, and has checked row numbers.
@@ -153,6 +155,23 @@ cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
     memset(table.is_row_dirty, 0, stop)
 
 
+cdef inline bint find_dirty(Table *table, Py_ssize_t stop, Py_ssize_t *row, Py_ssize_t *segment) noexcept nogil:
+    """Move on to the next dirty segment in rows before `stop`, which may be the one given, and clear the flags of rows passed
+    by. Return whether there is one.
+    """
+    assert 0 <= row[0] and stop <= table.num_rows
+    while row[0] < stop:
+        if table.is_row_dirty[row[0]]:
+            while segment[0] < table.num_segments:
+                if table.is_dirty[row[0] * table.num_segments + segment[0]]:
+                    return True
+                segment[0] += 1
+            table.is_row_dirty[row[0]] = 0
+        row[0] += 1
+        segment[0] = 0
+    return False
+
+
 cdef inline Py_ssize_t pack_segments(
     Table *table, Py_ssize_t stop, int32_t *segments, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
@@ -160,23 +179,39 @@ cdef inline Py_ssize_t pack_segments(
     `starts`, and clear their flags. Return their number. The last segment of a row ends with the row, and may overlap the one
     before.
     """
-    cdef Py_ssize_t row, segment, column, count = 0
-    assert 0 <= stop <= table.num_rows and room >= 0
-    for row in range(stop):
-        if not table.is_row_dirty[row]:
-            continue
-        for segment in range(table.num_segments):
-            if not table.is_dirty[row * table.num_segments + segment]:
-                continue
-            if count == room:
-                return count
-            assert table.width == min(SEGMENT, table.num_columns) <= stride
-            column = min(segment * SEGMENT, table.num_columns - table.width)
-            memcpy(segments + count * stride, table.page_ids + row * table.num_columns + column, table.width * sizeof(int32_t))
-            starts[2 * count], starts[2 * count + 1] = <int32_t>row, <int32_t>column
-            table.is_dirty[row * table.num_segments + segment] = 0
-            count += 1
-        table.is_row_dirty[row] = 0
+    cdef Py_ssize_t column, row = 0, segment = 0, count = 0
+    assert room >= 0
+    while find_dirty(table, stop, &row, &segment) and count < room:
+        assert table.width == min(SEGMENT, table.num_columns) <= stride
+        column = min(segment * SEGMENT, table.num_columns - table.width)
+        memcpy(segments + count * stride, table.page_ids + row * table.num_columns + column, table.width * sizeof(int32_t))
+        starts[2 * count], starts[2 * count + 1] = <int32_t>row, <int32_t>column
+        table.is_dirty[row * table.num_segments + segment] = 0
+        count += 1
+    return count
+
+
+cdef inline Py_ssize_t pack_lines(
+    Table *table, Py_ssize_t stop, int64_t first, Py_ssize_t num_columns, Py_ssize_t width, int64_t *numbers, int32_t *lines,
+    Py_ssize_t room,
+) noexcept nogil:
+    """Copy dirty segments of rows before `stop` into up to `room` lines of `width` values, with zeros behind the table's
+    columns, the numbers of these lines on the device into `numbers`, and clear their flags. Return the number of lines. A row
+    has `num_columns` values on the device, where the table begins at line `first`.
+    """
+    cdef Py_ssize_t i, start, num, num_ids, row = 0, segment = 0, count = 0
+    assert room >= 0 and SEGMENT % width == 0 and num_columns % width == 0 and table.num_columns <= num_columns
+    while find_dirty(table, stop, &row, &segment):
+        start = segment * SEGMENT
+        num, num_ids = min(SEGMENT, num_columns - start) // width, min(SEGMENT, table.num_columns - start)
+        if count + num > room:
+            break
+        memcpy(lines + count * width, table.page_ids + row * table.num_columns + start, num_ids * sizeof(int32_t))
+        memset(lines + count * width + num_ids, 0, (num * width - num_ids) * sizeof(int32_t))
+        for i in range(num):
+            numbers[count + i] = first + (row * num_columns + start) // width + i
+        table.is_dirty[row * table.num_segments + segment] = 0
+        count += num
     return count
 
 
@@ -463,15 +498,16 @@ cdef class TableRows(TableGroup):
             count = count_dirty(&self.table, first, last)
         return count
 
-    def copy_aligned(self) -> np.ndarray:
-        """Return a copy of the whole table, and clear all dirty flags."""
+    def copy_aligned(self, num_rows=None) -> np.ndarray:
+        """Return a copy of the first rows, by default of all, and clear their dirty flags."""
         require_made(&self.table)
-        copied = make_aligned_zeros(self.table.num_rows, self.table.num_columns)
+        cdef Py_ssize_t n = self.table.num_rows if num_rows is None else size_of(num_rows, "num_rows", 0, self.table.num_rows)
+        copied = make_aligned_zeros(n, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
-        cdef int32_t *start = &view[0, 0]
-        with self.lock, nogil:
-            memcpy(start, self.table.page_ids, self.table.num_rows * self.table.num_columns * sizeof(int32_t))
-            clean(&self.table, self.table.num_rows)
+        if n:
+            with self.lock, nogil:
+                memcpy(&view[0, 0], self.table.page_ids, n * self.table.num_columns * sizeof(int32_t))
+                clean(&self.table, n)
         return copied
 
     def clear_rows(self) -> None:
@@ -574,3 +610,40 @@ def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
                     &table.table, stop, &segments[count, 0], segments.shape[1], &starts[group, count, 0], lines - count
                 )
     return payload
+
+
+def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) -> int:
+    """Pack the dirty segments in rows before `num_reqs` for a device whose tables are seen as lines, into `lines`, int32
+    ``[room, width]`` with a divisor of 64 as the width, and the numbers of these lines into `numbers`, int64 ``[room]``. Return
+    how many were written. `places`, int64 ``[num_tables, 2]``, has each table's first line and its columns on the device.
+
+    Packed segments count as sent; segments without room do not.
+    """
+    cdef TableRows table
+    cdef const int64_t[:, ::1] place = require_matrix(places, np.int64, "places")
+    cdef int64_t[::1] into = numbers
+    cdef int32_t[:, ::1] values = lines
+    cdef Py_ssize_t i, stop, num_rows = PY_SSIZE_T_MAX, width = values.shape[1], room = values.shape[0], count = 0
+    if into.shape[0] != room or place.shape[0] != len(tables) or place.shape[1] != 2:
+        raise ArgumentError(f"places, numbers: got {place.shape[0]} x {place.shape[1]} and {into.shape[0]}, "
+                            f"allowed: {len(tables)} x 2 and {room}")
+    if not 0 < width <= SEGMENT or SEGMENT % width:
+        raise ArgumentError(f"lines: got a width of {width}, allowed: a divisor of {SEGMENT}")
+    for i, item in enumerate(tables):
+        if not isinstance(item, TableRows):
+            raise ArgumentTypeError(f"tables: got {type(item).__name__}, allowed: TableRows")
+        require_made(&(<TableRows>item).table)
+        num_rows = min(num_rows, (<TableRows>item).table.num_rows)
+        columns = (<TableRows>item).table.num_columns
+        if not 0 <= place[i, 0] <= MAX_LINE or not columns <= place[i, 1] <= INT32_MAX or place[i, 1] % width:
+            raise ArgumentError(f"places: got line {place[i, 0]} and {place[i, 1]} columns, allowed: lines up to {MAX_LINE}, "
+                                f"multiples of {width} from {columns} columns on")
+    stop = size_of(num_reqs, "num_reqs", 0, num_rows)
+    for i, item in enumerate(tables):
+        table = item
+        if count < room:
+            with table.lock:
+                count += pack_lines(
+                    &table.table, stop, place[i, 0], place[i, 1], width, &into[count], &values[count, 0], room - count
+                )
+    return count
