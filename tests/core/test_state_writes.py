@@ -158,6 +158,26 @@ def test_undo_drops_the_writes_of_its_call() -> None:
     assert places_of(batch.take_writes()) == [(0, 128), (0, 192)]
 
 
+def test_undo_of_a_step_ahead_keeps_the_writes_of_the_step_before() -> None:
+    batch = make_batch(writes="anywhere", max_steps_ahead=2)
+    batch.admit(0, LONG[:127], resume_at=[128])
+    batch.take_writes()
+    batch.grow([0], 0, 1)
+    assert places_of(batch.take_writes()) == [(0, 128)]
+    batch.undo(batch.grow([0], 0, 2))
+    batch.grow([0], 0, 2)
+    assert len(batch.take_writes()) == 0
+    batch.check()
+
+
+def test_a_state_whose_list_was_not_taken_never_hits() -> None:
+    batch = make_batch(writes="anywhere")
+    batch.admit(0, LONG[:200])
+    batch.release([0])
+    assert batch.admit(0, LONG[:200]) == 0
+    batch.check()
+
+
 def test_rows_never_wait_for_states() -> None:
     """With a state for each row and one more, checkpoints are left out while rows are free."""
     batch = make_batch(num_states=NUM_ROWS + 2, writes="anywhere")

@@ -513,8 +513,8 @@ WRITE_BUGS = read_bugs("""
                 if batch.writes_anywhere or num_tokens == num_planned{+ or BUG+}:
 == undo leaves the writes of its call
     drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
-== a boundary is not written again after undo
-            held.num_cached = {+max(held.num_cached * BUG, +}full_entries(&batch.groups[g].rules, num_planned){+)+}
+== a boundary is written again after undo of a later step
+            held.num_cached = {+held.num_cached if BUG else +}full_entries(&batch.groups[g].rules, num_planned)
 == a fork copies a state in flight
     return batch.has_state and {+not BUG and +}batch.rows[row].num_planned > batch.records[row].num_computed
 == checkpoints take the states of free rows

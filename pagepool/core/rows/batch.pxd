@@ -1154,7 +1154,7 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
 
 
 cdef inline void _undo_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Drop the writes of steps that are not planned any more, and let later steps write these boundaries."""
+    """Drop the writes of steps that are not planned any more, and skip the boundaries of the steps still planned."""
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t num_planned = count_planned(batch, row)
