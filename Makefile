@@ -7,6 +7,7 @@ DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 RAY_VERSIONS ?= 2.54 2.60
 RAY_VENV ?= $(HOME)/.cache/pagepool/venv-ray
+TORCH_VERSION ?= 2.13.0
 TORCH_VENV ?= $(HOME)/.cache/pagepool/venv-torch
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
@@ -250,7 +251,7 @@ test-ray-%:
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
     --pyargs pagepool.torch $(CURDIR)/tests/device/test_torch_table.py $(CURDIR)/docs/torch.md
 
-test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own: on a GPU too, if there is one
+test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own; on a GPU too, if there is one
 	$(TORCH_TESTS)
 
 torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams
@@ -261,7 +262,8 @@ torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams
 	fi
 
 torch-environment:  ## the environment of test-torch and torch-gpu
-	$(MAKE) $(TORCH_VENV)/with-test VENV=$(TORCH_VENV) TEST_EXTRAS=torch
+	mkdir -p $(TORCH_VENV) && echo 'torch==$(TORCH_VERSION)' > $(TORCH_VENV)/torch.txt
+	PIP_CONSTRAINT=$(TORCH_VENV)/torch.txt $(MAKE) $(TORCH_VENV)/with-test VENV=$(TORCH_VENV) TEST_EXTRAS=torch
 
 # VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same
 # version.

@@ -199,7 +199,7 @@ def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: i
     """Return the slots of tokens, int32 ``[num_tokens]``, computed on the device inside the caller's jit.
 
     `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32
-    ``[num_tokens]``. Indices outside the table are clamped and not reported, as in jax.
+    ``[num_tokens]``. In jax, indices outside the table are clamped and not reported; tensors of torch are indexed by its rules.
     """
     return page_table[rows, positions // page_size] * page_size + positions % page_size
 
