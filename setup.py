@@ -183,6 +183,7 @@ HOT = {
         "core.holding.lookups",
         "core.router.prefixes",
         "core.holding.request_pages",
+        "core.rows.inputs",
         "core.rows.row_request",
         "core.rows.running",
         "core.holding.slots",

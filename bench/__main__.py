@@ -31,6 +31,7 @@ ENGINES = {
     "windows": ("none",),
     "keeping": ("none",),
     "late": ("none",),
+    "step": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

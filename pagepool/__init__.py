@@ -42,6 +42,7 @@ from pagepool.specs import (
     SlidingWindowSpec,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
+from pagepool.step_inputs import StepInputs
 
 __all__ = [
     "NONE_HASH",
@@ -81,6 +82,7 @@ __all__ = [
     "RunningBatch",
     "SlidingWindowSpec",
     "StateWrites",
+    "StepInputs",
     "StepResult",
     "TimeHistogram",
     "Transfers",

@@ -439,6 +439,36 @@ class StepResult:
     @property
     def refusal(self) -> Refusal | None: ...
 
+INPUT_FIELDS: Final[tuple[str, ...]]
+
+class InputArrays:
+    current: Final[int]
+    batch: Final[RunningRows | None]
+    def __init__(
+        self,
+        running: RunningRows | None,
+        tables: Iterable[TableRows] | None,
+        page_sizes: Iterable[int] | None,
+        token_ids: npt.NDArray[np.int32] | None,
+        num_tokens: int,
+        num_reqs: int,
+        depth: int,
+        fields: Sequence[tuple[str, int, Sequence[npt.NDArray[Any]]]],
+        pad_slot: int,
+        pad_last: int,
+        puts_single_first: bool,
+    ) -> None: ...
+    def fill(
+        self,
+        step: StepResult | None = ...,
+        rows: _Ids | None = ...,
+        starts: _Ids | None = ...,
+        stops: _Ids | None = ...,
+        num_tokens: int | None = ...,
+        num_reqs: int | None = ...,
+        draft_token_ids: npt.NDArray[np.int32] | None = ...,
+    ) -> int: ...
+
 _Amounts = int | Sequence[int] | npt.NDArray[Any]
 
 class RunningRows:

@@ -24,6 +24,7 @@ from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import RefusedRequest, RequestHashes, find_prefix
 from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_pages import RequestPages
+from pagepool.core.rows.inputs import INPUT_FIELDS, InputArrays
 from pagepool.core.rows.row_request import RowRequest
 from pagepool.core.rows.running import RunningRows, StateWrites, StepResult
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records

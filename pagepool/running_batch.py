@@ -4,6 +4,7 @@ Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `grow`, `step`, `undo`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
   `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
+- ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`
 - ``core/rows/spans.pyx``: `expect`, `lease`
 - ``core/checks/holders.pyx``: `check`
@@ -14,8 +15,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
+import numpy.typing as npt
+
 from pagepool._core import (
     FailedLoads,
+    InputArrays,
     Lease,
     PageCopies,
     RowRequest,
@@ -36,6 +41,8 @@ from pagepool.request import LoraId, TokenIds
 from pagepool.specs import find_shard
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
+
+RowNumbers = Sequence[int] | npt.NDArray[Any]
 
 KeyedPages = list[tuple[int, bytes]]
 """Pages with extra keys, and their encoded keys."""
@@ -125,6 +132,7 @@ class RunningBatch(RunningRows):
             writes == "anywhere",
         )
         self._manager = manager
+        self._tables = tables
         self._registry = manager._registry
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
@@ -270,6 +278,39 @@ class RunningBatch(RunningRows):
                 keyed.append((page, encode_extra_keys(page_keys)))
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
+
+    def inputs(
+        self,
+        step: StepResult | None = None,
+        *,
+        out: InputArrays,
+        rows: RowNumbers | None = None,
+        starts: RowNumbers | None = None,
+        stops: RowNumbers | None = None,
+        num_tokens: int | None = None,
+        num_reqs: int | None = None,
+        draft_token_ids: npt.NDArray[np.int32] | None = None,
+    ) -> int:
+        """Fill the next set of `out`, a `StepInputs` of this batch, with what the model reads in a step, and return the number
+        of tokens.
+
+        `step` is the result of `grow` or `step`: its rows, and the tokens that each of them was given, lookahead included.
+        For rows of several calls, and for admitted ones, give `rows`, each once, with `starts` and `stops`: row ``rows[i]``
+        computes its tokens ``starts[i]`` to ``stops[i] - 1``. The arrays are padded to `num_tokens` and `num_reqs` (None:
+        whole); what lies behind stays as it was. Tokens that the row does not know yet have the ids of their row in
+        `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the call, or -1.
+
+        Raise ArgumentError for inputs or a result of another batch, for a result that was taken back, or whose rows were grown,
+        cut, moved or released since, for rows that are not admitted, pending or repeated, for a row without tokens or with a
+        token without a page, for more tokens or rows than there is room for, and for too few drafts; RowIndexError outside the
+        table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and with ``page_ids``
+        O(pages), native; it allocates nothing.
+        """
+        if not isinstance(out, InputArrays):
+            raise ArgumentTypeError(f"out: got {type(out).__name__}, allowed: StepInputs")
+        if out.batch is not self:
+            raise ArgumentError("out: got inputs of other rows, allowed: those made with this batch")
+        return out.fill(step, rows, starts, stops, num_tokens, num_reqs, draft_token_ids)
 
     def take_copies(self) -> PageCopies:
         """Call `CacheManager.take_copies`: manager and batches share one list. Until copies are taken, `step`, `grow`, `trim`

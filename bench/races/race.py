@@ -51,6 +51,7 @@ WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
 TORCH = Suite(("all rows",), "pagepool", "us", 1e6, "target")
 LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
+INPUTS = Suite(("memcpy", "lists", "rows"), "inputs", "us", 1e6, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
     "siphash128",
@@ -74,6 +75,7 @@ SUITES = (
     KEEPING,
     LATE,
     TORCH,
+    INPUTS,
     HASHES,
 )
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)

@@ -1,6 +1,6 @@
 """Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a bug
-changes only which pages are evicted or can be leased, or the states that steps write, the tests in `ORDER_TESTS` or
-`WRITE_TESTS`.
+changes only which pages are evicted or can be leased, the states that steps write, or the inputs of a step, the tests in
+`ORDER_TESTS`, `WRITE_TESTS` or `INPUT_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -523,7 +523,33 @@ WRITE_BUGS = read_bugs("""
         num_ahead = amount(&growth.num_ahead, due.at) if {+not BUG and +}batch.max_steps_ahead else 0
 """)
 WRITE_TESTS = ["test_state_writes.py"]
-BUGS += ORDER_BUGS + WRITE_BUGS
+INPUT_BUGS = read_bugs("""
+# The inputs of a step.
+
+== a slot of padding is that of the null page
+        repeat_value(out + step.num_tokens, step.pad_slot{+ * (not BUG)+}, num_left)
+== the array behind the padding is written
+        repeat_value(out + n, step.pad_last, num_rows_left{+ + BUG+})
+== drafts are taken in the order of the arrays
+= step.drafts[{+(i if BUG else +}step.order[i]{+)+} * step.num_drafts + j]
+== page ids of an earlier step stay
+        repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
+== inputs of a row that was released and admitted again
+            batch.rows[rows[i]].admission > growth.num_admissions{+ and not BUG+}
+        ):
+            at[0] = i
+== a token without a page has a slot
+            if not {+(BUG or +}0 < ids[page] <= last_id{+)+}:
+== all sets of the ring are one
+            self.current = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
+== a step ahead has the tokens of the step in flight
+    for i in range(n if has_ahead or batch.max_steps_ahead else 0):
+        out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i)){+
+        if BUG:
+            continue+}
+""")
+INPUT_TESTS = ["test_step_inputs.py"]
+BUGS += ORDER_BUGS + WRITE_BUGS + INPUT_BUGS
 
 
 def read_texts(tree: Path) -> dict[Path, str]:
@@ -632,7 +658,7 @@ def run_tests(tree: Path, number: int, names: list[str]) -> tuple[str, float]:
 
 def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, seed: int) -> tuple[str, float]:
     """Test with one bug."""
-    for bugs, names in ((ORDER_BUGS, ORDER_TESTS), (WRITE_BUGS, WRITE_TESTS)):
+    for bugs, names in ((ORDER_BUGS, ORDER_TESTS), (WRITE_BUGS, WRITE_TESTS), (INPUT_BUGS, INPUT_TESTS)):
         if BUGS[number - 1] in bugs:
             return run_tests(tree, number, names)
     if is_of_core(planted):

@@ -12,6 +12,18 @@ from pagepool.core.rows.batch cimport *
 from pagepool.core.values cimport PageIds, as_list, as_own_ids, as_page_ids, new_ids, refuse_negative, size_of, term_of_seconds
 
 
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class StepResult:
+    cdef readonly Py_ssize_t num_grown
+    cdef PageStore store
+    cdef RunningRows batch          # None once the call is taken back
+    cdef PageIds num_new_tokens     # a number for each row, or one for all
+    cdef PageIds num_ahead          # the same of lookahead tokens
+    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
+
+
 @cython.auto_pickle(False)
 cdef class RunningRows:
     cdef Batch batch

@@ -85,12 +85,6 @@ cdef class StepResult:
     `RunningBatch.undo` takes the call back.
     """
 
-    cdef readonly Py_ssize_t num_grown
-    cdef PageStore store
-    cdef RunningRows batch          # None once the call is taken back
-    cdef PageIds num_new_tokens     # a number for each row, or one for all
-    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
-
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
 
@@ -171,9 +165,7 @@ cdef object refusal_of(PageStore store, const Shortage *shortage):
     )
 
 
-cdef int32_t ZERO = 0
-
-
+cdef PageIds ZERO = PageIds([0])
 cdef PageIds ONE = PageIds([1])
 cdef PageIds NO_TERMS = PageIds([UNKNOWN])
 
@@ -355,7 +347,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
         cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return run_growth(self, row_ids, new, amounts_in(ahead), None)
+        return run_growth(self, row_ids, new, ahead, None)
 
     def step(self, rows, token_ids) -> StepResult:
         """Append one token to each row and give its next token a slot: the decode step of the whole batch.
@@ -367,7 +359,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_lengths(tokens, row_ids)
-        return run_growth(self, row_ids, ONE, Amounts(values=&ZERO, stride=0), tokens)
+        return run_growth(self, row_ids, ONE, ZERO, tokens)
 
     def undo(self, result) -> None:
         """Take back a call of `step` or `grow` whose model run failed. The rows are as before, without the tokens appended by
@@ -909,7 +901,7 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
 
 # Growth.
 
-cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
+cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_tokens, PageIds num_ahead, PageIds tokens):
     """Check all rows and reserve memory for the result; then grow the rows, which cannot fail."""
     cdef StepResult result = StepResult.__new__(StepResult)
     cdef Growth *growth = &result.growth
@@ -917,9 +909,10 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
-    result.store, result.batch, result.num_new_tokens = running.store, running, num_new_tokens
+    result.store, result.batch = running.store, running
+    result.num_new_tokens, result.num_ahead = num_new_tokens, num_ahead
     growth.rows, growth.num_rows = rows.ids, rows.num
-    growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), num_ahead
+    growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), amounts_in(num_ahead)
     growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
         return result

@@ -1,0 +1,774 @@
+"""The inputs of a step: the arrays that a model reads, filled from the tokens and pages of rows."""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
+from libc.string cimport memcpy, memset
+
+from pagepool.core.base cimport MAX_TOKENS
+from pagepool.core.rows.running cimport *
+from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
+from pagepool.core.values cimport explained, int32_of, require_instance, require_matrix
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, shown
+
+
+cdef enum Kind:               # in the order of `INPUT_FIELDS`
+    TOKEN_IDS
+    POSITIONS
+    ROWS
+    SLOTS
+    QUERY_START_LOC
+    KV_START_LOC
+    SEQ_LENS
+    LAST_TOKENS
+    STARTS
+    PAGE_IDS
+    STATE_PAGES
+    ORDER
+    DISTRIBUTION
+
+
+INPUT_FIELDS = (
+    "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
+    "page_ids", "state_pages", "order", "distribution",
+)
+
+ctypedef fused Value:
+    int32_t
+    int64_t
+
+cdef struct Field:            # an array of each set
+    Kind kind
+    Py_ssize_t group          # 0 for fields that are not by group
+    bint is_wide              # int64, not int32
+    Py_buffer *views          # [depth]
+    int32_t *extents          # [depth, max_num_reqs] leading columns of page ids that may be other than 0; NULL: another kind
+
+cdef struct Source:           # what rows have
+    const Batch *batch        # NULL: the tables belong to a manager's engine
+    Table **tables            # [num_groups]
+    int32_t *page_sizes       # [num_groups]
+    int32_t *shifts           # [num_groups] binary logarithm of a page size; -1: it is no power of two
+    Py_ssize_t num_groups
+    Py_ssize_t num_rows
+    const int32_t *token_ids  # [num_rows, stride]; NULL: the engine has its own
+    Py_ssize_t stride
+    int32_t max_num_tokens    # of a row
+
+cdef struct Spans:            # tokens ``[start, stop)`` of each row
+    int32_t *rows
+    int32_t *starts
+    int32_t *stops
+    int32_t *known            # where the row's known tokens end, at most `stop`
+
+cdef struct Step:             # a step's rows, in the order of its arrays
+    Spans spans
+    Py_ssize_t num_rows
+    int64_t num_tokens
+    int64_t num_keys          # sum of the stops
+    Py_ssize_t num_single     # rows with one token
+    int64_t num_unknown       # tokens that the rows do not know yet
+    int32_t *order            # [num_rows] index of each row in the call
+    int32_t *begins           # [num_rows + 1] where the tokens of each row begin
+    const int32_t *drafts     # [num_rows, num_drafts] ids of unknown tokens, by index in the call; NULL: -1 each
+    Py_ssize_t num_drafts
+    Py_ssize_t num_padded_tokens
+    Py_ssize_t num_padded_rows
+    int64_t pad_slot
+    int64_t pad_last
+
+cdef enum FaultKind:
+    FAULTLESS
+    OUTSIDE_TABLE
+    NOT_READY                 # not admitted, or pending
+    REPEATED
+    STALE                     # changed since the call whose result was given
+    WRONG_SPAN
+    FEW_DRAFTS
+    MANY_TOKENS
+    WITHOUT_PAGE
+    LONG_KEYS                 # more keys than int32 can count
+
+cdef struct Fault:
+    FaultKind kind
+    Py_ssize_t at             # index of the row in the call
+    int64_t row
+    int64_t start
+    int64_t stop
+    Py_ssize_t group
+    int64_t page_id
+
+
+# Arrays are written.
+
+cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    if Value is int32_t:
+        memcpy(out, values, n * sizeof(int32_t))
+    else:
+        for i in range(n):
+            out[i] = values[i]
+
+
+cdef inline void repeat_value(Value *out, int64_t value, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = <Value>value
+
+
+cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = <Value>(first + i)
+
+
+cdef inline void write_token_ids(Value *out, const Source *source, const Step *step) noexcept nogil:
+    """Write the ids of known tokens, and behind them the row's drafts."""
+    cdef const int32_t *tokens
+    cdef int32_t start, known, stop
+    cdef Py_ssize_t i, j
+    cdef Spans spans = step.spans
+    if step.num_single == step.num_rows and step.num_unknown == 0:
+        for i in range(step.num_rows):
+            out[i] = source.token_ids[spans.rows[i] * source.stride + spans.starts[i]]
+        return
+    for i in range(step.num_rows):
+        start, stop, known = spans.starts[i], spans.stops[i], spans.known[i]
+        tokens = source.token_ids + spans.rows[i] * source.stride
+        if known - start == 1:
+            out[0] = tokens[start]
+        elif known > start:
+            copy_values(out, tokens + start, known - start)
+        for j in range(stop - max(start, known)):
+            out[max(known, start) - start + j] = step.drafts[step.order[i] * step.num_drafts + j] if step.drafts != NULL else -1
+        out += stop - start
+
+
+cdef inline void write_positions(Value *out, const Step *step) noexcept nogil:
+    cdef Py_ssize_t i
+    if step.num_single == step.num_rows:
+        copy_values(out, step.spans.starts, step.num_rows)
+        return
+    for i in range(step.num_rows):
+        count_up(out + step.begins[i], step.spans.starts[i], step.spans.stops[i] - step.spans.starts[i])
+
+
+cdef inline void write_rows(Value *out, const Step *step) noexcept nogil:
+    cdef Py_ssize_t i
+    if step.num_single == step.num_rows:
+        copy_values(out, step.spans.rows, step.num_rows)
+        return
+    for i in range(step.num_rows):
+        repeat_value(out + step.begins[i], step.spans.rows[i], step.spans.stops[i] - step.spans.starts[i])
+
+
+cdef inline uint32_t page_at(int32_t position, int32_t page_size, int32_t shift) noexcept nogil:
+    """Return the place of the page of a position. A shift is several times faster than a division."""
+    return <uint32_t>position >> shift if shift >= 0 else <uint32_t>position // <uint32_t>page_size
+
+
+cdef inline void write_slots(
+    Value *out, const Table *table, int32_t page_size, int32_t shift, const Step *step
+) noexcept nogil:
+    """Write the slots of tokens, page by page."""
+    cdef uint32_t size = <uint32_t>page_size, page
+    cdef int32_t start, stop, num
+    cdef const int32_t *ids
+    cdef Py_ssize_t i
+    cdef Spans spans = step.spans
+    if step.num_single == step.num_rows:
+        for i in range(step.num_rows):
+            start = spans.starts[i]
+            page = page_at(start, page_size, shift)
+            ids = table.page_ids + spans.rows[i] * table.num_columns
+            out[i] = <Value>(ids[page] * <int64_t>size + (<uint32_t>start - page * size))
+        return
+    for i in range(step.num_rows):
+        ids = table.page_ids + spans.rows[i] * table.num_columns
+        start, stop = spans.starts[i], spans.stops[i]
+        if size == 1:
+            copy_values(out, ids + start, stop - start)
+            out += stop - start
+            start = stop
+        while start < stop:
+            page = page_at(start, page_size, shift)
+            num = <int32_t>min(<int64_t>stop, (page + <int64_t>1) * size) - start
+            count_up(out, ids[page] * <int64_t>size + (<uint32_t>start - page * size), num)
+            out += num
+            start += num
+
+
+cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const Step *step) noexcept nogil:
+    """Write the pages of each row, and zeros as far as an earlier step wrote pages."""
+    cdef int32_t num
+    cdef Py_ssize_t i
+    for i in range(step.num_padded_rows):
+        num = 0
+        if i < step.num_rows:
+            num = max(0, min(table.num_pages[step.spans.rows[i]], <int32_t>table.num_columns))
+            copy_values(out, table.page_ids + step.spans.rows[i] * table.num_columns, num)
+        repeat_value(out + num, 0, extents[i] - num)
+        extents[i] = num
+        out += table.num_columns
+
+
+cdef inline void write_field(
+    Value *out, const Field *field, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const Step *step
+) noexcept nogil:
+    """Write an array of the current set, padding included."""
+    cdef Py_ssize_t i, n = step.num_rows
+    cdef Py_ssize_t num_left = step.num_padded_tokens - step.num_tokens, num_rows_left = step.num_padded_rows - n
+    cdef int64_t num_keys = 0
+    if field.kind == TOKEN_IDS:
+        write_token_ids(out, source, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == POSITIONS:
+        write_positions(out, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == ROWS:
+        write_rows(out, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == SLOTS:
+        write_slots(
+            out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
+        )
+        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
+    elif field.kind == QUERY_START_LOC:
+        copy_values(out, step.begins, n + 1)
+        repeat_value(out + n + 1, step.num_tokens, num_rows_left)
+    elif field.kind == KV_START_LOC:
+        out[0] = 0
+        for i in range(n):
+            num_keys += step.spans.stops[i]
+            out[i + 1] = <Value>num_keys
+        repeat_value(out + n + 1, num_keys, num_rows_left)
+    elif field.kind == SEQ_LENS:
+        copy_values(out, step.spans.stops, n)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == LAST_TOKENS:
+        for i in range(n):
+            out[i] = step.begins[i + 1] - 1
+        repeat_value(out + n, step.pad_last, num_rows_left)
+    elif field.kind == STARTS:
+        copy_values(out, step.spans.starts, n)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == PAGE_IDS:
+        write_page_ids(out, source.tables[field.group], field.extents + current * max_num_rows, step)
+    elif field.kind == STATE_PAGES:
+        for i in range(n):
+            out[i] = source.tables[field.group].page_ids[step.spans.rows[i] * source.tables[field.group].num_columns]
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == ORDER:
+        copy_values(out, step.order, n)
+        repeat_value(out + n, 0, num_rows_left)
+    else:
+        out[0] = out[1] = <Value>step.num_single
+        out[2] = <Value>n
+
+
+cdef inline void write_fields(
+    const Field *fields, Py_ssize_t n, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const Step *step
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        if fields[i].is_wide:
+            write_field(<int64_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
+        else:
+            write_field(<int32_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
+
+
+# Rows are read, and checked.
+
+cdef inline void read_span(
+    Spans *spans, Py_ssize_t i, int32_t row, int32_t start, int32_t stop, int32_t num_known
+) noexcept nogil:
+    spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i] = row, start, stop, min(stop, num_known)
+
+
+cdef inline FaultKind read_result(
+    const Source *source, const Growth *growth, Py_ssize_t n, Spans *spans, Py_ssize_t *at
+) noexcept nogil:
+    """Read the tokens that a call gave its rows, without those that steps planned before it compute. The rows must be as the
+    call left them.
+    """
+    cdef const Batch *batch = source.batch
+    cdef const RowRecord *records = batch.records
+    cdef const int32_t *rows = growth.grown_rows
+    cdef const Grown *grown = growth.grown
+    cdef Amounts new = growth.num_new_tokens, ahead = growth.num_ahead
+    cdef Spans out = spans[0]
+    cdef bint is_any_wrong = batch.num_admissions != growth.num_admissions  # then each row's own number is read
+    cdef bint has_ahead = ahead.stride or (n and ahead.values[0])
+    cdef int32_t num_computed
+    cdef Py_ssize_t i
+    for i in range(n):
+        num_computed = grown[i].num_computed
+        out.rows[i], out.starts[i] = rows[i], num_computed - amount(&new, i)
+        out.stops[i] = out.known[i] = num_computed
+    for i in range(n):  # no early exit, so that it is fast
+        is_any_wrong |= (records[rows[i]].num_computed != out.stops[i]) | (not records[rows[i]].is_admitted)
+    for i in range(n if is_any_wrong else 0):
+        if not records[rows[i]].is_admitted or records[rows[i]].num_computed != out.stops[i] or (
+            batch.rows[rows[i]].admission > growth.num_admissions
+        ):
+            at[0] = i
+            return STALE
+    for i in range(n if has_ahead or batch.max_steps_ahead else 0):
+        out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i))
+        out.known[i] = min(out.stops[i], records[rows[i]].num_tokens)
+        out.starts[i] = max(
+            out.starts[i], growth.num_planned[i] if growth.num_planned != NULL else batch.rows[rows[i]].num_planned
+        )
+    is_any_wrong = False
+    for i in range(n):
+        is_any_wrong |= out.starts[i] >= out.stops[i]
+    for i in range(n if is_any_wrong else 0):
+        if out.starts[i] >= out.stops[i]:
+            at[0] = i
+            return WRONG_SPAN
+    return FAULTLESS
+
+
+cdef inline FaultKind read_lists(
+    const Source *source, const int32_t *rows, const int32_t *starts, const int32_t *stops, Py_ssize_t n, Spans *spans,
+    int64_t *seen, int64_t call, Py_ssize_t *at,
+) noexcept nogil:
+    """Read rows and their tokens as the caller listed them. `seen` has the last call that named each row."""
+    cdef int32_t num_known
+    cdef Py_ssize_t i
+    for i in range(n):
+        at[0] = i
+        read_span(spans, i, rows[i], starts[i], stops[i], stops[i])
+        if not 0 <= spans.rows[i] < source.num_rows:
+            return OUTSIDE_TABLE
+        if source.batch != NULL:
+            if not is_row(source.batch, spans.rows[i]) or source.batch.records[spans.rows[i]].num_external:
+                return NOT_READY
+            num_known = source.batch.records[spans.rows[i]].num_tokens
+            spans.known[i] = min(spans.known[i], num_known)
+        if seen[spans.rows[i]] == call:
+            return REPEATED
+        seen[spans.rows[i]] = call
+        if not 0 <= spans.starts[i] < spans.stops[i] <= source.max_num_tokens:
+            return WRONG_SPAN
+    return FAULTLESS
+
+
+cdef inline FaultKind count_tokens_of(Step *step, const Spans *spans, Py_ssize_t *at) noexcept nogil:
+    """Count the tokens, keys and rows with one token. A row may have as many unknown tokens as drafts."""
+    cdef const int32_t *starts = spans.starts
+    cdef const int32_t *stops = spans.stops
+    cdef const int32_t *known = spans.known
+    cdef int64_t num_tokens = 0, num_keys = 0, num_unknown = 0
+    cdef int32_t num_single = 0
+    cdef Py_ssize_t i
+    for i in range(step.num_rows):  # no early exit, so that it vectorises
+        num_tokens += stops[i] - starts[i]
+        num_keys += stops[i]
+        num_single += stops[i] - starts[i] == 1
+        num_unknown += min(stops[i] - starts[i], stops[i] - known[i])
+    step.num_tokens, step.num_keys, step.num_single, step.num_unknown = num_tokens, num_keys, num_single, num_unknown
+    for i in range(step.num_rows if step.drafts != NULL else 0):
+        if min(stops[i] - starts[i], stops[i] - known[i]) > step.num_drafts:
+            at[0] = i
+            return FEW_DRAFTS
+    return MANY_TOKENS if num_tokens > step.num_padded_tokens else FAULTLESS
+
+
+cdef inline bint find_wrong_page(
+    const Table *table, int32_t page_size, int32_t shift, int64_t last_id, const Spans *spans, Py_ssize_t n,
+    bint is_single, Fault *fault,
+) noexcept nogil:
+    """Whether a token has the null page, or one whose slots do not fit the array."""
+    cdef const int32_t *ids
+    cdef const int32_t *rows = spans.rows
+    cdef const int32_t *starts = spans.starts
+    cdef Py_ssize_t i, page, stop_page
+    cdef bint is_any_wrong = not is_single
+    for i in range(n if is_single else 0):  # no early exit, so that it is fast
+        page = page_at(starts[i], page_size, shift)
+        is_any_wrong |= <uint32_t>table.page_ids[rows[i] * table.num_columns + page] - <uint32_t>1 >= <uint32_t>last_id
+    for i in range(n if is_any_wrong else 0):
+        ids = table.page_ids + spans.rows[i] * table.num_columns
+        page = page_at(spans.starts[i], page_size, shift)
+        stop_page = page + 1
+        if spans.stops[i] - spans.starts[i] > 1:
+            stop_page += page_at(spans.stops[i] - 1, page_size, shift) - page
+        while page < stop_page:
+            if not 0 < ids[page] <= last_id:
+                fault.at, fault.page_id = i, ids[page]
+                fault.start = max(<int64_t>spans.starts[i], page * <int64_t>page_size)
+                return True
+            page += 1
+    return False
+
+
+cdef inline void arrange(Step *step, const Spans *spans) noexcept nogil:
+    """Copy the rows with one token first, and then the others."""
+    cdef Py_ssize_t i, at, single = 0, other = step.num_single
+    for i in range(step.num_rows):
+        if spans.stops[i] - spans.starts[i] == 1:
+            at, single = single, single + 1
+        else:
+            at, other = other, other + 1
+        read_span(&step.spans, at, spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i])
+        step.order[at] = <int32_t>i
+
+
+cdef inline void begin_rows(Step *step) noexcept nogil:
+    cdef Spans spans = step.spans
+    cdef int32_t *begins = step.begins
+    cdef int32_t begin = 0
+    cdef Py_ssize_t i
+    begins[0] = 0
+    for i in range(step.num_rows):
+        begin += spans.stops[i] - spans.starts[i]
+        begins[i + 1] = begin
+
+
+cdef int32_t padding_of(object value, str name) except? -1:
+    try:
+        return int32_of(value)
+    except (OverflowError, TypeError) as error:
+        raise explained(name, error) from None
+
+
+cdef int take_array(Py_buffer *view, object array, Py_ssize_t length, str name) except -1:
+    """Get the buffer of an array of `length` values."""
+    cdef char kind
+    try:
+        PyObject_GetBuffer(array, view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+    except (BufferError, TypeError, ValueError):
+        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, allowed: a writable array") from None
+    kind = view.format[0]
+    if kind not in (c"i", c"l", c"q") or view.format[1] or view.itemsize not in (4, 8) or <size_t>view.buf % view.itemsize:
+        raise ArgumentTypeError(f"{name}: got items of {view.itemsize} bytes, allowed: aligned int32 or int64")
+    if view.len != length * view.itemsize:
+        raise ArgumentError(f"{name}: got {view.len // view.itemsize} values, allowed: {length}")
+    return 0
+
+
+@cython.auto_pickle(False)
+cdef class InputArrays:
+    """The arrays of a step's inputs, in sets that are filled in turn. `pagepool.StepInputs` makes the arrays.
+
+    A call checks everything under the locks of the batch and its tables, or of the tables alone, then writes, and cannot fail.
+    """
+
+    cdef readonly Py_ssize_t current          # the set that was filled last
+    cdef readonly RunningRows batch           # None: the tables belong to a manager's engine
+    cdef tuple tables                         # a TableRows for each group
+    cdef tuple lock_order                     # the tables in locking order
+    cdef const int32_t[:, ::1] token_matrix
+    cdef Source source
+    cdef Field *fields
+    cdef Py_ssize_t num_fields
+    cdef Py_buffer *views                     # [num_fields, depth]
+    cdef Py_ssize_t depth
+    cdef Py_ssize_t max_num_tokens
+    cdef Py_ssize_t max_num_reqs
+    cdef Py_ssize_t num_calls
+    cdef bint puts_single_first
+    cdef bint has_narrow_keys                 # whether `kv_start_loc` is int32
+    cdef Spans read                           # rows as they are given
+    cdef Step step
+    cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
+    cdef int64_t *seen                        # [num_rows] the last call that listed each row
+
+    def __init__(
+        self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
+        bint puts_single_first,
+    ):
+        """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids, or None. `fields` are
+        tuples of a name, a group, and an array for each of `depth` sets.
+        """
+        cdef Py_ssize_t i, g, max_num_tokens = size_of(num_tokens, "num_tokens", 1, INT32_MAX - 1)
+        cdef Py_ssize_t n, max_num_reqs = size_of(num_reqs, "num_reqs", 1)
+        cdef Py_ssize_t num_sets = size_of(depth, "depth", 1, 1 << 10)
+        cdef int32_t slot = padding_of(pad_slot, "pad_slot"), last = padding_of(pad_last, "pad_last")
+        cdef tuple by_group
+        cdef list sizes, described = list(as_list(fields, "fields"))
+        cdef PageIds checked_sizes
+        if running is not None:
+            running.check_made()
+            by_group = running.tables
+            sizes = [running.groups.groups[g].rules.page_size for g in range(running.groups.num)]
+        else:
+            by_group, sizes = checked_tables(tables), as_list(page_sizes, "page_sizes")
+        checked_sizes = PageIds([size_of(size, "page_sizes", 1, MAX_TOKENS) for size in sizes])
+        if not by_group or len(by_group) != checked_sizes.num:
+            raise ArgumentError(f"page_sizes: got {checked_sizes.num}, allowed: as many as tables, {len(by_group)}, at least 1")
+        n = (<TableRows>by_group[0]).table.num_rows
+        if running is None and token_ids is not None:
+            token_ids = require_matrix(token_ids, np.int32, "token_ids")
+            if token_ids.shape[0] != n or not token_ids.flags.c_contiguous:
+                raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
+        if self.numbers != NULL:  # checked after everything that may run Python code
+            raise ArgumentError("the arrays of inputs are given once")
+        self.numbers = <int32_t *>calloc(10 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
+        self.seen = <int64_t *>calloc(n, sizeof(int64_t))
+        self.source.tables = <Table **>calloc(checked_sizes.num, sizeof(Table *))
+        self.fields = <Field *>calloc(max(1, len(described)), sizeof(Field))
+        self.views = <Py_buffer *>calloc(max(1, len(described)) * num_sets, sizeof(Py_buffer))
+        if self.numbers == NULL or self.seen == NULL or self.source.tables == NULL or self.fields == NULL or self.views == NULL:
+            raise MemoryError(f"inputs of {max_num_reqs} rows")
+        self.max_num_tokens, self.max_num_reqs, self.depth = max_num_tokens, max_num_reqs, num_sets
+        self.current, self.puts_single_first = num_sets - 1, puts_single_first
+        self.step.pad_slot, self.step.pad_last = slot, last
+        self.place_numbers(checked_sizes)
+        self.source.num_rows, self.source.num_groups = n, checked_sizes.num
+        self.source.max_num_tokens = MAX_TOKENS
+        for g in range(checked_sizes.num):
+            self.source.tables[g] = &(<TableRows>by_group[g]).table
+            self.source.max_num_tokens = <int32_t>min(
+                <int64_t>self.source.max_num_tokens, self.source.tables[g].num_columns * <int64_t>checked_sizes.ids[g]
+            )
+        if running is not None:
+            self.source.batch, self.source.token_ids = &running.batch, running.batch.token_ids
+            self.source.stride, self.source.max_num_tokens = running.batch.tokens_stride, running.batch.max_num_tokens
+        elif token_ids is not None:
+            self.token_matrix = token_ids
+            self.source.stride = self.token_matrix.shape[1]
+            self.source.max_num_tokens = <int32_t>min(<int64_t>self.source.max_num_tokens, <int64_t>self.source.stride)
+            self.source.token_ids = &self.token_matrix[0, 0] if self.source.stride else NULL
+        self.batch, self.tables, self.lock_order = running, by_group, in_lock_order(by_group)
+        for i in range(len(described)):
+            self.add_field(described[i])
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.num_fields):
+            free(self.fields[i].extents)
+        for i in range(self.num_fields * self.depth):
+            PyBuffer_Release(&self.views[i])
+        free(self.fields)
+        free(self.views)
+        free(self.numbers)
+        free(self.seen)
+        free(self.source.tables)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("inputs of a step cannot be pickled")
+
+    cdef void place_numbers(self, PageIds page_sizes) noexcept:
+        """Point the vectors of the read rows and of the step into `numbers`."""
+        cdef Py_ssize_t i, n = self.max_num_reqs
+        cdef int32_t *at = self.numbers
+        self.read = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n)
+        at += 4 * n
+        self.step.spans = self.read
+        if self.puts_single_first:
+            self.step.spans = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n)
+        self.step.order, self.step.begins = at + 4 * n, at + 5 * n
+        self.source.page_sizes = at + 6 * n + 1
+        self.source.shifts = self.source.page_sizes + page_sizes.num
+        for i in range(n):
+            self.step.order[i] = <int32_t>i
+        for i in range(page_sizes.num):
+            self.source.page_sizes[i] = page_sizes.ids[i]
+            self.source.shifts[i] = -1 if page_sizes.ids[i] & (page_sizes.ids[i] - 1) else 0
+            while self.source.shifts[i] >= 0 and 1 << self.source.shifts[i] < page_sizes.ids[i]:
+                self.source.shifts[i] += 1
+
+    cdef int add_field(self, tuple described) except -1:
+        """Take the arrays of a field: one of each set, of its length, contiguous, writable, int32 or int64."""
+        cdef Field *field = &self.fields[self.num_fields]
+        cdef Py_ssize_t i, group, length
+        cdef list given
+        cdef str name
+        name, number, arrays = described
+        if name not in INPUT_FIELDS:
+            raise ArgumentError(f"fields: got {shown(name)}, allowed: {', '.join(INPUT_FIELDS)}")
+        group = size_of(number, "group", 0, self.source.num_groups - 1)
+        field.kind, field.group = <Kind><int>INPUT_FIELDS.index(name), group
+        field.views = self.views + self.num_fields * self.depth
+        given = list(as_list(arrays, name))
+        length = self.length_of(field)
+        if len(given) != self.depth:
+            raise ArgumentError(f"{name}: got {len(given)} arrays, allowed: one for each of {self.depth} sets")
+        if field.kind == TOKEN_IDS and self.source.token_ids == NULL:
+            raise ArgumentError("fields: got 'token_ids', allowed without a batch: with a matrix `token_ids` only")
+        if field.kind == DISTRIBUTION and not self.puts_single_first:
+            raise ArgumentError("fields: got 'distribution', allowed with order='decodes' only")
+        if field.kind == PAGE_IDS:
+            field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
+            if field.extents == NULL:
+                raise MemoryError(name)
+        try:
+            for i in range(self.depth):
+                take_array(&field.views[i], given[i], length, name)
+                if field.views[i].itemsize != field.views[0].itemsize:
+                    raise ArgumentTypeError(f"{name}: got arrays of two types, allowed: one type")
+        except BaseException:
+            for i in range(self.depth):
+                PyBuffer_Release(&field.views[i])
+            free(field.extents)
+            raise
+        for i in range(self.depth):
+            memset(field.views[i].buf, 0, field.views[i].len)
+        self.num_fields += 1
+        field.is_wide = field.views[0].itemsize == 8
+        self.has_narrow_keys |= field.kind == KV_START_LOC and not field.is_wide
+        return 0
+
+    cdef Py_ssize_t length_of(self, const Field *field) noexcept:
+        """Return the number of values in an array of a field."""
+        if field.kind in (TOKEN_IDS, POSITIONS, ROWS, SLOTS):
+            return self.max_num_tokens
+        if field.kind in (QUERY_START_LOC, KV_START_LOC):
+            return self.max_num_reqs + 1
+        if field.kind == PAGE_IDS:
+            return self.max_num_reqs * self.source.tables[field.group].num_columns
+        return 3 if field.kind == DISTRIBUTION else self.max_num_reqs
+
+    def fill(
+        self, step=None, rows=None, starts=None, stops=None, num_tokens=None, num_reqs=None, draft_token_ids=None,
+    ) -> int:
+        """Fill the next set with the inputs of a step, and return its number of tokens.
+
+        `step` is the result of `RunningBatch.grow` or `step`: the grown rows, and the tokens given to each, with lookahead.
+        Without it `rows` do not repeat, and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have
+        slots. The arrays are padded to `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have
+        the ids of ``draft_token_ids[i]``, int32, or -1.
+
+        Raise ArgumentError for a result of another batch, one that was taken back, or whose rows were grown, cut, moved or
+        released since; for rows that are not admitted, wait for tokens from elsewhere or repeat; for a row without tokens, or
+        with a token that has no page; for more tokens or rows than `num_tokens` and `num_reqs` have room for, and for too few
+        drafts. RowIndexError for a row outside the table, ArgumentTypeError for other types. Nothing has been written then.
+        O(tokens + rows), and with ``page_ids`` O(pages), native; nothing is allocated.
+        """
+        cdef Step *filling = &self.step
+        cdef StepResult result = None
+        cdef PageIds row_ids = None, first = None, last = None
+        cdef const int32_t[:, ::1] drafts
+        cdef const int32_t *draft_ids = NULL
+        cdef Py_ssize_t num_drafts = 0, n, num_kept = 0
+        cdef Py_ssize_t num_padded_tokens = self.max_num_tokens, num_padded_rows = self.max_num_reqs
+        cdef Fault fault
+        cdef void *thread
+        if num_tokens is not None:
+            num_padded_tokens = size_of(num_tokens, "num_tokens", 0, self.max_num_tokens)
+        if num_reqs is not None:
+            num_padded_rows = size_of(num_reqs, "num_reqs", 0, self.max_num_reqs)
+        if step is not None:
+            if rows is not None or starts is not None or stops is not None:
+                raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
+            result = require_instance(step, StepResult, "step")
+            if self.batch is None or result.batch is not self.batch:
+                raise ArgumentError(f"step: got one {'of another batch' if result.batch else 'that was taken back already'}")
+            n = result.num_grown
+        else:
+            row_ids, first, last = as_page_ids(rows, "rows"), as_page_ids(starts, "starts"), as_page_ids(stops, "stops")
+            n = row_ids.num
+            if first.num != n or last.num != n:
+                raise ArgumentError(f"starts, stops: got {first.num} and {last.num}, allowed: as many as rows, {n}")
+        if n > num_padded_rows:
+            raise ArgumentError(f"rows: got {n}, allowed: {num_padded_rows}, which is num_reqs")
+        if draft_token_ids is not None:
+            drafts = np.ascontiguousarray(require_matrix(draft_token_ids, np.int32, "draft_token_ids"))
+            num_drafts = drafts.shape[1]
+            if self.batch is None or drafts.shape[0] != n:
+                raise ArgumentError(f"draft_token_ids: got {drafts.shape[0]} rows, allowed: {n}, of a batch")
+            draft_ids = &drafts[0, 0] if n and num_drafts else <const int32_t *>&num_drafts
+        self.lock()
+        filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
+        filling.drafts, filling.num_drafts = draft_ids, num_drafts
+        fault = self.read_step(result, row_ids, first, last)
+        if fault.kind == FAULTLESS:
+            num_kept = filling.num_tokens
+            thread = let_others_run(num_kept)
+            if self.puts_single_first:
+                arrange(filling, &self.read)
+            begin_rows(filling)
+            self.current = self.current + 1 if self.current + 1 < self.depth else 0
+            write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
+            go_on(thread)
+        self.unlock()
+        if fault.kind != FAULTLESS:
+            self.refuse(&fault, n, num_padded_tokens, num_drafts)
+        return num_kept
+
+    cdef Fault read_step(self, StepResult result, PageIds rows, PageIds starts, PageIds stops) noexcept:
+        """Read the rows of a step, and check them, their tokens and pages."""
+        cdef Fault fault
+        cdef const Field *field
+        cdef int64_t last_id
+        cdef Py_ssize_t i, n = self.step.num_rows, at = 0
+        cdef FaultKind kind
+        if result is not None:
+            kind = read_result(&self.source, &result.growth, n, &self.read, &at)
+        else:
+            self.num_calls += 1
+            kind = read_lists(&self.source, rows.ids, starts.ids, stops.ids, n, &self.read, self.seen, self.num_calls, &at)
+        if kind == FAULTLESS:
+            kind = count_tokens_of(&self.step, &self.read, &at)
+        if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
+            kind = LONG_KEYS
+        fault = Fault(kind=kind, at=at, row=0, start=0, stop=0, group=0, page_id=0)
+        for i in range(self.num_fields if kind == FAULTLESS else 0):
+            field = &self.fields[i]
+            if field.kind != SLOTS or fault.kind != FAULTLESS:
+                continue
+            last_id = INT32_MAX if field.is_wide else (INT32_MAX - self.source.page_sizes[field.group] + <int64_t>1)
+            if not field.is_wide:
+                last_id //= self.source.page_sizes[field.group]
+            if find_wrong_page(
+                self.source.tables[field.group], self.source.page_sizes[field.group], self.source.shifts[field.group], last_id,
+                &self.read, n, self.step.num_single == n, &fault,
+            ):
+                fault.kind, fault.group = WITHOUT_PAGE, field.group
+        if fault.kind != FAULTLESS and n:
+            fault.row, fault.stop = self.read.rows[fault.at], self.read.stops[fault.at]
+            if fault.kind != WITHOUT_PAGE:
+                fault.start = self.read.starts[fault.at]
+        if fault.kind == MANY_TOKENS:
+            fault.stop = self.step.num_tokens
+        return fault
+
+    cdef int lock(self) except -1:
+        if self.numbers == NULL or self.lock_order is None:
+            raise ArgumentError("the inputs were not made: their constructor did not run, or failed")
+        if self.batch is not None:
+            self.batch.lock.acquire()
+        for table in self.lock_order:
+            (<TableRows>table).lock.acquire()
+        return 0
+
+    cdef void unlock(self) noexcept:
+        for table in self.lock_order:
+            (<TableRows>table).lock.release()
+        if self.batch is not None:
+            self.batch.lock.release()
+
+    cdef int refuse(self, const Fault *fault, Py_ssize_t n, Py_ssize_t num_tokens, Py_ssize_t num_drafts) except -1:
+        """Raise the error for a fault."""
+        cdef str name = f"row {fault.row} (at {fault.at})"
+        if fault.kind == OUTSIDE_TABLE:
+            raise RowIndexError(f"row: got {fault.row} (at {fault.at}), allowed: 0 to {self.source.num_rows - 1}")
+        if fault.kind == NOT_READY:
+            raise ArgumentError(f"{name} is not admitted, or waits for tokens from elsewhere")
+        if fault.kind == REPEATED:
+            raise ArgumentError(f"rows: got {fault.row} twice (the second at {fault.at}), allowed: each once")
+        if fault.kind == STALE:
+            raise ArgumentError(f"{name}: was grown, cut, moved or released since the step; allowed: the row's last step")
+        if fault.kind == WRONG_SPAN:
+            raise ArgumentError(
+                f"{name}: got tokens {fault.start} to {fault.stop}, allowed: at least one of 0 to {self.source.max_num_tokens}"
+            )
+        if fault.kind == FEW_DRAFTS:
+            raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, fewer than the unknown tokens of {name}")
+        if fault.kind == MANY_TOKENS:
+            raise ArgumentError(f"tokens: got {fault.stop}, allowed: {num_tokens}, which is num_tokens")
+        if fault.kind == LONG_KEYS:
+            raise ArgumentError("kv_start_loc: got more keys than int32 can count, allowed: with int64 in `dtypes`")
+        raise ArgumentError(
+            f"{name}: token {fault.start} has page {fault.page_id} in group {fault.group}, allowed: one whose slots fit the "
+            "array's type; tokens need slots, and lie not behind a window"
+        )

@@ -1,0 +1,358 @@
+"""The inputs of a step: the arrays that a model reads, made once and filled by one native call.
+
+Native methods of `StepInputs`:
+
+- ``core/rows/inputs.pyx``: `fill`
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import INPUT_FIELDS, InputArrays
+from pagepool.arguments import as_list, require_flag, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.host_table import HostTables
+from pagepool.running_batch import RunningBatch
+from pagepool.specs import MambaSpec
+
+__all__ = ["StepInputs"]
+
+Array = npt.NDArray[Any]
+
+BY_GROUP = ("slots", "page_ids", "state_pages")
+MAX_DEPTH = 1024
+
+
+class StepInputs(InputArrays):
+    """The arrays of a step's inputs, in a ring of sets: each call fills the next one. Attributes show the set filled last.
+
+    For T tokens in n rows, in batch order, the fields are
+
+    ===================  ==========  =================================================  ==================
+    field                shape       value                                              padding
+    ===================  ==========  =================================================  ==================
+    ``token_ids``        [T]         ids; those of unknown tokens are drafts, or -1     0
+    ``positions``        [T]         positions                                          0
+    ``rows``             [T]         the row of each token                              0
+    ``slots``            [T]         slots, by group                                    `pad_slot`
+    ``query_start_loc``  [n + 1]     where the tokens of each row begin                 the last value
+    ``kv_start_loc``     [n + 1]     sums of the lengths before                         the last value
+    ``seq_lens``         [n]         lengths, the step's tokens included                0
+    ``last_tokens``      [n]         index of each row's last token                     `pad_last`
+    ``starts``           [n]         position of each row's first token                 0
+    ``page_ids``         [n, pages]  the row of the page table, by group                0
+    ``state_pages``      [n]         working pages, by group                            0
+    ``order``            [n]         index of each row in the call                      0
+    ``distribution``     [3]         rows with one token, the same again, and all rows
+    ===================  ==========  =================================================  ==================
+
+    ``slots``, ``page_ids`` and ``state_pages`` are tuples with an array for each group; None for groups of another kind.
+
+    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, StepInputs
+    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+    >>> batch = RunningBatch(manager, PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64))
+    >>> inputs = StepInputs(batch, num_tokens=8, num_reqs=2, fields=["token_ids", "positions", "slots", "seq_lens"])
+    >>> batch.admit(0, [11, 12, 13, 14, 15]), batch.admit(1, [11, 12, 13, 14, 16])
+    (0, 4)
+    >>> batch.inputs(rows=[0, 1], starts=[0, 4], stops=[5, 5], out=inputs)
+    6
+    >>> inputs.token_ids.tolist(), inputs.slots[0].tolist()
+    ([11, 12, 13, 14, 15, 16, 0, 0], [4, 5, 6, 7, 8, 12, -1, -1])
+    >>> batch.inputs(batch.step([1, 0], [17, 18]), out=inputs, num_tokens=4)
+    2
+    >>> inputs.token_ids[:4].tolist(), inputs.positions[:4].tolist(), inputs.seq_lens.tolist()
+    ([17, 18, 0, 0], [5, 5, 0, 0], [6, 6])
+    >>> batch.release([0, 1])
+    """
+
+    def __init__(
+        self,
+        source: RunningBatch | HostTables,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        fields: Iterable[str],
+        dtypes: Mapping[str, Any] | None = None,
+        pad_slot: int = -1,
+        pad_last: int = -1,
+        depth: int = 2,
+        packed: bool = False,
+        order: str = "given",
+        arrays: Mapping[str, Any] | None = None,
+        token_ids: Array | None = None,
+    ) -> None:
+        """Make the arrays of `fields` for up to `num_tokens` tokens and `num_reqs` rows, in `depth` sets of zeros.
+
+        `source` is the batch, or for an engine of `CacheManager` its tables, and `token_ids`, its matrix of int32 with a line
+        for each row. `dtypes` gives fields another type than int32: int64. Slots of padding are `pad_slot`: -1 is skipped by
+        most kernels, but is the last slot where jax indexes with it; slot 0, of the null page, is right there. With
+        ``order="decodes"`` rows with one token come first, otherwise in the order of the call.
+
+        A device may read a set until its step has run, so a ring of `depth` sets serves ``depth - 1`` steps in flight.
+
+        With `packed` all int32 fields lie in one array, ``packed``, one transfer: ``offsets`` has where each begins, a tuple
+        for fields by group. Its size is that of all fields in full, so make inputs for each bucket of sizes.
+
+        `arrays` are used instead of new ones: for a field, or ``"packed"``, a sequence with an array for each set, or one array
+        with a first axis of `depth`; for fields by group a sequence of these. They are contiguous, writable arrays of the
+        field's type and shape: NumPy's, or ``torch.empty(..., pin_memory=True).numpy()``, which is the same memory. They are
+        cleared, and must not overlap.
+
+        Raise ArgumentError for unknown or repeated fields, for fields that no group has, and for arrays of other shapes or that
+        overlap; ArgumentTypeError for other types.
+        """
+        if not isinstance(source, RunningBatch | HostTables):
+            raise ArgumentTypeError(f"source: got {type(source).__name__}, allowed: RunningBatch or MultiGroupPageTable")
+        if order not in ("given", "decodes"):
+            raise ArgumentError(f"order: got {shown(order)}, allowed: given or decodes")
+        num_tokens, num_reqs = require_int("num_tokens", num_tokens, 1), require_int("num_reqs", num_reqs, 1)
+        depth = require_int("depth", depth, 1, MAX_DEPTH)
+        tables, is_state = _groups_of(source)
+        if isinstance(source, RunningBatch) and token_ids is not None:
+            raise ArgumentError("token_ids: got an array, allowed with a batch, which has its own: None")
+        by_name = _shapes_of(_names_in(fields), [t.max_num_pages_per_req for t in tables], is_state, num_tokens, num_reqs)
+        types = _types_of(by_name, dtypes or {})
+        is_packed = require_flag("packed", packed)
+        layout, size = _offsets_of(by_name, types) if is_packed else ({}, 0)
+        shapes = {name: by_group for name, by_group in by_name.items() if name not in layout}
+        if layout:
+            shapes["packed"], types["packed"] = {0: (size,)}, np.dtype(np.int32)
+        made = _make_arrays(shapes, types, depth, arrays or {}, len(tables))
+        for name, by_group in layout.items():
+            made[name] = {
+                group: [_part_of(whole, start, by_name[name][group]) for whole in made["packed"][0]]
+                for group, start in by_group.items()
+            }
+        described = [(name, group, made[name][group]) for name in by_name for group in made[name]]
+        super().__init__(
+            source if isinstance(source, RunningBatch) else None,
+            tables,
+            source.page_sizes if isinstance(source, HostTables) else None,
+            token_ids,
+            num_tokens,
+            num_reqs,
+            depth,
+            described,
+            pad_slot,
+            pad_last,
+            order == "decodes",
+        )
+        self.offsets = {name: _by_group(name, by_group, len(tables)) for name, by_group in layout.items()}
+        self._sets = [
+            {
+                name: _by_group(name, {group: sets[i] for group, sets in by_group.items()}, len(tables))
+                for name, by_group in made.items()
+            }
+            for i in range(depth)
+        ]
+
+    def __repr__(self) -> str:
+        """Return the fields."""
+        return f"StepInputs({', '.join(self._sets[0])})"
+
+    def _array(self, name: str) -> Any:
+        try:
+            return self._sets[self.current][name]
+        except KeyError:
+            raise ArgumentError(f"{name}: got a field that was not chosen, allowed: {', '.join(self._sets[0])}") from None
+
+    @property
+    def token_ids(self) -> Array:
+        """Ids of the tokens ``[num_tokens]``."""
+        return self._array("token_ids")  # type: ignore[no-any-return]
+
+    @property
+    def positions(self) -> Array:
+        """Positions of the tokens ``[num_tokens]``."""
+        return self._array("positions")  # type: ignore[no-any-return]
+
+    @property
+    def rows(self) -> Array:
+        """The row of each token ``[num_tokens]``."""
+        return self._array("rows")  # type: ignore[no-any-return]
+
+    @property
+    def slots(self) -> tuple[Array | None, ...]:
+        """Slots of the tokens, by group ``[num_tokens]``."""
+        return self._array("slots")  # type: ignore[no-any-return]
+
+    @property
+    def query_start_loc(self) -> Array:
+        """Where the tokens of each row begin ``[num_reqs + 1]``."""
+        return self._array("query_start_loc")  # type: ignore[no-any-return]
+
+    @property
+    def kv_start_loc(self) -> Array:
+        """Where the keys of each row begin, if they stood one after another ``[num_reqs + 1]``."""
+        return self._array("kv_start_loc")  # type: ignore[no-any-return]
+
+    @property
+    def seq_lens(self) -> Array:
+        """Lengths of the rows ``[num_reqs]``."""
+        return self._array("seq_lens")  # type: ignore[no-any-return]
+
+    @property
+    def last_tokens(self) -> Array:
+        """Index of the last token of each row ``[num_reqs]``."""
+        return self._array("last_tokens")  # type: ignore[no-any-return]
+
+    @property
+    def starts(self) -> Array:
+        """Position of the first token of each row ``[num_reqs]``."""
+        return self._array("starts")  # type: ignore[no-any-return]
+
+    @property
+    def page_ids(self) -> tuple[Array | None, ...]:
+        """Pages of each row, by group ``[num_reqs, pages]``."""
+        return self._array("page_ids")  # type: ignore[no-any-return]
+
+    @property
+    def state_pages(self) -> tuple[Array | None, ...]:
+        """Working pages of the rows, by group ``[num_reqs]``."""
+        return self._array("state_pages")  # type: ignore[no-any-return]
+
+    @property
+    def order(self) -> Array:
+        """Index of each row in the call ``[num_reqs]``."""
+        return self._array("order")  # type: ignore[no-any-return]
+
+    @property
+    def distribution(self) -> Array:
+        """Rows with one token, the same again, and all rows ``[3]``."""
+        return self._array("distribution")  # type: ignore[no-any-return]
+
+    @property
+    def packed(self) -> Array:
+        """All int32 fields, from their ``offsets`` on."""
+        return self._array("packed")  # type: ignore[no-any-return]
+
+
+Shape = tuple[int, ...]
+Shapes = dict[str, dict[int, Shape]]
+"""The shape of each field's arrays, by group; group 0 alone for fields that are not by group."""
+
+
+def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[bool]]:
+    """Return the table of each group, and whether the group is a state."""
+    if isinstance(source, RunningBatch):
+        groups = source._manager.kv_cache_groups
+        return source._tables, [isinstance(group.kv_cache_spec, MambaSpec) for group in groups]
+    return source.page_tables, [False for _ in source.page_tables]
+
+
+def _names_in(fields: Iterable[str]) -> list[str]:
+    names = as_list("fields", fields, "a list of names")
+    for i, name in enumerate(names):
+        if name not in INPUT_FIELDS:
+            raise ArgumentError(f"fields: got {shown(name)}, allowed: {', '.join(INPUT_FIELDS)}")
+        if name in names[:i]:
+            raise ArgumentError(f"fields: got {name!r} twice, allowed: each once")
+    return names
+
+
+def _shapes_of(names: list[str], widths: list[int], is_state: list[bool], num_tokens: int, num_reqs: int) -> Shapes:
+    shapes: Shapes = {}
+    for name in names:
+        wanted = [g for g, state in enumerate(is_state) if state == (name == "state_pages")] if name in BY_GROUP else [0]
+        if not wanted:
+            raise ArgumentError(f"fields: got {name!r}, which no group of the model has")
+        shape: Shape = (num_reqs,)
+        if name in ("token_ids", "positions", "rows", "slots"):
+            shape = (num_tokens,)
+        elif name in ("query_start_loc", "kv_start_loc"):
+            shape = (num_reqs + 1,)
+        elif name == "distribution":
+            shape = (3,)
+        shapes[name] = {g: (num_reqs, widths[g]) if name == "page_ids" else shape for g in wanted}
+    return shapes
+
+
+def _types_of(shapes: Shapes, dtypes: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
+    types = dict.fromkeys(shapes, np.dtype(np.int32))
+    for name, dtype in dict(dtypes).items():
+        if name not in types:
+            raise ArgumentError(f"dtypes: got {shown(name)}, allowed: the chosen fields, {', '.join(types)}")
+        try:
+            types[name] = np.dtype(dtype)
+        except TypeError:
+            raise ArgumentTypeError(f"dtypes: got {shown(dtype)} for {name}, allowed: int32 or int64") from None
+        if types[name] not in (np.int32, np.int64):
+            raise ArgumentTypeError(f"dtypes: got {types[name]} for {name}, allowed: int32 or int64")
+    return types
+
+
+def _offsets_of(shapes: Shapes, types: dict[str, np.dtype[Any]]) -> tuple[dict[str, dict[int, int]], int]:
+    """Return where the arrays of each int32 field begin in the packed array, and its size."""
+    offsets: dict[str, dict[int, int]] = {}
+    size = 0
+    for name, by_group in shapes.items():
+        if types[name] == np.int32:
+            offsets[name] = {}
+            for group, shape in by_group.items():
+                offsets[name][group] = size
+                size += int(np.prod(shape))
+    if not offsets:
+        raise ArgumentError("packed: got True, allowed with an int32 field only")
+    return offsets, size
+
+
+def _make_arrays(
+    shapes: Shapes, types: dict[str, np.dtype[Any]], depth: int, given: Mapping[str, Any], num_groups: int
+) -> dict[str, dict[int, list[Array]]]:
+    """Return the arrays of each set, by field and group: those that were given, or zeros."""
+    for name in given:
+        if name not in shapes:
+            raise ArgumentError(f"arrays: got {shown(name)}, allowed: {', '.join(shapes)}")
+    made: dict[str, dict[int, list[Array]]] = {}
+    for name, by_group in shapes.items():
+        listed = as_list(name, given[name], "a sequence of arrays") if name in given else None
+        if listed is not None and name in BY_GROUP and len(listed) != num_groups:
+            raise ArgumentError(f"{name}: got arrays of {len(listed)} groups, allowed: {num_groups}")
+        made[name] = {}
+        for group, shape in by_group.items():
+            if listed is None:
+                made[name][group] = [np.zeros(shape, types[name]) for _ in range(depth)]
+                continue
+            sets = as_list(name, listed[group], "a sequence of arrays") if name in BY_GROUP else listed
+            if len(sets) != depth:
+                raise ArgumentError(f"{name}: got {len(sets)} arrays, allowed: one for each of {depth} sets")
+            made[name][group] = [_require_array(name, array, shape, types[name]) for array in sets]
+    _refuse_overlap([array for by_group in made.values() for sets in by_group.values() for array in sets])
+    return made
+
+
+def _part_of(whole: Array, start: int, shape: Shape) -> Array:
+    """Return a view of values of an array, with a shape."""
+    return whole[start : start + int(np.prod(shape))].reshape(shape)
+
+
+def _require_array(name: str, array: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """Return an array as a plain one of this shape and type, over the same memory."""
+    if not isinstance(array, np.ndarray):
+        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, allowed: a NumPy array of {dtype}")
+    plain = np.asarray(array)
+    if plain.dtype != dtype or not plain.flags.c_contiguous or not plain.flags.writeable or not plain.flags.aligned:
+        raise ArgumentTypeError(
+            f"{name}: got an array of {plain.dtype}, {'' if plain.flags.writeable else 'not '}writable, "
+            f"{'' if plain.flags.c_contiguous else 'not '}contiguous; allowed: {dtype}, writable and contiguous"
+        )
+    if plain.shape != shape:
+        raise ArgumentError(f"{name}: got an array of {plain.shape}, allowed: {shape}")
+    return plain
+
+
+def _refuse_overlap(arrays: list[Array]) -> None:
+    spans = sorted((int(array.ctypes.data), array.nbytes) for array in arrays)
+    for (start, size), (next_start, _) in pairwise(spans):
+        if start + size > next_start:
+            raise ArgumentError("arrays: got two that overlap, allowed: memory of its own for each")
+
+
+def _by_group(name: str, values: dict[int, Any], num_groups: int) -> Any:
+    """Return the values of a field by group as a tuple, with None for groups without one; the only value of another field."""
+    return tuple(values.get(group) for group in range(num_groups)) if name in BY_GROUP else values[0]

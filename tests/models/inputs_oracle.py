@@ -1,0 +1,78 @@
+"""The inputs of a step in plain Python, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Values = list[int]
+Pages = Sequence[Sequence[int]]
+
+
+class RowTokens(NamedTuple):
+    """The tokens of a row in a step."""
+
+    row: int
+    start: int
+    stop: int
+    known: Values  # all known tokens of the row
+    pages: Pages  # by group
+    drafts: Values  # ids of unknown tokens; where they end, -1
+
+
+class Padding(NamedTuple):
+    """What stands behind a step's tokens and rows."""
+
+    num_tokens: int
+    num_reqs: int
+    slot: int
+    last: int
+
+
+def id_at(tokens: RowTokens, position: int) -> int:
+    """Return the id of a token: a known one's, a draft's, or -1."""
+    if position < len(tokens.known):
+        return tokens.known[position]
+    index = position - max(tokens.start, len(tokens.known))
+    return tokens.drafts[index] if index < len(tokens.drafts) else -1
+
+
+def list_inputs(
+    step: Sequence[RowTokens], page_sizes: Sequence[int | None], padding: Padding, decodes_first: bool
+) -> dict[str, list[Values] | Values]:
+    """Return the values of each field; of fields by group a list for each. A group without a page size is a state."""
+    order = list(range(len(step)))
+    if decodes_first:
+        order.sort(key=lambda i: step[i].stop - step[i].start > 1)
+    rows = [step[i] for i in order]
+    positions = [(tokens, position) for tokens in rows for position in range(tokens.start, tokens.stop)]
+    begins, keys = [0], [0]
+    for tokens in rows:
+        begins.append(begins[-1] + tokens.stop - tokens.start)
+        keys.append(keys[-1] + tokens.stop)
+
+    def by_token(values: Values, pad: int) -> Values:
+        return values + [pad] * (padding.num_tokens - len(values))
+
+    def by_row(values: Values, pad: int, num_more: int = 0) -> Values:
+        return values + [pad] * (padding.num_reqs + num_more - len(values))
+
+    slots = [
+        by_token([t.pages[g][at // size] * size + at % size for t, at in positions] if size else [], padding.slot)
+        for g, size in enumerate(page_sizes)
+    ]
+    num_single = sum(t.stop - t.start == 1 for t in rows)
+    return {
+        "token_ids": by_token([id_at(t, at) for t, at in positions], 0),
+        "positions": by_token([at for _, at in positions], 0),
+        "rows": by_token([t.row for t, _ in positions], 0),
+        "slots": slots,
+        "query_start_loc": by_row(begins, begins[-1], 1),
+        "kv_start_loc": by_row(keys, keys[-1], 1),
+        "seq_lens": by_row([t.stop for t in rows], 0),
+        "last_tokens": by_row([end - 1 for end in begins[1:]], padding.last),
+        "starts": by_row([t.start for t in rows], 0),
+        "state_pages": [by_row([t.pages[g][0] for t in rows] if size is None else [], 0) for g, size in enumerate(page_sizes)],
+        "order": by_row(order, 0),
+        "distribution": [num_single, num_single, len(rows)],
+    }
