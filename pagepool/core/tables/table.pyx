@@ -504,9 +504,11 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t n = self.table.num_rows if num_rows is None else size_of(num_rows, "num_rows", 0, self.table.num_rows)
         copied = make_aligned_zeros(n, self.table.num_columns)
         cdef int32_t[:, ::1] view = copied
+        cdef int32_t *ids = NULL
         if n:
+            ids = &view[0, 0]
             with self.lock, nogil:
-                memcpy(&view[0, 0], self.table.page_ids, n * self.table.num_columns * sizeof(int32_t))
+                memcpy(ids, self.table.page_ids, n * self.table.num_columns * sizeof(int32_t))
                 clean(&self.table, n)
         return copied
 
