@@ -40,6 +40,7 @@ CONSTRUCTORS = {
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
+    "InputArrays": "batch no_tables no_tables no_tables input_size input_size depth input_fields padding padding flag",
     "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options interval num_external_tokens",
 }
 KEYED_BY_BYTES = {"siphash128"}
@@ -98,6 +99,7 @@ WEIGHTS = {
     "RunningRows": 6,
     "RequestPages": 4,
     "RowRequest": 4,
+    "InputArrays": 3,
     "PageStore": 3,
     "EntryJournal": 3,
     "HashChain": 2,
