@@ -614,6 +614,16 @@ def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
     return payload
 
 
+cdef object require_room(object values, object dtype, Py_ssize_t num_dimensions, str name):
+    """Return an array to write to, which must be a plain contiguous one of this type."""
+    if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != num_dimensions:
+        allowed = f"an array of {np.dtype(dtype)} with {num_dimensions} dimensions"
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}")
+    if not values.flags.carray:
+        raise ArgumentError(f"{name}: got an array that is read-only or not contiguous, allowed: one to write to")
+    return values
+
+
 def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) -> int:
     """Pack the dirty segments in rows before `num_reqs` for a device whose tables are seen as lines, into `lines`, int32
     ``[room, width]`` with a divisor of 64 as the width, and the numbers of these lines into `numbers`, int64 ``[room]``. Return
@@ -622,9 +632,9 @@ def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) ->
     Packed segments count as sent; segments without room do not.
     """
     cdef TableRows table
-    cdef const int64_t[:, ::1] place = require_matrix(places, np.int64, "places")
-    cdef int64_t[::1] into = numbers
-    cdef int32_t[:, ::1] values = lines
+    cdef const int64_t[:, ::1] place = np.ascontiguousarray(require_matrix(places, np.int64, "places"))
+    cdef int64_t[::1] into = require_room(numbers, np.int64, 1, "numbers")
+    cdef int32_t[:, ::1] values = require_room(lines, np.int32, 2, "lines")
     cdef Py_ssize_t i, stop, num_rows = PY_SSIZE_T_MAX, width = values.shape[1], room = values.shape[0], count = 0
     if into.shape[0] != room or place.shape[0] != len(tables) or place.shape[1] != 2:
         raise ArgumentError(f"places, numbers: got {place.shape[0]} x {place.shape[1]} and {into.shape[0]}, "
