@@ -60,7 +60,7 @@ cdef struct Source:           # what rows have
     Py_ssize_t num_rows
     const int32_t *token_ids  # [num_rows, stride]; NULL: the engine has its own
     Py_ssize_t stride
-    int32_t max_num_tokens    # of a row
+    int32_t max_num_tokens    # most tokens of a row
 
 cdef struct Spans:            # tokens ``[start, stop)`` of each row
     int32_t *rows
@@ -206,7 +206,7 @@ cdef inline void write_slots(
 
 
 cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const Step *step) noexcept nogil:
-    """Write the pages of each row, and zeros as far as an earlier step wrote pages."""
+    """Write the pages of each row, and zeros over those that an earlier step wrote behind them."""
     cdef int32_t num
     cdef Py_ssize_t i
     for i in range(step.num_padded_rows):
@@ -295,8 +295,8 @@ cdef inline void read_span(
 cdef inline FaultKind read_result(
     const Source *source, const Growth *growth, Py_ssize_t n, Spans *spans, Py_ssize_t *at
 ) noexcept nogil:
-    """Read the tokens that a call gave its rows, without those that steps planned before it compute. The rows must be as the
-    call left them.
+    """Read the tokens given to rows by a call, without those computed by steps that were planned before it. The rows must be
+    as the call left them.
     """
     cdef const Batch *batch = source.batch
     cdef const RowRecord *records = batch.records
