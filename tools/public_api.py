@@ -26,6 +26,7 @@ ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "ins
 SECTIONS = (
     Section("Manager", "manager"),
     Section("Running batch", "running_batch"),
+    Section("Inputs of a step", "step_inputs"),
     Section("Refusals", "refusal"),
     Section("Requests", "request"),
     Section("Cache groups", "specs"),
