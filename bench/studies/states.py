@@ -26,14 +26,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 from bench.studies.command import Chosen, make_parser
-from bench.studies.hits import Table, merge, show
-from bench.studies.windows import TRACE, Requests, Trace, make_traces
+from bench.studies.hits import show
+from bench.studies.windows import TRACE, Requests, Trace, make_traces, measure_columns, measure_lines
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.models.pools import ModelPools
 from pagepool.replay.plans.checkpoints import CheckpointSimulator
@@ -123,14 +121,9 @@ MEASURES: Mapping[str, Callable[[Line, Requests], float]] = {
 
 def measure_line(line: Line, requests: Requests, chosen: Chosen) -> dict[str, float]:
     """Return the cells of a line."""
-    percents = {}
-    for column in filter(chosen.has_column, MEASURES):
-        if (column == "scheduler" and line.num_at_once == 1) or (column == "an array for each layer" and line.num_at_once > 1):
-            continue
-        start = perf_counter()
-        percents[column] = round(MEASURES[column](line, requests), 2)
-        print(f"{line.name}, {column}: {percents[column]:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
-    return percents
+    without = "scheduler" if line.num_at_once == 1 else "an array for each layer"
+    columns = [column for column in MEASURES if column != without and chosen.has_column(column)]
+    return measure_columns(line.name, {column: partial(MEASURES[column], line, requests) for column in columns})
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -142,12 +135,7 @@ def main(arguments: Sequence[str]) -> None:
     if not lines:
         print(f"bench-states: nothing to measure; without {TRACE} name a trace with --trace", file=sys.stderr)
         return
-    table: Table = {}
-    for trace, lines_of_trace in groupby(lines, attrgetter("trace")):
-        requests = trace.make()
-        for line in lines_of_trace:
-            cells = {line.name: measure_line(line, requests, chosen)}
-            table = merge(options.results, "states", cells) if options.results else {**table, **cells}
+    table = measure_lines(lines, partial(measure_line, chosen=chosen), "states", options.results)
     print(show("prompt tokens hit, %", table))
 
 

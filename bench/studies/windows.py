@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -196,12 +196,36 @@ def measure(rival: Rival, requests: Requests, num_warm: int = 0) -> float:
 
 def measure_line(line: Line, requests: Requests, rivals: Rivals) -> dict[str, float]:
     """Return the cells of a line."""
+
+    def measure_rival(make: Callable[[Layout, int], Rival]) -> float:
+        return measure(make(line.layout, line.num_pages), requests, line.trace.num_warm)
+
+    return measure_columns(line.name, {column: partial(measure_rival, make) for column, make in rivals.items()})
+
+
+def measure_columns(name: str, measures: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Return the cells of a line, in percent, and report each one with its time."""
     percents = {}
-    for column, make in rivals.items():
+    for column, run in measures.items():
         start = perf_counter()
-        percents[column] = round(measure(make(line.layout, line.num_pages), requests, line.trace.num_warm), 2)
-        print(f"{line.name}, {column}: {percents[column]:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+        percents[column] = round(run(), 2)
+        print(f"{name}, {column}: {percents[column]:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return percents
+
+
+def measure_lines(
+    lines: Iterable[Any], measure_line: Callable[[Any, Requests], dict[str, float]], study: str, results: Path | None
+) -> Table:
+    """Return the table of lines, each with a name and a trace, whose requests are made once. With a file of results the cells
+    are put into its table of the study, which is then returned.
+    """
+    table: Table = {}
+    for trace, lines_of_trace in groupby(lines, attrgetter("trace")):
+        requests = trace.make()
+        for line in lines_of_trace:
+            cells = {line.name: measure_line(line, requests)}
+            table = merge(results, study, cells) if results else {**table, **cells}
+    return table
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -211,14 +235,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(arguments)
     chosen = Chosen(options.words)
     rivals = {column: make for column, make in list_rivals().items() if chosen.has_column(column)}
-    table: Table = {}
-    for trace, lines in groupby(
-        filter(lambda line: chosen.has_line(line.name), list_lines(options.trace)), attrgetter("trace")
-    ):
-        requests = trace.make()
-        for line in lines:
-            cells = {line.name: measure_line(line, requests, rivals)}
-            table = merge(options.results, "windows", cells) if options.results else {**table, **cells}
+    lines = (line for line in list_lines(options.trace) if chosen.has_line(line.name))
+    table = measure_lines(lines, partial(measure_line, rivals=rivals), "windows", options.results)
     print(show("prompt tokens hit, %", table))
 
 
