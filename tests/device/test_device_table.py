@@ -31,7 +31,7 @@ from devices import (  # noqa: E402
 )
 from ports import free_port  # noqa: E402
 from settings import NUM_OPERATIONS  # noqa: E402
-from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
+from table_model import SHAPES, commit_groups_alone, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import MultiGroupPageTable, PageTable, device, page_table  # noqa: E402
@@ -58,14 +58,7 @@ def test_commits_send_all_groups(page_sizes: list[int], donate: bool) -> None:
 
 
 def test_a_group_may_be_committed_alone() -> None:
-    work = make_grouped_work(6, 300, [16, 5], seed=3)
-    for step in range(40):
-        for _ in range(3):
-            work.do()
-        table, model = work.pairs[step % 2]
-        table.commit(4)
-        model.commit(4)
-        commit_at_random(work)
+    commit_groups_alone(make_grouped_work(6, 300, [16, 5], seed=3), commit_at_random)
 
 
 @pytest.mark.parametrize("shape", [(8, 100), (300, 640)], ids=str)

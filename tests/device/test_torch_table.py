@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from settings import NUM_OPERATIONS
-from table_model import SHAPES, GroupedModel, TableModel, Work, slots_in_numpy
+from table_model import SHAPES, GroupedModel, TableModel, Work, commit_groups_alone, slots_in_numpy
 
 torch = pytest.importorskip("torch")
 
@@ -108,14 +108,7 @@ def test_commits_into_tensors_of_the_engine(kind: str, device: str) -> None:
 
 @each_device
 def test_a_group_may_be_committed_alone(device: str) -> None:
-    work = make_grouped_work(6, 300, [16, 5], seed=5, device=device)
-    for step in range(40):
-        for _ in range(3):
-            work.do()
-        table, model = work.pairs[step % 2]
-        table.commit(4)
-        model.commit(4)
-        commit_at_random(work)
+    commit_groups_alone(make_grouped_work(6, 300, [16, 5], seed=5, device=device), commit_at_random)
 
 
 def test_a_large_table_is_that_of_the_host() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,17 @@ def make_grouped_work(num_rows: int, max_model_len: int, page_sizes: list[int], 
     tables = pagepool.MultiGroupPageTable(num_rows, max_model_len, 64, page_sizes, **options)
     shapes = [(num_rows, -(-max_model_len // page_size)) for page_size in page_sizes]
     return Work(tables, GroupedModel(shapes), seed)
+
+
+def commit_groups_alone(work: Work, commit_at_random: Callable[[Work], object]) -> None:
+    """Commit one of two groups by itself, and then both, again and again."""
+    for step in range(40):
+        for _ in range(3):
+            work.do()
+        table, model = work.pairs[step % 2]
+        table.commit(4)
+        model.commit(4)
+        commit_at_random(work)
 
 
 def slots_in_numpy(table: Any, rows: Any, positions: Any, page_size: int) -> Any:
