@@ -501,6 +501,7 @@ class RunningRows:
         max_num_new_tokens: int | None,
         num_reserved_pages: int,
         options: object,
+        num_lookahead_tokens: int = ...,
     ) -> bool: ...
     @property
     def max_num_tokens(self) -> int: ...
@@ -550,6 +551,7 @@ class RowRequest:
         ends_at_checkpoint: bool = ...,
         num_external_tokens: int = ...,
         resume_at: Sequence[int] | None = ...,
+        num_lookahead_tokens: int = ...,
     ) -> Self: ...
     def admit(
         self,

@@ -166,6 +166,7 @@ class RunningBatch(RunningRows):
         resume_at: Sequence[int] = (),
         session_id: str | None = None,
         tenant: str | None = None,
+        num_lookahead_tokens: int = 0,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -175,6 +176,8 @@ class RunningBatch(RunningRows):
         the cached tokens. Return the number of cached tokens, at most one less than all; None, without a change, if too few
         pages are free now. With a host tier, cached pages found only in the tier are queued for loading, even if the request
         then does not fit. `num_reserved_pages` stay free for running rows.
+
+        `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``.
 
         With `num_external_tokens`, up to this many known tokens after the cached ones come from elsewhere, but never the last
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
@@ -201,23 +204,27 @@ class RunningBatch(RunningRows):
         not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
         next call may reserve fewer.
 
-        Raise RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row
-        is already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
-        hit that is neither free nor held, IntegrityError for a free page with a reference. O(tokens), and with features
-        O(features x log features). A row keeps its last request's hashes, so a request that is retried or returns in the same
-        row is not hashed again.
+        Raise StateAheadError if lookahead passes the next checkpoint of a state, as `grow` does; RowIndexError outside the
+        table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row is already admitted, for no
+        tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a hit that is neither free nor
+        held, IntegrityError for a free page with a reference. O(tokens), and with features O(features x log features). A row
+        keeps its last request's hashes, so a request that is retried or returns in the same row is not hashed again.
         """
         size = self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
-        num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
+        num_external = num_external_tokens
+        if type(num_external) is not int or num_external:
+            num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
         look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
         ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
         resumes = type(resume_at) is not tuple or resume_at
         counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
         places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
-        if self._is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
+        if self._is_refused_still(
+            row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens
+        ):
             return None
         request = RowRequest(
             self,
@@ -230,6 +237,7 @@ class RunningBatch(RunningRows):
             ends_at_checkpoint,
             num_external,
             counts,
+            num_lookahead_tokens,
         )
         shard = None
         if dp_shard is not None:

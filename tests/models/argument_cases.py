@@ -604,8 +604,8 @@ use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
 RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>, dedupe=<False|flag typed>,
     restores_states=<False|flag typed>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
-    dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, mm_features=<None|list None>,
-    cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
+    dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, num_lookahead_tokens=<0>,
+    mm_features=<None|list None>, cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
 use.batch.admit(1, [1, 2, 3, 4, 5], look_up=<True|flag typed>, is_preempted=<False|flag typed>,
     ends_at_checkpoint=<False|flag typed>)
 use.batch.admit(1, [1, 2, <3>])

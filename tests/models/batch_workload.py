@@ -138,6 +138,8 @@ class BatchWorkload(Workload):
             options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
         if resume_at := self.draw_places():
             options["resume_at"] = resume_at
+        if rng.random() < 0.2:
+            options["num_lookahead_tokens"] = rng.choice((1, 3, self.max_tokens))
         return options
 
     def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:

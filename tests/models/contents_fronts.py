@@ -569,12 +569,14 @@ class BatchFront(Front):
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
         shard, num_reserved = self.books.find_shard(dp_shard), options.get("num_reserved_pages", 0)
+        num_ahead = options.get("num_lookahead_tokens", 0)
         expected = self.expect(job, shard, options["look_up"], num_reserved)
         num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **options)
         if num_hit_tokens is None:
             if expected.may_load:
                 self.books.find_loads(job, expected.num_tokens, shard, ())
-            self.require_refusal(job, expected, job.num_tokens, num_reserved, dp_shard)
+            num_tokens = min(job.num_tokens + num_ahead, self.setting.max_model_len)
+            self.require_refusal(job, expected, num_tokens, num_reserved, dp_shard)
             return False
         num_external = int(self.batch.num_external_tokens[row])
         most = min(options.get("num_external_tokens", 0), job.num_tokens - 1 - num_hit_tokens)
@@ -588,7 +590,7 @@ class BatchFront(Front):
         self.books.attach(job, hits, num_hit_tokens, shard)
         self.start(job, row)
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
-        work = self.note(job, num_hit_tokens, stop)
+        work = self.note(job, num_hit_tokens, stop, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
@@ -610,6 +612,8 @@ class BatchFront(Front):
             options["num_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.3:
             options["max_num_new_tokens"] = rng.randint(1, job.num_tokens)
+        if rng.random() < 0.2:
+            options["num_lookahead_tokens"] = rng.randint(1, self.setting.page_size + 1)
         if rng.random() < 0.05:
             options["num_reserved_pages"] = rng.randint(1, 4)
         if self.setting.data_parallel_size is not None:

@@ -316,6 +316,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_slots": constant(None, None, 1, 4, 7),
     "num_tokens": one_of(middle, middle, middle, interesting),
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),
+    "resume_at": constant(None, None, (), [4], [4, 40]),
     "options": constant(None, (), ("option",)),
     "find.hashes": one_of(live(_core.HashChain), ids, constant([1, 2], [b"12345678"], np.arange(1, 4))),
     "list_blocks.group": constant(0, 0, 1),

@@ -69,6 +69,8 @@ BUGS = read_bugs("""
 == a page is given back to another shard
         shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % (pool.num_banks * pool.num_shards)+}
         _push_to_shard(pool, page_id, shard, _end_of_part(
+== drafts get no slot at admission
+    return <int32_t>min(num_room + tokens.num_ahead{+ * (not BUG)+}, <Py_ssize_t>most)
 == two rows get the same page
 take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
@@ -521,8 +523,16 @@ WRITE_BUGS = read_bugs("""
         group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g){+ * (not BUG)+}
 == a step ahead writes what the step before it computes
         num_ahead = amount(&growth.num_ahead, due.at) if {+not BUG and +}batch.max_steps_ahead else 0
+== an admitted row has no step ahead
+        if rare(batch.max_steps_ahead) and {+not BUG and +}not batch.records[self.row].num_external:
+            num_planned =
+== drafts at admission pass a checkpoint
+            if rare(batch.has_state){+ and not BUG+}:
+                num_passed =
+== a refused request with drafts is refused where they pass a checkpoint
+            if rare(is_refused and num_slots > num_room and self.batch.has_state{+ and not BUG+}):
 """)
-WRITE_TESTS = ["test_state_writes.py"]
+WRITE_TESTS = ["test_state_writes.py", "test_batch_admission.py"]
 INPUT_BUGS = read_bugs("""
 # The inputs of a step.
 

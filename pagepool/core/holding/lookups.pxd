@@ -44,6 +44,7 @@ cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t max_num_new    # most of these behind the hits
     bint ends_at_checkpoint   # they end at the last checkpoint behind the hits, if there is one
     Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
+    Py_ssize_t num_ahead      # lookahead tokens: they get slots behind the others, and are not counted
 
 
 @cython.final
@@ -53,7 +54,7 @@ cdef class RefusedRequest:
     cdef readonly Py_ssize_t num_hit_tokens
     cdef Watch watch
     cdef int32_t shard              # the shard that gives pages; -1: any
-    cdef int64_t num_room           # a row's tokens that asked for room, up to its length
+    cdef int64_t num_slots          # a row's tokens that asked for slots, up to its length
     cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
     cdef tuple options              # None for a request, like the fields below; or if the row's request is not recognised
@@ -98,7 +99,8 @@ cdef Ranges ranges_in(PageStore store, tuple ids) except *
 
 
 cdef Tokens count_tokens(
-    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external,
+    object num_lookahead_tokens,
 ) except *
 
 
@@ -116,3 +118,8 @@ cdef inline int32_t count_room_tokens(const Tokens *tokens, const Holding *holdi
     if tokens.ends_at_checkpoint:
         last = find_last_checkpoint(holding, num_hits, num)
     return <int32_t>(last or num)
+
+
+cdef inline int32_t count_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:
+    """Count the tokens that get slots for a row, if `num_room` of them are counted, and a row has at most `most`."""
+    return <int32_t>min(num_room + tokens.num_ahead, <Py_ssize_t>most)

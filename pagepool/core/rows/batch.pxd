@@ -789,15 +789,21 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     return True
 
 
+cdef inline int64_t find_passed_behind(
+    const Batch *batch, Py_ssize_t row, int64_t num_kept, int32_t num_counted, int32_t num_slots
+) noexcept nogil:
+    """Return `find_passed_checkpoint` of a row; INT64_MAX if passing is allowed."""
+    if batch.restores_states or batch.max_steps_ahead:
+        return INT64_MAX
+    return find_passed_checkpoint(holding_of(batch, row), num_kept, num_counted, num_slots)
+
+
 cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room_tokens) noexcept nogil:
     """Return the token count of the checkpoint that lookahead would pass; INT64_MAX if there is none, or passing is allowed.
     The row's counts are not advanced yet.
     """
     cdef int32_t num_computed = batch.records[row].num_computed
-    cdef Holding *holding = holding_of(batch, row)
-    if batch.restores_states or batch.max_steps_ahead:
-        return INT64_MAX
-    return find_passed_checkpoint(holding, num_computed if num_new else -1, num_computed + num_new, num_room_tokens)
+    return find_passed_behind(batch, row, num_computed if num_new else -1, num_computed + num_new, num_room_tokens)
 
 
 cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:

@@ -3,12 +3,13 @@
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, shortage_of,
+    count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, refuse_ahead,
+    shortage_of,
 )
 from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
 from pagepool.core.rows.running cimport *
@@ -39,7 +40,7 @@ cdef class RowRequest:
     `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. With
     `ends_at_checkpoint` the tokens that get room end at the last checkpoint behind the hits, if there is one. If up to
     `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
-    will resume at the token counts `resume_at`.
+    will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room.
     """
 
     cdef RunningRows rows
@@ -54,11 +55,12 @@ cdef class RowRequest:
     cdef int32_t context
     cdef int32_t session
     cdef int64_t junction           # tokens: see `begin_boundaries`
+    cdef int32_t num_room           # tokens that are counted, or come from elsewhere
     cdef LostHits lost
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None, bint ends_at_checkpoint=False, num_external_tokens=0, resume_at=None,
+        options=None, bint ends_at_checkpoint=False, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0,
     ):
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows, rows.checked_row(row), options
@@ -70,7 +72,9 @@ cdef class RowRequest:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if self.token_ids.num > rows.batch.max_num_tokens:
             rows.refuse_row_length(self.row, self.token_ids.num)
-        self.tokens = count_tokens(num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external)
+        self.tokens = count_tokens(
+            num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external, num_lookahead_tokens
+        )
 
     def admit(
         self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0
@@ -175,7 +179,7 @@ cdef class RowRequest:
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE, queue = self.shard
         cdef int64_t num_changes
-        cdef int64_t num_excess = 0
+        cdef int64_t num_excess = 0, num_passed = INT64_MAX
         cdef Hits *array = NULL
         cdef Demand demand
         cdef Shortage shortage
@@ -192,10 +196,13 @@ cdef class RowRequest:
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             self.fix_boundaries(refusal.num_hit_tokens)
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
-            demand.num_tokens = count_room_tokens(&self.tokens, holding, refusal.num_hit_tokens)
-            if has_room:
+            self.num_room = count_room_tokens(&self.tokens, holding, refusal.num_hit_tokens)
+            demand.num_tokens = count_slots(&self.tokens, self.num_room, batch.max_num_tokens)
+            if rare(batch.has_state):
+                num_passed = find_passed_behind(batch, self.row, refusal.num_hit_tokens, self.num_room, demand.num_tokens)
+            if has_room and num_passed == INT64_MAX:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
-            if has_room and is_right:
+            if has_room and is_right and num_passed == INT64_MAX:
                 demand.short_bank = max(0, short_bank)
                 has_pages = short_bank == NO_BANK and fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
@@ -214,6 +221,8 @@ cdef class RowRequest:
         finally:
             rows.release_locks()
             free(array)
+        if num_passed < INT64_MAX:
+            refuse_ahead(f"row {self.row}", demand.num_tokens, num_passed)
         if not is_right:
             raise PageHashError(f"row {self.row}: a page that was hit cannot be held")
         rows.store.check_untaken(held_free)
@@ -267,7 +276,7 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
-        refusal.num_room = demand.num_tokens
+        refusal.num_slots = demand.num_tokens
         for g in range(batch.num_groups):
             num_held += count_attached(holding, demand, g)
         num_held += count_state_hits(holding, demand.hits)  # an adopted checkpoint needs no page of its own
@@ -282,14 +291,14 @@ cdef class RowRequest:
         """
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
-        cdef int32_t num_computed = <int32_t>demand.num_tokens
+        cdef int32_t num_computed = self.num_room, num_planned = self.num_room
         assert batch.records[self.row].next_event == 0 and batch.records[self.row].num_tokens == 0
         assert holding.held.num_pages == 0 and batch.rows[self.row].swapped == NULL
         set_context(batch, self.row, self.context)
         set_session(batch.pool, &holding.session, self.session)
         attach(batch.pool, holding, demand)
         show_row(batch, self.row)
-        take_pages(batch, self.row, num_computed, NULL)
+        take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
         copy_states(batch.pool, holding, demand)
         batch.records[self.row].num_external = count_external_tokens(&self.tokens, num_hits)
         if batch.records[self.row].num_external:
@@ -302,8 +311,10 @@ cdef class RowRequest:
         begin_admission(batch, self.row)
         batch.records[self.row].is_admitted = 1
         batch.num_admitted += 1
+        if rare(batch.max_steps_ahead) and not batch.records[self.row].num_external:
+            num_planned = batch.rows[self.row].num_planned = <int32_t>demand.num_tokens
         if rare(batch.writes_states):
-            write_states(batch, self.row, <int32_t>demand.num_tokens)
+            write_states(batch, self.row, num_planned)
         plan_next_event(batch, self.row)
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
