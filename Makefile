@@ -247,9 +247,9 @@ test-ray-%:
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
-# The table's tests, and its page of the documents.
+# The tests of the table and of the example, and their page of the documents.
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
-    --pyargs pagepool.torch $(CURDIR)/tests/device/test_torch_table.py $(CURDIR)/docs/torch.md
+    --pyargs pagepool.torch $(CURDIR)/tests/device/test_torch_table.py $(CURDIR)/tests/engines/test_torch_engine.py $(CURDIR)/docs/torch.md
 
 test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own; on a GPU too, if there is one
 	$(TORCH_TESTS)

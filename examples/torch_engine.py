@@ -1,0 +1,189 @@
+"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs. docs/torch.md describes a step."""
+
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attend_to
+
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RunningBatch, StepInputs
+from pagepool.torch import PageTable
+
+VOCAB, WIDTH, LAYERS, HEADS, HEAD_SIZE, PAGE_SIZE, MAX_MODEL_LEN, STOP_TOKEN = 64, 32, 2, 4, 8, 4, 96, 20
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPE = torch.float64  # rounding must not decide between tokens, or answers could not be compared
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its answer so far. A preempted request waits to be admitted with all these tokens."""
+
+    prompt: list[int]
+    max_tokens: int
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        """The number of tokens that the answer may still get."""
+        return 0 if self.answer[-1:] == [STOP_TOKEN] else self.max_tokens - len(self.answer)
+
+
+class Model:
+    """A small decoder-only transformer with random weights."""
+
+    def __init__(self, seed: int) -> None:
+        """Draw the weights."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, device=DEVICE, dtype=DTYPE)
+        self.embedding, self.places, self.unembedding = draw(VOCAB, WIDTH), draw(MAX_MODEL_LEN, WIDTH), draw(WIDTH, VOCAB)
+        self.qkv, self.output = draw(LAYERS, WIDTH, 3 * HEADS * HEAD_SIZE), draw(LAYERS, HEADS * HEAD_SIZE, WIDTH)
+        self.up, self.down = draw(LAYERS, WIDTH, 2 * WIDTH), draw(LAYERS, 2 * WIDTH, WIDTH)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return the logits behind each token. `attend` gets a layer, queries, keys and values ``[heads, tokens, size]``."""
+        hidden = self.embedding[token_ids] + self.places[positions]
+        for layer in range(LAYERS):
+            heads = (torch.rms_norm(hidden, (WIDTH,)) @ self.qkv[layer]).unflatten(1, (3, HEADS, HEAD_SIZE)).permute(1, 2, 0, 3)
+            hidden = hidden + attend(layer, *heads).swapaxes(0, 1).flatten(1) @ self.output[layer]
+            hidden = hidden + (torch.rms_norm(hidden, (WIDTH,)) @ self.up[layer]).relu() @ self.down[layer]
+        return torch.rms_norm(hidden, (WIDTH,)) @ self.unembedding
+
+    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Return the answer to a prompt. Each token is computed from all tokens before it, without a cache."""
+        request, positions = Request(prompt, max_tokens), torch.arange(MAX_MODEL_LEN, device=DEVICE)
+        while request.num_left:
+            ids = torch.tensor(prompt + request.answer, device=DEVICE)
+            logits = self.forward(ids, positions[: len(ids)], lambda _, *heads: attend_to(*heads, is_causal=True))
+            request.answer.append(int(logits[-1].argmax()))
+        return request.answer
+
+
+class Engine:
+    """Requests run in order of arrival, prompts in chunks. While pages are short the newest request is preempted."""
+
+    def __init__(self, args: Namespace) -> None:
+        """Make an empty cache, and the tensors of a step: graphs need them where they are. Capture decodes on a GPU."""
+        num_tokens, num_reqs, num_pages = args.num_tokens, args.num_reqs, args.num_pages
+        spec = FullAttentionSpec(PAGE_SIZE, HEADS, HEAD_SIZE, DTYPE, use_mla=False)
+        self.model, self.manager = Model(args.seed), CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN)
+        self.table = PageTable(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, device=DEVICE)
+        self.batch = RunningBatch(self.manager, self.table)
+        self.max_num_tokens = num_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by row, the newest last
+        fields = {"token_ids": num_tokens, "positions": num_tokens, "slots": num_tokens, "query_start_loc": num_reqs + 1}
+        fields |= {"last_tokens": num_reqs}
+        self.pinned = torch.zeros(1, sum(fields.values()), dtype=torch.int32, pin_memory=HAS_GPU)
+        options: dict[str, Any] = {"packed": True, "arrays": {"packed": self.pinned.numpy()}, "pad_slot": 0, "pad_last": 0}
+        self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=fields, depth=1, **options)
+        self.packed = self.pinned[0].to(DEVICE, copy=True)
+        self.inputs = dict(zip(fields, self.packed.split(list(fields.values())), strict=True))
+        self.page_ids = torch.zeros(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+        self.cache = torch.zeros(2, LAYERS, HEADS, num_pages * PAGE_SIZE, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
+        self.sampled = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
+        self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(num_reqs.bit_length()) if HAS_GPU}  # keyed by padded size
+        for size, graph in self.graphs.items():
+            self.compute(size)  # libraries initialise themselves in their first call
+            with torch.cuda.graph(graph):
+                self.compute(size)
+
+    def compute(self, size: int) -> None:
+        """Compute a step padded to `size` tokens, and sample the token behind each row."""
+        num_reqs, numbers = min(size, len(self.sampled)), torch.arange(max(size, MAX_MODEL_LEN), device=DEVICE)
+        token_ids, positions, slots = (self.inputs[name][:size] for name in ("token_ids", "positions", "slots"))
+        ends = self.inputs["query_start_loc"][1 : num_reqs + 1]
+        places = torch.searchsorted(ends, numbers[:size], right=True).clamp(max=num_reqs - 1)  # each token's row
+        read = (self.page_ids[places, :, None] * PAGE_SIZE + numbers[:PAGE_SIZE]).flatten(1)
+        mask = (numbers[:MAX_MODEL_LEN] <= positions[:, None])[:, None]
+
+        def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            self.cache[0, layer][:, slots], self.cache[1, layer][:, slots] = keys, values
+            keys, values = (part[layer][:, read] for part in self.cache)  # the step's own tokens too
+            return attend_to(query[:, :, None], keys, values, attn_mask=mask).squeeze(2)
+
+        logits = self.model.forward(token_ids, positions, attend)[self.inputs["last_tokens"][:num_reqs]]
+        self.sampled[:num_reqs] = logits.argmax(1)
+
+    def launch(self, rows: Any, starts: Any) -> None:
+        """Start a planned step on the current stream."""
+        num_tokens = self.batch.inputs(rows=rows, starts=starts, stops=self.batch.num_computed_tokens[rows], out=self.host)
+        size = min(1 << (num_tokens - 1).bit_length(), self.max_num_tokens)
+        self.table.commit(self.table.max_num_reqs)
+        self.table.gather(rows, out=self.page_ids, num_reqs=min(size, len(self.sampled)))
+        self.packed.copy_(self.pinned[0], non_blocking=True)
+        (self.graphs[size].replay if size in self.graphs else partial(self.compute, size))()
+
+    def end(self, rows: Any) -> None:
+        """Wait for a step, and continue the requests whose known tokens are all computed."""
+        is_sampled = self.batch.num_computed_tokens[rows] == self.batch.num_tokens[rows]
+        for row, token_id in zip(rows[is_sampled].tolist(), self.sampled.cpu()[: len(rows)][is_sampled].tolist(), strict=True):
+            self.running[row].answer.append(token_id)
+            if self.running[row].num_left:
+                self.batch.append([row], [token_id])
+            else:
+                self.batch.release([row])
+                del self.running[row]
+
+    def plan(self) -> tuple[Any, Any]:
+        """Plan a step: running rows first, then waiting requests. Return rows, and the positions where they begin."""
+        batch, starts, budget, planned = self.batch, self.batch.num_computed_tokens.copy(), self.max_num_tokens, []
+        num_new = batch.num_tokens - starts
+        for row in self.running:
+            num_new[row] = min(num_new[row], budget)
+            budget -= num_new[row]
+        rows = [row for row in self.running if num_new[row]]
+        while rows:
+            num_grown = batch.grow(rows, num_new[rows]).num_grown
+            planned, rows = planned + rows[:num_grown], rows[num_grown:]
+            if rows:  # pages are short: preempt the newest of them
+                batch.release(rows[-1:])
+                self.waiting.appendleft(self.running.pop(rows.pop()))
+        for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting)].tolist():
+            request = self.waiting[0]
+            options = {"max_num_new_tokens": budget, "is_preempted": bool(request.answer)}
+            num_cached = batch.admit(row, request.prompt + request.answer, **options) if budget else None
+            if num_cached is None:
+                break
+            starts[row] = num_cached
+            budget -= batch.num_computed_tokens[row] - num_cached
+            self.running[row] = self.waiting.popleft()
+            planned.append(row)
+        return np.array(planned, np.int32), starts[planned]
+
+    def run(self, requests: list[Request]) -> None:
+        """Answer requests."""
+        self.waiting += requests
+        while self.waiting or self.running:
+            rows, starts = self.plan()
+            self.launch(rows, starts)
+            self.end(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line: requests with random prompts, which have common beginnings."""
+    parser = ArgumentParser(description=__doc__)
+    defaults = {"seed": 0, "num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--check", action="store_true", help="compare the answers with those of the model without a cache")
+    args = parser.parse_args(arguments)
+    engine, rng = Engine(args), np.random.default_rng(args.seed)
+    tokens = rng.integers(0, VOCAB, (args.num_requests, 64)).tolist()
+    prompts = [tokens[i % 3][: 13 * (i % 3 + 1)] + own[: rng.integers(1, 24)] for i, own in enumerate(tokens)]
+    engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in prompts])
+    for request in requests:
+        print(f"{len(request.prompt)} tokens -> {' '.join(map(str, request.answer))}")
+    stats = engine.manager.stats()
+    print(f"All: {stats.queries}\nPreempted: {stats.preempted_queries}")
+    if args.check and any(request.answer != engine.model.answer(request.prompt, request.max_tokens) for request in requests):
+        parser.exit(1, "An answer differs from that of the model without a cache.\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The torch engine of examples/: its answers are those of its model without a cache, which its option `--check` compares."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+example = pytest.importorskip("torch_engine", reason="examples/ is not here")
+
+torch.set_num_threads(1)  # its tensors are small
+
+ROOMY, SHORT = ("--num-pages", "400"), ("--num-pages", "32")
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], int, int]:
+    """Run the command. Return the answers, the number of hit tokens, and of preemptions."""
+    example.main(["--check", *options])
+    *answers, queries, preempted = capsys.readouterr().out.splitlines()
+    [num_hits], [num_preempted] = re.findall(r"hit_tokens=(\d+)", queries), re.findall(r"num_requests=(\d+)", preempted)
+    return answers, int(num_hits), int(num_preempted)
+
+
+@pytest.mark.parametrize(
+    "seed", range(3), ids=lambda seed: f"{example.DEVICE}-{seed}"
+)  # `make torch-gpu` takes those with cuda
+def test_answers_are_those_of_the_model_without_a_cache(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """With prompts in chunks, hits, and in a small pool preemptions."""
+    roomy, num_hits, num_preempted = run(capsys, "--seed", str(seed), *ROOMY)
+    assert (num_hits > 200, num_preempted) == (True, 0)
+    short, num_hits, num_preempted = run(capsys, "--seed", str(seed), *SHORT)
+    assert (short, num_hits > 200, num_preempted > 5) == (roomy, True, True)
+    assert len(set(roomy)) > len(roomy) // 2  # a model that repeats itself would hide what it reads
+
+
+def test_steps_of_other_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [("1", "1"), ("3", "5"), ("24", "100")]
+    answers = [run(capsys, "--num-requests", "9", "--num-reqs", n, "--num-tokens", tokens)[0] for n, tokens in sizes]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_rows_of_the_table_in_another_order_are_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = example.PageTable.gather
+
+    def gather_backwards(table: Any, rows: Any, **options: Any) -> Any:
+        return gather(table, rows[::-1].copy(), **options)
+
+    monkeypatch.setattr(example.PageTable, "gather", gather_backwards)
+    with pytest.raises(SystemExit) as exit_info:
+        run(capsys)
+    assert exit_info.value.code == 1
+    assert "differs" in capsys.readouterr().err
+
+
+def test_it_is_short() -> None:
+    """An example is read."""
+    assert len(Path(example.__file__).read_text().splitlines()) <= 200
