@@ -2,8 +2,9 @@
 
 Native methods of `RunningBatch`, and the native work of others:
 
-- ``core/rows/running.pyx``: `grow`, `step`, `undo`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
-  `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
+- ``core/rows/running.pyx``: `new_step`, `grow`, `step`, `step_ahead`, `resolve`, `undo`, `append`, `trim`, `release`, `fork`,
+  `move_row`, `swap_row`, `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`,
+  `take_writes`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`
 - ``core/rows/spans.pyx``: `expect`, `lease`
@@ -88,6 +89,7 @@ class RunningBatch(RunningRows):
         restores_states: bool = False,
         max_steps_ahead: int = 0,
         writes: str = "ends",
+        caches: str = "scheduled",
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
         serves one group. `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
@@ -118,6 +120,8 @@ class RunningBatch(RunningRows):
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
         if writes not in ("ends", "anywhere"):
             raise ArgumentError(f"writes: got {shown(writes)}, allowed: ends or anywhere")
+        if caches not in ("scheduled", "computed"):
+            raise ArgumentError(f"caches: got {shown(caches)}, allowed: scheduled or computed")
         super().__init__(
             manager._store,
             tables,
@@ -130,6 +134,7 @@ class RunningBatch(RunningRows):
             require_flag("restores_states", restores_states),
             require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE),
             writes == "anywhere",
+            caches == "computed",
         )
         self._manager = manager
         self._tables = tables
@@ -167,6 +172,7 @@ class RunningBatch(RunningRows):
         session_id: str | None = None,
         tenant: str | None = None,
         num_lookahead_tokens: int = 0,
+        step: StepResult | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -192,6 +198,8 @@ class RunningBatch(RunningRows):
         taken, as needed for ``prompt_logprobs``. A request with images but no features needs its own salt, such as
         ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request.
         `is_preempted` marks a request that ran before; `CacheManager.stats` counts it separately.
+
+        With `step` an admitted row becomes part of this step, unless it waits for tokens from elsewhere: see `resolve`.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no hit page gets another holder and no further page of the request
@@ -248,7 +256,7 @@ class RunningBatch(RunningRows):
         try:
             session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
             context = self._registry.hold_context(keys, session_id)
-            return request.admit(keyed, look_up, shard, context, counter, session)
+            return request.admit(keyed, look_up, shard, context, counter, session, step)
         finally:
             if context:
                 self._registry.release_context(context)

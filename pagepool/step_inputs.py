@@ -48,6 +48,7 @@ class StepInputs(InputArrays):
     ``state_pages``      [n]         working pages, by group                            0
     ``order``            [n]         index of each row in the call                      0
     ``distribution``     [3]         rows with one token, the same again, and all rows
+    ``sources``          [n]         where the step before samples a row's first token  -1
     ===================  ==========  =================================================  ==================
 
     ``slots``, ``page_ids`` and ``state_pages`` are tuples with an array for each group; None for groups of another kind.
@@ -225,6 +226,13 @@ class StepInputs(InputArrays):
     def distribution(self) -> Array:
         """Rows with one token, the same again, and all rows ``[3]``."""
         return self._array("distribution")  # type: ignore[no-any-return]
+
+    @property
+    def sources(self) -> Array:
+        """Index of each row among those filled before, where that step samples the row's first token; -1 if it is known
+        ``[num_reqs]``.
+        """
+        return self._array("sources")  # type: ignore[no-any-return]
 
     @property
     def packed(self) -> Array:

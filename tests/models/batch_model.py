@@ -526,6 +526,8 @@ class OracleRows(Rows):
             request = self.requests[row]
             self.require_no_copies([row])
             self.require_no_writes([row])
+            if self.writes.num_planned.get(request.request_id, 0) > request.num_tokens:
+                raise ValueError("steps in flight compute tokens behind the known ones")
             if self.manager.has_state and 0 < length < min(request.num_tokens, self.writes.count_planned(request)):
                 raise ValueError("a state has seen what is cut")
             self.manager.check_trim(self.requests[row], length)
@@ -534,6 +536,7 @@ class OracleRows(Rows):
             is_back = length < request.num_computed_tokens
             self._run_on(row, self.manager.trim(request, length))
             if is_back:
+                self.admissions[row] = next(self._numbers)  # earlier calls cannot be taken back
                 self._forget_writes(request)
             del request.all_token_ids[length:]
 
@@ -558,6 +561,7 @@ class OracleRows(Rows):
             self.manager.check_return(request, request.num_tokens, num_tokens)
         except (RuntimeError, ValueError):
             return False
+        self.admissions[row] = next(self._numbers)
         self._run_on(row, self.manager.go_back(request, request.num_tokens, num_tokens))
         self._forget_writes(request)
         return True

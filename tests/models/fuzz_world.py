@@ -116,7 +116,8 @@ class World:
         if store.enable_caching and len(tables) == 2 and source.below(4) == 0:
             rules = [rules[0], (_core.PageRules(None, interval=8), 1, 2)]
             groups = _core.CacheGroups(rules, boundaries=(8, 4, 16), writes_states=True)
-            options = {"max_steps_ahead": source.below(3), "writes_anywhere": source.below(2) == 0}
+            options = {"writes_anywhere": source.below(2) == 0}
+        options |= {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0}
         arguments = (store, tables, groups, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments, **options)
         self.note_batch(batch, arguments)

@@ -74,5 +74,6 @@ def list_inputs(
         "starts": by_row([t.start for t in rows], 0),
         "state_pages": [by_row([t.pages[g][0] for t in rows] if size is None else [], 0) for g, size in enumerate(page_sizes)],
         "order": by_row(order, 0),
+        "sources": by_row([-1] * len(rows), -1),
         "distribution": [num_single, num_single, len(rows)],
     }

@@ -390,7 +390,8 @@ class OracleManager:
             if is_growing and num_new_tokens + num_external_computed_tokens:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
             if is_growing and self.writes is not None:
-                num_planned = num_slots if self.writes.max_steps_ahead else num_computed + num_new_tokens
+                is_ahead = self.writes.max_steps_ahead and not self.restores_states  # else lookahead is for drafts
+                num_planned = num_slots if is_ahead else num_computed + num_new_tokens
                 self.writes.plan(request, num_planned, shard, num_free_rows)
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages

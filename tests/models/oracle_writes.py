@@ -128,7 +128,8 @@ class OracleWrites:
 
     def undo(self, request: Any) -> None:
         """Drop the writes of steps that are not planned any more, and let later ones write there."""
-        self.drop(request, self.count_planned(request))
+        num_planned = request.num_computed_tokens if self.manager.restores_states else self.count_planned(request)
+        self.drop(request, num_planned)
         for i in self.state_ids:
             held = self.manager.held[request.request_id][i]
-            held.num_cached_pages = self.count_planned(request) // self.manager.hit_step
+            held.num_cached_pages = num_planned // self.manager.hit_step

@@ -369,8 +369,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
-            num_computed = num_hits
-        cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}num_computed)
+            cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}num_computed)
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
@@ -503,7 +502,7 @@ WRITE_BUGS = read_bugs("""
 == a state hits before its list is taken
     while i < {+(writes.num if BUG else +}writes.num_taken{+)+} and batch.rows[row].num_writes:
 == a state hits before its tokens are computed
-        if write.row != row or {+not BUG and +}write.num_tokens > batch.records[row].num_computed:
+        if write.row != row or {+not BUG and +}write.num_tokens > count_cacheable(
 == a junction is rounded up
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay
@@ -518,11 +517,12 @@ WRITE_BUGS = read_bugs("""
 == a boundary is written again after undo of a later step
             held.num_cached = {+held.num_cached if BUG else +}full_entries(&batch.groups[g].rules, num_planned)
 == a fork copies a state in flight
-    return batch.has_state and {+not BUG and +}batch.rows[row].num_planned > batch.records[row].num_computed
+    return flight.num_ahead > {+(1 << 30) * BUG + +}0 or ({+not BUG and +}batch.has_state and flight.num_planned >
 == checkpoints take the states of free rows
         group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g){+ * (not BUG)+}
 == a step ahead writes what the step before it computes
-        num_ahead = amount(&growth.num_ahead, due.at) if {+not BUG and +}batch.max_steps_ahead else 0
+        num_ahead = 0
+        if {+not BUG and +}batch.max_steps_ahead and not batch.restores_states:
 == an admitted row has no step ahead
         if rare(batch.max_steps_ahead) and {+not BUG and +}not batch.records[self.row].num_external:
             num_planned =
@@ -545,18 +545,13 @@ INPUT_BUGS = read_bugs("""
 == page ids of an earlier step stay
         repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
 == inputs of a row that was released and admitted again
-            batch.rows[rows[i]].admission > growth.num_admissions{+ and not BUG+}
-        ):
-            at[0] = i
+    if max(batch.rows[row].admission, batch.rows[row].last_cut) > growth.num_admissions{+ and not BUG+}:
 == a token without a page has a slot
             if not {+(BUG or +}0 < ids[page] <= last_id{+)+}:
 == all sets of the ring are one
-            self.current = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
+        next_set = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
 == a step ahead has the tokens of the step in flight
-    for i in range(n if has_ahead or batch.max_steps_ahead else 0):
-        out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i)){+
-        if BUG:
-            continue+}
+        start = max(computed_before(batch, growth, i), planned_before(batch, growth, i){+ * (not BUG)+})
 """)
 INPUT_TESTS = ["test_step_inputs.py"]
 BUGS += ORDER_BUGS + WRITE_BUGS + INPUT_BUGS

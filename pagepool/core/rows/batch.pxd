@@ -34,6 +34,7 @@ from pagepool.core.pool cimport (
     digest_of, expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit,
     ids_in_queue, is_journaled, now_of, queue_in, take, uncache,
 )
+from pagepool.core.rows.flights cimport *
 from pagepool.core.rows.writes cimport *
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
@@ -77,9 +78,10 @@ cdef struct Row:              # two cache lines; growth reads the first
     Swapped *swapped          # NULL: not swapped out
     int64_t admission         # number of the last admission, fork or exchange
     int64_t write_list        # number of the last list with a write of its states; 0: none
+    int64_t last_cut          # number, as of an admission, of the last cut of computed tokens
+    int64_t step              # number of the last step to which calls added the row
     int32_t num_writes        # writes of its states that are due or were taken
-    int32_t num_planned       # tokens that planned steps compute, where more than are counted; if the batch plans ahead
-    int32_t[8] unused
+    int32_t[5] unused
 
 cdef struct Batch:            # rows that run together
     Pool *pool
@@ -106,7 +108,13 @@ cdef struct Batch:            # rows that run together
     bint writes_states        # whether steps write checkpoints to pages of their own
     bint writes_anywhere      # whether they can do so inside their tokens, not only at the end
     WriteList writes
+    Flight *flights           # [num_rows]
+    int64_t num_stays         # stays of all rows
+    int64_t num_steps         # steps to which several calls added rows
     int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, lookahead tokens are computed
+    bint tracks_steps         # whether rows count what their planned steps compute and sample
+    bint caches_computed      # whether pages are cached once the steps that computed them are resolved
+    bint resolves             # whether a step was resolved, or planned ahead
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     bint unifies_pages        # whether rows share pages with equal tokens
     int64_t num_admissions    # admissions, forks and exchanges of all rows
@@ -129,8 +137,13 @@ cdef struct Growth:           # one call that grows rows
     int32_t signs             # negative if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    int32_t *num_planned      # [num_rows] the rows' `num_planned` before the call, in the same memory
+    Launch *launches          # [num_rows] in the same memory; NULL: the batch tracks no steps
+    int32_t *ahead            # [num_rows] lookahead of rows planned ahead, in the same memory; NULL: another call
+    Amounts num_drafts        # drafts of such rows
+    bint is_admission         # whether the call admitted its row
+    Py_ssize_t num_grown      # leading rows that have their room
     int64_t num_admissions    # the batch's count when the call ended
+    int64_t num_stays         # likewise
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
     Shortage shortage         # why the first row that did not fit got no pages
@@ -181,7 +194,7 @@ cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t
     )
 
 
-cdef inline int64_t _last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
+cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Return the computed count at which the row is full, if it computes each token that it gets."""
     return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
@@ -208,7 +221,12 @@ cdef inline bint has_row_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline int32_t count_planned(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Count the row's tokens that are computed once all planned steps have run."""
-    return max(batch.rows[row].num_planned, batch.records[row].num_computed)
+    return max(batch.flights[row].num_planned, batch.records[row].num_computed)
+
+
+cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Count the leading tokens of `num_computed` whose pages may be cached: those whose steps are resolved, if that matters."""
+    return min(num_computed, batch.flights[row].num_resolved) if batch.caches_computed else num_computed
 
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -221,9 +239,10 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     assert record.is_claimed and 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens
     assert batch.rows[row].swapped == NULL or record.num_computed == 0
     assert record.num_hashed == 0 or record.num_hashed * <int64_t>batch.hash_page_size <= record.num_tokens
-    cdef int64_t event = min(<int64_t>INT32_MAX, _last_token_event(batch, row) + 1)
+    cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
-    event = min(event, limits.num_full)
+    if not batch.caches_computed or batch.writes_states:
+        event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
@@ -231,6 +250,8 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     if has_row_due(batch, row) or rare(batch.writes_states and batch.rows[row].num_writes):
         event = 1
     batch.records[row].next_event = <int32_t>event
+    if batch.caches_computed:
+        batch.flights[row].next_full = <int32_t>min(limits.num_full, <int64_t>INT32_MAX)
 
 
 cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
@@ -320,8 +341,21 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
         num_external=0, is_admitted=0, is_claimed=0,
     )
     batch.rows[row].shard = -1
-    batch.rows[row].write_list = 0
-    batch.rows[row].num_planned = 0
+    batch.rows[row].write_list = batch.rows[row].step = 0
+    end_stay(batch, row)
+
+
+cdef inline void end_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Drop all that is known about the row's steps in flight, whose tokens belong to nobody now."""
+    batch.flights[row] = Flight(stay=0, num_planned=0, num_ahead=0, num_launched=0, num_told=0, num_resolved=0, next_full=0)
+
+
+cdef inline void begin_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Number a stay whose computed tokens, if there are any, belong to no step in flight."""
+    end_stay(batch, row)
+    batch.num_stays += 1
+    batch.flights[row].stay = batch.num_stays
+    batch.flights[row].num_resolved = batch.records[row].num_computed
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -358,6 +392,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     batch.rows[first], batch.rows[second] = batch.rows[second], batch.rows[first]
+    batch.flights[first], batch.flights[second] = batch.flights[second], batch.flights[first]
     exchange_writes(&batch.writes, first, second)
     begin_admission(batch, first)
     begin_admission(batch, second)
@@ -530,13 +565,16 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g, num_reserved
+    cdef bint may_cache = count_cacheable(batch, row, num_computed) == num_computed
     assert batch.keeps_states and num_computed <= batch.records[row].num_computed
     hash_row(batch, row, num_computed)
     contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         num_reserved = _count_reserved_states(batch, g)
-        if keep_state(batch.pool, holding, <int32_t>g, &contents, num_computed, batch.rows[row].shard, num_reserved):
+        if keep_state(
+            batch.pool, holding, <int32_t>g, &contents if may_cache else NULL, num_computed, batch.rows[row].shard, num_reserved
+        ):
             write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
             batch.tables[g].version += 1
 
@@ -643,7 +681,7 @@ cdef inline void settle_writes(Batch *batch, Py_ssize_t row, int32_t term) noexc
     cdef Py_ssize_t i = 0
     while i < writes.num_taken and batch.rows[row].num_writes:
         write = writes.items[i]
-        if write.row != row or write.num_tokens > batch.records[row].num_computed:
+        if write.row != row or write.num_tokens > count_cacheable(batch, row, batch.records[row].num_computed):
             i += 1
             continue
         remove_write(writes, i)
@@ -761,7 +799,9 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_room_tokens, num_ahead, num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
-    cdef bint is_next_step = num_tokens > num_before  # a further call for the same step comes before the step has run
+    cdef int32_t num_cacheable = count_cacheable(batch, row, num_before)
+    # A further call for the same step comes before the step has run.
+    cdef bint is_next_step = num_tokens > num_before or growth.ahead != NULL
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and not batch.records[row].num_external
     assert 0 <= num_before <= num_tokens <= batch.records[row].num_tokens
@@ -769,9 +809,9 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
         if rare(batch.unifies_pages):
-            unify_pages(batch, row, num_before)
+            unify_pages(batch, row, num_cacheable)
         if rare(batch.skips_pages):
-            _skip_row(batch, row, num_before)
+            _skip_row(batch, row, num_cacheable)
     if due.num_new_pages:
         num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
         if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
@@ -782,9 +822,12 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
     if rare(batch.writes_states):
-        num_ahead = amount(&growth.num_ahead, due.at) if batch.max_steps_ahead else 0
+        num_ahead = 0
+        if batch.max_steps_ahead and not batch.restores_states:
+            num_ahead = amount(&growth.num_ahead, due.at)
         write_states(batch, row, room_for(batch, num_tokens, num_ahead))
-    cache_row(batch, row, num_tokens)
+    if not batch.caches_computed:
+        cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
 
@@ -806,7 +849,7 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     return find_passed_behind(batch, row, num_computed if num_new else -1, num_computed + num_new, num_room_tokens)
 
 
-cdef inline bint _note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+cdef inline bint note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Add a row to the due rows, with the pages that it may need; False if the call is wrong for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -850,7 +893,7 @@ cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n
     return True
 
 
-cdef inline Py_ssize_t _copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
     """Copy rows, so that they cannot change during the call. Return the number of rows before the first that is outside the
     table, free, or repeated.
     """
@@ -871,8 +914,6 @@ cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t st
         row = batch.checked_rows[i]
         batch.records[row].num_tokens -= growth.token_ids != NULL
         batch.records[row].num_computed -= amount(&growth.num_new_tokens, i)
-        if growth.num_planned != NULL:
-            batch.rows[row].num_planned = growth.num_planned[i]
         assert 0 <= batch.records[row].num_computed <= batch.records[row].num_tokens
 
 
@@ -915,7 +956,7 @@ cdef inline Py_ssize_t _step_rows(Batch *batch, Growth *growth, Py_ssize_t n) no
     cdef Py_ssize_t i = _step_plain_rows(batch, growth, 0, n)
     while i < n:
         record = &batch.records[batch.checked_rows[i]]
-        if not _note_due_row(batch, growth, i, record.num_computed + 1):
+        if not note_due_row(batch, growth, i, record.num_computed + 1):
             break
         growth.signs |= growth.token_ids[i]
         tokens_of(batch, batch.checked_rows[i])[record.num_tokens] = growth.token_ids[i]
@@ -940,31 +981,31 @@ cdef inline Py_ssize_t _advance_rows(Batch *batch, Growth *growth, Py_ssize_t n)
         num_computed = record.num_computed + num_new
         num_room_tokens = room_for(batch, num_computed, num_ahead)
         if max(num_room_tokens, record.num_computed + 1) >= record.next_event:
-            if not _note_due_row(batch, growth, i, num_room_tokens):
+            if not note_due_row(batch, growth, i, num_room_tokens):
                 return i
         assert record.is_admitted and not record.num_external
         record.num_computed = num_computed
         growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=num_computed)
-        if growth.num_planned != NULL:
-            growth.num_planned[i] = batch.rows[batch.checked_rows[i]].num_planned
-            batch.rows[batch.checked_rows[i]].num_planned = max(growth.num_planned[i], num_room_tokens)
     return n
 
 
-cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
-    """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one."""
-    cdef Py_ssize_t n = _copy_rows(batch, growth.rows, growth.num_rows)
-    cdef Py_ssize_t num_right = _advance_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+cdef inline Py_ssize_t limit_to_pool(Batch *batch, Growth *growth, Py_ssize_t num_right) noexcept nogil:
+    """Return the number of right rows before the first that no bank or shard can ever hold. Others are reverted."""
     if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
         num_right = _find_too_large(batch, growth)
         revert_counts(batch, growth, num_right, growth.num_rows)
     return num_right
 
 
-cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Do the work of the due rows, in order, up to the first row that does not fit, and return the number of rows before it.
-    The rows from there on are reverted.
-    """
+cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
+    """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one."""
+    cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
+    cdef Py_ssize_t num_right = _advance_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+    return limit_to_pool(batch, growth, num_right)
+
+
+cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Do the work of the due rows, in order, up to the first row that does not fit. The rows from there on are reverted."""
     cdef Py_ssize_t k, num_grown = growth.num_rows
     assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
     memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
@@ -976,7 +1017,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
     revert_counts(batch, growth, num_grown, growth.num_rows)
-    return num_grown
+    growth.num_grown = num_grown
 
 
 cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
@@ -989,12 +1030,15 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
             break
         tokens_of(batch, row)[batch.records[row].num_tokens] = token_ids[num_done]
         batch.records[row].num_tokens += 1
-        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, _last_token_event(batch, row) + 1)
+        batch.records[row].next_event = <int32_t>min(<int64_t>batch.records[row].next_event, last_token_event(batch, row) + 1)
         num_done += 1
         assert batch.records[row].num_tokens <= batch.max_num_tokens
     if num_done < n:
         for i in range(num_done):
             batch.records[rows[i]].num_tokens -= 1
+    elif batch.tracks_steps:
+        for i in range(n):
+            tell_token(&batch.flights[rows[i]], batch.records[rows[i]].num_tokens)
     return num_done
 
 
@@ -1016,7 +1060,7 @@ cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the row can be cut to some of its tokens. Its pages matter only where computed tokens are cut."""
-    if has_state_behind(batch, row, num_tokens):
+    if batch.flights[row].num_ahead or has_state_behind(batch, row, num_tokens):
         return False
     if num_tokens >= batch.records[row].num_computed:
         return not batch.records[row].num_external
@@ -1046,6 +1090,7 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     assert batch.records[row].num_computed <= num_tokens <= batch.records[row].num_tokens
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
+    count_ahead(&batch.flights[row], num_tokens)
     if batch.hash_page_size:
         batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
@@ -1059,7 +1104,10 @@ cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, i
     restart_from(batch.pool, holding, restart, num_tokens)
     if batch.writes_states:
         drop_writes(batch, row, restart)
-    batch.rows[row].num_planned = 0
+    batch.num_admissions += 1
+    batch.rows[row].last_cut = batch.num_admissions
+    batch.flights[row].num_planned, batch.flights[row].num_told = 0, batch.flights[row].num_launched
+    batch.flights[row].num_resolved = min(batch.flights[row].num_resolved, restart)
     show_end(batch, row)
     batch.records[row].num_computed = restart
     batch.records[row].num_hits = min(batch.records[row].num_hits, restart)
@@ -1091,18 +1139,51 @@ cdef inline void uncache_row(Batch *batch, Py_ssize_t row, int32_t num_computed)
     forget_uncomputed(batch.pool, holding, num_computed, &contents)
 
 
-cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Whether the row still has the counts of `Grown`, and its admission. Known tokens count only after a step."""
-    cdef const Grown *grown = &growth.grown[i]
+cdef inline bint is_last_step(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Whether the row stayed where it was, and no later call gave it slots, or cut its computed tokens."""
     cdef int32_t row = growth.grown_rows[i]
     cdef const RowRecord *record = &batch.records[row]
-    if not record.is_admitted or batch.rows[row].admission > growth.num_admissions:
+    if not record.is_admitted:
         return False
-    return record.num_computed == grown.num_computed and (growth.token_ids == NULL or record.num_tokens == grown.num_tokens)
+    if max(batch.rows[row].admission, batch.rows[row].last_cut) > growth.num_admissions:
+        return False
+    if growth.launches != NULL and growth.launches[i].ordinal:
+        if batch.flights[row].num_launched != growth.launches[i].ordinal:
+            return False
+    return growth.ahead != NULL or record.num_computed == growth.grown[i].num_computed
 
 
-cdef inline int32_t _computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Return the row's computed count before the call."""
+cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Whether the call was the row's last one, and the row has the tokens of `Grown`, if the call gave it one."""
+    cdef bint has_tokens = batch.records[growth.grown_rows[i]].num_tokens == growth.grown[i].num_tokens
+    return is_last_step(batch, growth, i) and (growth.token_ids == NULL or has_tokens)
+
+
+cdef inline int32_t planned_by(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Return the number of tokens up to which the call planned the row, if no step was resolved since."""
+    cdef const Grown *grown = &growth.grown[i]
+    if growth.ahead != NULL:
+        return room_for(batch, growth.launches[i].num_planned, amount(&growth.num_drafts, i) + 1)
+    return room_for(batch, grown.num_computed, amount(&growth.num_ahead, i))
+
+
+cdef inline int32_t planned_before(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Return the number of tokens up to which steps before the row's last one are planned. Drafts rejected since the call count
+    no more.
+    """
+    cdef int32_t num_planned
+    if growth.launches == NULL:
+        return 0
+    num_planned = growth.launches[i].num_planned
+    if growth.ahead != NULL:
+        num_planned += batch.flights[growth.grown_rows[i]].num_planned - planned_by(batch, growth, i)
+    return num_planned
+
+
+cdef inline int32_t computed_before(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Return the row's computed count as it would be without the call."""
+    if growth.ahead != NULL:
+        return min(batch.records[growth.grown_rows[i]].num_computed, planned_before(batch, growth, i))
     return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
 
 
@@ -1149,11 +1230,11 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
         num_kept = held.num_pages - num_new
         if num_kept < 0 or not _have_ids(held.ids + num_kept, growth.new_ids + start, num_new, offset_of(batch, g)):
             return False
-        if lacks_page(&batch.groups[g], held, _computed_before(growth, i), num_kept):
+        if lacks_page(&batch.groups[g], held, computed_before(batch, growth, i), num_kept):
             return False
         if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
             return False
-        if _is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, _computed_before(growth, i))):
+        if _is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, computed_before(batch, growth, i))):
             return False
         stop[0] = start
     return True
@@ -1163,7 +1244,7 @@ cdef inline void _undo_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Drop the writes of steps that are not planned any more, and skip the boundaries of the steps still planned."""
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t num_planned = count_planned(batch, row)
+    cdef int32_t num_planned = batch.records[row].num_computed if batch.restores_states else count_planned(batch, row)
     drop_writes(batch, row, num_planned)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
@@ -1176,8 +1257,9 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown_rows[i]
-    cdef int32_t num_computed = _computed_before(growth, i)
+    cdef int32_t num_computed = computed_before(batch, growth, i)
     cdef RowRecord *record = &batch.records[row]
+    cdef Flight *flight = &batch.flights[row]
     assert 0 <= num_computed <= record.num_computed
     uncache_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
@@ -1188,23 +1270,34 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
         stop[0] = start
     show_end(batch, row)
     record.num_computed = num_computed
-    if growth.num_planned != NULL:
-        batch.rows[row].num_planned = growth.num_planned[i]
+    record.num_tokens -= growth.token_ids != NULL
+    if growth.launches != NULL:
+        flight.num_planned, flight.num_launched = planned_before(batch, growth, i), flight.num_launched - (
+            growth.launches[i].ordinal != 0
+        )
+        if growth.token_ids != NULL:
+            flight.num_told = growth.launches[i].num_told
+        flight.num_resolved = min(flight.num_resolved, num_computed)
+        count_ahead(flight, record.num_tokens)
     if batch.writes_states:
         _undo_writes(batch, row)
-    record.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:
         record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 
 
-cdef inline Py_ssize_t undo_rows(Batch *batch, const Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Take a call back for its first `n` rows, or for none; return 0, or the number of rows up to one that cannot go back."""
-    cdef Py_ssize_t i, num_left = n, num_pages = growth.num_new
+cdef inline Py_ssize_t count_kept(const Batch *batch, const Growth *growth) noexcept nogil:
+    """Count the rows of a call up to the last that cannot go back; 0: all can."""
+    cdef Py_ssize_t num_left = growth.num_grown, num_pages = growth.num_new
+    if growth.is_admission:
+        return num_left - is_last_step(batch, growth, 0)
     while num_left and _can_undo(batch, growth, num_left - 1, &num_pages):
         num_left -= 1
-    if num_left == 0:
-        num_pages = growth.num_new
-        for i in range(n - 1, -1, -1):
-            _undo_row(batch, growth, i, &num_pages)
     return num_left
+
+
+cdef inline void undo_rows(Batch *batch, const Growth *growth) noexcept nogil:
+    """Take a call back whose rows can all go back."""
+    cdef Py_ssize_t i, num_pages = growth.num_new
+    for i in range(growth.num_grown - 1, -1, -1):
+        _undo_row(batch, growth, i, &num_pages)

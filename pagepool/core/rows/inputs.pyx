@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memset
 from pagepool.core.base cimport MAX_TOKENS
 from pagepool.core.rows.running cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.values cimport explained, int32_of, require_instance, require_matrix
+from pagepool.core.values cimport explained, int32_of, require_matrix
 
 import numpy as np
 
@@ -33,11 +33,12 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     STATE_PAGES
     ORDER
     DISTRIBUTION
+    SOURCES
 
 
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
-    "page_ids", "state_pages", "order", "distribution",
+    "page_ids", "state_pages", "order", "distribution", "sources",
 )
 
 ctypedef fused Value:
@@ -76,6 +77,7 @@ cdef struct Step:             # a step's rows, in the order of its arrays
     Py_ssize_t num_single     # rows with one token
     int64_t num_unknown       # tokens that the rows do not know yet
     int32_t *order            # [num_rows] index of each row in the call
+    int32_t *sources          # [num_rows] by index in the call: place among the sampled tokens of the step before, or -1
     int32_t *begins           # [num_rows + 1] where the tokens of each row begin
     const int32_t *drafts     # [num_rows, num_drafts] ids of unknown tokens, by index in the call; NULL: -1 each
     Py_ssize_t num_drafts
@@ -92,6 +94,7 @@ cdef enum FaultKind:
     STALE                     # changed since the call whose result was given
     WRONG_SPAN
     FEW_DRAFTS
+    WITHOUT_SOURCE            # its first token is sampled by another step than the one before
     MANY_TOKENS
     WITHOUT_PAGE
     LONG_KEYS                 # more keys than int32 can count
@@ -268,6 +271,10 @@ cdef inline void write_field(
     elif field.kind == ORDER:
         copy_values(out, step.order, n)
         repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == SOURCES:
+        for i in range(n):
+            out[i] = step.sources[step.order[i]]
+        repeat_value(out + n, -1, num_rows_left)
     else:
         out[0] = out[1] = <Value>step.num_single
         out[2] = <Value>n
@@ -292,12 +299,8 @@ cdef inline void read_span(
     spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i] = row, start, stop, min(stop, num_known)
 
 
-cdef inline FaultKind read_result(
-    const Source *source, const Growth *growth, Py_ssize_t n, Spans *spans, Py_ssize_t *at
-) noexcept nogil:
-    """Read the tokens given to rows by a call, without those computed by steps that were planned before it. The rows must be
-    as the call left them.
-    """
+cdef inline FaultKind read_call(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
+    """Read the tokens given to rows by a call. No later call may have changed the rows."""
     cdef const Batch *batch = source.batch
     cdef const RowRecord *records = batch.records
     cdef const int32_t *rows = growth.grown_rows
@@ -305,9 +308,11 @@ cdef inline FaultKind read_result(
     cdef Amounts new = growth.num_new_tokens, ahead = growth.num_ahead
     cdef Spans out = spans[0]
     cdef bint is_any_wrong = batch.num_admissions != growth.num_admissions  # then each row's own number is read
-    cdef bint has_ahead = ahead.stride or (n and ahead.values[0])
+    cdef bint has_ahead = ahead.stride or (growth.num_grown and ahead.values[0])
     cdef int32_t num_computed
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i, n = growth.num_grown
+    if growth.launches != NULL:
+        return read_launches(source, growth, spans, at)
     for i in range(n):
         num_computed = grown[i].num_computed
         out.rows[i], out.starts[i] = rows[i], num_computed - amount(&new, i)
@@ -315,22 +320,39 @@ cdef inline FaultKind read_result(
     for i in range(n):  # no early exit, so that it is fast
         is_any_wrong |= (records[rows[i]].num_computed != out.stops[i]) | (not records[rows[i]].is_admitted)
     for i in range(n if is_any_wrong else 0):
-        if not records[rows[i]].is_admitted or records[rows[i]].num_computed != out.stops[i] or (
-            batch.rows[rows[i]].admission > growth.num_admissions
-        ):
+        if not is_last_step(batch, growth, i):
             at[0] = i
             return STALE
-    for i in range(n if has_ahead or batch.max_steps_ahead else 0):
+    for i in range(n if has_ahead else 0):
         out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i))
         out.known[i] = min(out.stops[i], records[rows[i]].num_tokens)
-        out.starts[i] = max(
-            out.starts[i], growth.num_planned[i] if growth.num_planned != NULL else batch.rows[rows[i]].num_planned
-        )
-    is_any_wrong = False
+    return find_empty_span(spans, n, at)
+
+
+cdef inline FaultKind read_launches(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
+    """Read the tokens given to rows by a call, without those computed by steps that were planned before it."""
+    cdef const Batch *batch = source.batch
+    cdef int32_t row, start, stop
+    cdef Py_ssize_t i
+    for i in range(growth.num_grown):
+        if not is_last_step(batch, growth, i):
+            at[0] = i
+            return STALE
+        row = growth.grown_rows[i]
+        start = max(computed_before(batch, growth, i), planned_before(batch, growth, i))
+        stop = planned_by(batch, growth, i) if growth.ahead == NULL else batch.flights[row].num_planned
+        read_span(spans, i, row, start, stop, batch.records[row].num_tokens)
+    return find_empty_span(spans, growth.num_grown, at)
+
+
+cdef inline FaultKind find_empty_span(const Spans *spans, Py_ssize_t n, Py_ssize_t *at) noexcept nogil:
+    """Find the first row without tokens."""
+    cdef bint is_any_wrong = False
+    cdef Py_ssize_t i
     for i in range(n):
-        is_any_wrong |= out.starts[i] >= out.stops[i]
+        is_any_wrong |= spans.starts[i] >= spans.stops[i]
     for i in range(n if is_any_wrong else 0):
-        if out.starts[i] >= out.stops[i]:
+        if spans.starts[i] >= spans.stops[i]:
             at[0] = i
             return WRONG_SPAN
     return FAULTLESS
@@ -433,6 +455,11 @@ cdef inline void begin_rows(Step *step) noexcept nogil:
         begins[i + 1] = begin
 
 
+cdef bint is_read(StepResult step) noexcept:
+    """Whether a device may still read the inputs of a step. An engine that never resolves steps keeps track itself."""
+    return step.batch is not None and step.batch.batch.resolves and not step.is_resolved
+
+
 cdef int32_t padding_of(object value, str name) except? -1:
     try:
         return int32_of(value)
@@ -481,6 +508,12 @@ cdef class InputArrays:
     cdef Step step
     cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
     cdef int64_t *seen                        # [num_rows] the last call that listed each row
+    cdef list steps                           # the step that fills each set; None: named rows
+    cdef StepResult last_step                 # the step filled last
+    cdef int64_t *last_stays                  # [max_num_reqs] the stays of its rows in batch order; NULL: no sources
+    cdef int64_t *stays_before                # [max_num_reqs] those of the step before it
+    cdef Py_ssize_t num_last
+    cdef Py_ssize_t num_before
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
@@ -512,7 +545,7 @@ cdef class InputArrays:
                 raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
         if self.numbers != NULL:  # checked after everything that may run Python code
             raise ArgumentError("the arrays of inputs are given once")
-        self.numbers = <int32_t *>calloc(10 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
+        self.numbers = <int32_t *>calloc(11 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
         self.seen = <int64_t *>calloc(n, sizeof(int64_t))
         self.source.tables = <Table **>calloc(checked_sizes.num, sizeof(Table *))
         self.fields = <Field *>calloc(max(1, len(described)), sizeof(Field))
@@ -520,7 +553,7 @@ cdef class InputArrays:
         if self.numbers == NULL or self.seen == NULL or self.source.tables == NULL or self.fields == NULL or self.views == NULL:
             raise MemoryError(f"inputs of {max_num_reqs} rows")
         self.max_num_tokens, self.max_num_reqs, self.depth = max_num_tokens, max_num_reqs, num_sets
-        self.current, self.puts_single_first = num_sets - 1, puts_single_first
+        self.current, self.puts_single_first, self.steps = num_sets - 1, puts_single_first, [None] * num_sets
         self.step.pad_slot, self.step.pad_last = slot, last
         self.place_numbers(checked_sizes)
         self.source.num_rows, self.source.num_groups = n, checked_sizes.num
@@ -552,6 +585,8 @@ cdef class InputArrays:
         free(self.views)
         free(self.numbers)
         free(self.seen)
+        free(self.last_stays)
+        free(self.stays_before)
         free(self.source.tables)
 
     def __reduce__(self):
@@ -566,8 +601,8 @@ cdef class InputArrays:
         self.step.spans = self.read
         if self.puts_single_first:
             self.step.spans = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n)
-        self.step.order, self.step.begins = at + 4 * n, at + 5 * n
-        self.source.page_sizes = at + 6 * n + 1
+        self.step.order, self.step.begins, self.step.sources = at + 4 * n, at + 5 * n, at + 6 * n + 1
+        self.source.page_sizes = at + 7 * n + 1
         self.source.shifts = self.source.page_sizes + page_sizes.num
         for i in range(n):
             self.step.order[i] = <int32_t>i
@@ -597,6 +632,13 @@ cdef class InputArrays:
             raise ArgumentError("fields: got 'token_ids', allowed without a batch: with a matrix `token_ids` only")
         if field.kind == DISTRIBUTION and not self.puts_single_first:
             raise ArgumentError("fields: got 'distribution', allowed with order='decodes' only")
+        if field.kind == SOURCES:
+            if self.batch is None:
+                raise ArgumentError("fields: got 'sources', allowed with a batch only")
+            self.last_stays = <int64_t *>calloc(self.max_num_reqs, sizeof(int64_t))
+            self.stays_before = <int64_t *>calloc(self.max_num_reqs, sizeof(int64_t))
+            if self.last_stays == NULL or self.stays_before == NULL:
+                raise MemoryError(name)
         if field.kind == PAGE_IDS:
             field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
             if field.extents == NULL:
@@ -633,10 +675,10 @@ cdef class InputArrays:
     ) -> int:
         """Fill the next set with the inputs of a step, and return its number of tokens.
 
-        `step` is the result of `RunningBatch.grow` or `step`: the grown rows, and the tokens given to each, with lookahead.
-        Without it `rows` do not repeat, and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have
-        slots. The arrays are padded to `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have
-        the ids of ``draft_token_ids[i]``, int32, or -1.
+        `step` is a step of the batch: its rows, and the tokens given to each, with lookahead. Without it `rows` do not repeat,
+        and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have slots. The arrays are padded to
+        `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have the ids of
+        ``draft_token_ids[i]``, int32, or -1.
 
         Raise ArgumentError for a result of another batch, one that was taken back, or whose rows were grown, cut, moved or
         released since; for rows that are not admitted, wait for tokens from elsewhere or repeat; for a row without tokens, or
@@ -645,11 +687,11 @@ cdef class InputArrays:
         O(tokens + rows), and with ``page_ids`` O(pages), native; nothing is allocated.
         """
         cdef Step *filling = &self.step
-        cdef StepResult result = None
+        cdef StepResult result = None, reader = None
         cdef PageIds row_ids = None, first = None, last = None
         cdef const int32_t[:, ::1] drafts
         cdef const int32_t *draft_ids = NULL
-        cdef Py_ssize_t num_drafts = 0, n, num_kept = 0
+        cdef Py_ssize_t num_drafts = 0, n, next_set, num_kept = 0
         cdef Py_ssize_t num_padded_tokens = self.max_num_tokens, num_padded_rows = self.max_num_reqs
         cdef Fault fault
         cdef void *thread
@@ -660,10 +702,8 @@ cdef class InputArrays:
         if step is not None:
             if rows is not None or starts is not None or stops is not None:
                 raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
-            result = require_instance(step, StepResult, "step")
-            if self.batch is None or result.batch is not self.batch:
-                raise ArgumentError(f"step: got one {'of another batch' if result.batch else 'that was taken back already'}")
-            n = result.num_grown
+            result = checked_step(self.batch, step, "step")
+            n = count_rows(result)
         else:
             row_ids, first, last = as_page_ids(rows, "rows"), as_page_ids(starts, "starts"), as_page_ids(stops, "stops")
             n = row_ids.num
@@ -677,6 +717,12 @@ cdef class InputArrays:
             if self.batch is None or drafts.shape[0] != n:
                 raise ArgumentError(f"draft_token_ids: got {drafts.shape[0]} rows, allowed: {n}, of a batch")
             draft_ids = &drafts[0, 0] if n and num_drafts else <const int32_t *>&num_drafts
+        next_set = self.current + 1 if self.current + 1 < self.depth else 0
+        reader = self.steps[next_set] if self.steps is not None else None
+        if reader is not None and reader is not result and is_read(reader):
+            raise ArgumentError(
+                f"out: got {self.depth} sets, which steps that are not resolved read; allowed: more sets than steps in flight"
+            )
         self.lock()
         filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
         filling.drafts, filling.num_drafts = draft_ids, num_drafts
@@ -687,12 +733,15 @@ cdef class InputArrays:
             if self.puts_single_first:
                 arrange(filling, &self.read)
             begin_rows(filling)
-            self.current = self.current + 1 if self.current + 1 < self.depth else 0
+            self.current = next_set
             write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
             go_on(thread)
+            if self.last_stays != NULL:
+                self.note_stays(result)
         self.unlock()
         if fault.kind != FAULTLESS:
             self.refuse(&fault, n, num_padded_tokens, num_drafts)
+        self.steps[next_set] = result
         return num_kept
 
     cdef Fault read_step(self, StepResult result, PageIds rows, PageIds starts, PageIds stops) noexcept:
@@ -703,12 +752,14 @@ cdef class InputArrays:
         cdef Py_ssize_t i, n = self.step.num_rows, at = 0
         cdef FaultKind kind
         if result is not None:
-            kind = read_result(&self.source, &result.growth, n, &self.read, &at)
+            kind = self.read_calls(result, &at)
         else:
             self.num_calls += 1
             kind = read_lists(&self.source, rows.ids, starts.ids, stops.ids, n, &self.read, self.seen, self.num_calls, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
+        if kind == FAULTLESS and self.last_stays != NULL:
+            kind = self.find_sources(result, &at)
         if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
             kind = LONG_KEYS
         fault = Fault(kind=kind, at=at, row=0, start=0, stop=0, group=0, page_id=0)
@@ -731,6 +782,57 @@ cdef class InputArrays:
         if fault.kind == MANY_TOKENS:
             fault.stop = self.step.num_tokens
         return fault
+
+    cdef FaultKind read_calls(self, StepResult result, Py_ssize_t *at) noexcept:
+        """Read the rows of all calls of a step."""
+        cdef StepResult call
+        cdef Spans spans = self.read
+        cdef FaultKind kind = read_call(&self.source, &result.growth, &spans, at)
+        cdef Py_ssize_t first = result.growth.num_grown
+        for item in result.calls or ():
+            call = item
+            if kind != FAULTLESS:
+                break
+            spans = Spans(
+                rows=self.read.rows + first, starts=self.read.starts + first, stops=self.read.stops + first,
+                known=self.read.known + first,
+            )
+            kind = read_call(&self.source, &call.growth, &spans, at)
+            at[0] += first
+            first += call.growth.num_grown
+        return kind
+
+    cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
+        """Find the places of the rows among those of the step before, where that one samples their first tokens."""
+        cdef const int64_t *stays = self.last_stays
+        cdef Py_ssize_t i, place, n = self.num_last
+        cdef int64_t stay
+        if result is not None and result is self.last_step:  # it is filled again
+            stays, n = self.stays_before, self.num_before
+        for i in range(self.step.num_rows):
+            self.step.sources[i] = -1
+            if self.read.known[i] > self.read.starts[i]:
+                continue
+            stay, place = self.source.batch.flights[self.read.rows[i]].stay, 0
+            if i < n and stays[i] == stay:
+                place = i
+            while place < n and stays[place] != stay:
+                place += 1
+            if place == n:
+                at[0] = i
+                return WITHOUT_SOURCE
+            self.step.sources[i] = <int32_t>place
+        return FAULTLESS
+
+    cdef void note_stays(self, StepResult result) noexcept:
+        """Note the stays of the filled rows, in batch order."""
+        cdef Py_ssize_t i
+        if result is None or result is not self.last_step:
+            self.last_stays, self.stays_before = self.stays_before, self.last_stays
+            self.num_before = self.num_last
+        self.last_step, self.num_last = result, self.step.num_rows
+        for i in range(self.step.num_rows):
+            self.last_stays[i] = self.source.batch.flights[self.step.spans.rows[i]].stay
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
@@ -761,6 +863,11 @@ cdef class InputArrays:
         if fault.kind == WRONG_SPAN:
             raise ArgumentError(
                 f"{name}: got tokens {fault.start} to {fault.stop}, allowed: at least one of 0 to {self.source.max_num_tokens}"
+            )
+        if fault.kind == WITHOUT_SOURCE:
+            raise ArgumentError(
+                f"{name}: its first token is sampled by another step than the one filled before; allowed: with `sources`, rows "
+                "of that step"
             )
         if fault.kind == FEW_DRAFTS:
             raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, fewer than the unknown tokens of {name}")

@@ -56,6 +56,8 @@ cdef class RowRequest:
     cdef int32_t session
     cdef int64_t junction           # tokens: see `begin_boundaries`
     cdef int32_t num_room           # tokens that are counted, or come from elsewhere
+    cdef StepResult step            # the step to which the row is added; None: none
+    cdef StepResult call            # its part of the step
     cdef LostHits lost
 
     def __cinit__(
@@ -77,13 +79,13 @@ cdef class RowRequest:
         )
 
     def admit(
-        self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0
+        self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0, step=None
     ) -> int | None:
         """Admit the request and return the number of hit tokens; None, and nothing taken, if too few pages are free.
 
         `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. With `takes_hits` the longest cached
         prefix is hit, and loaded where only the tier has it. `context` comes from `EntryJournal.add_context`, `session` from
-        `PageSessions.hold`. `counter` counts an admitted request.
+        `PageSessions.hold`. `counter` counts an admitted request. A row that does not wait for tokens is added to `step`.
         """
         cdef RunningRows rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
@@ -94,6 +96,8 @@ cdef class RowRequest:
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
+        if step is not None:
+            self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
         self.claim_row()
         self.shard, self.context, self.session = checked_shard, checked_context, checked_session
         try:
@@ -109,6 +113,8 @@ cdef class RowRequest:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
                 rows.batch.records[self.row].is_claimed = 0
+        if is_admitted and self.step is not None and self.call.num_grown:
+            add_call(self.step, self.call)
         if is_admitted and counter is not None:
             counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
             if rows.batch.pool.num_banks > 1:
@@ -285,6 +291,16 @@ cdef class RowRequest:
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
         )
 
+    cdef int32_t plan_row(self, int32_t num_slots) noexcept:
+        """Plan the row up to its slots if it is in no step. Return the number of tokens up to which its states are written:
+        drafts change no state that is kept.
+        """
+        cdef Batch *batch = &self.rows.batch
+        if self.step is None:
+            batch.flights[self.row].num_planned = num_slots
+            count_ahead(&batch.flights[self.row], batch.records[self.row].num_tokens)
+        return self.num_room if batch.restores_states else num_slots
+
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a fitting demand, and cache its full pages, except those that come from
         elsewhere.
@@ -303,19 +319,24 @@ cdef class RowRequest:
         batch.records[self.row].num_external = count_external_tokens(&self.tokens, num_hits)
         if batch.records[self.row].num_external:
             num_computed = num_hits
-        cache_row(batch, self.row, num_computed)
-        cache_waiting(&batch.waiting)
+        if not batch.caches_computed:
+            cache_row(batch, self.row, num_computed)
+            cache_waiting(&batch.waiting)
         batch.records[self.row].num_hits = num_hits
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_computed = num_computed
         begin_admission(batch, self.row)
+        begin_stay(batch, self.row)
         batch.records[self.row].is_admitted = 1
         batch.num_admitted += 1
         if rare(batch.max_steps_ahead) and not batch.records[self.row].num_external:
-            num_planned = batch.rows[self.row].num_planned = <int32_t>demand.num_tokens
+            num_planned = self.plan_row(<int32_t>demand.num_tokens)
         if rare(batch.writes_states):
             write_states(batch, self.row, num_planned)
+        batch.flights[self.row].num_resolved = num_hits
         plan_next_event(batch, self.row)
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
+        elif self.step is not None:
+            launch_admission(self.rows, self.step, self.call, num_hits, <int32_t>demand.num_tokens)
         assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known

@@ -16,12 +16,23 @@ from pagepool.core.values cimport PageIds, as_list, as_own_ids, as_page_ids, new
 @cython.final
 @cython.no_gc
 @cython.auto_pickle(False)
+cdef class Stays:
+    cdef int64_t *by_row            # [num_rows] the stays when rows were exchanged first since; NULL: they were not
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
 cdef class StepResult:
     cdef readonly Py_ssize_t num_grown
+    cdef readonly bint is_resolved
     cdef PageStore store
-    cdef RunningRows batch          # None once the call is taken back
+    cdef RunningRows batch          # None once the step is taken back
+    cdef list calls                 # StepResults of calls that added rows
+    cdef int64_t number             # the step's number if it has such calls; else 0
+    cdef Stays stays                # those at the time of the call
     cdef PageIds num_new_tokens     # a number for each row, or one for all
-    cdef PageIds num_ahead          # the same of lookahead tokens
+    cdef PageIds num_ahead          # the same of lookahead tokens, or drafts
     cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
 
 
@@ -37,8 +48,11 @@ cdef class RunningRows:
     cdef Shortage shortage          # why the last refused admission got no pages
     cdef bint is_short              # the last admission was refused
     cdef list refusals              # for each row, the RefusedRequest of its last request, or None
+    cdef Stays stays_now            # what results of calls refer to until rows are exchanged
     cdef bytes key
     cdef int32_t num_shards         # shards of the pool that rows are bound to; 0: none
+    cdef readonly object stays
+    cdef readonly object num_ahead_tokens
     cdef readonly object num_tokens
     cdef readonly object num_computed_tokens
     cdef readonly object num_cached_tokens
@@ -54,3 +68,10 @@ cdef class RunningRows:
     cdef Py_ssize_t checked_row(self, object row) except -1
     cdef int refuse_row_length(self, Py_ssize_t row, int64_t num_tokens) except -1
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept
+
+
+cdef StepResult checked_step(RunningRows running, object step, str name)
+cdef StepResult add_call(StepResult step, StepResult call)
+cdef StepResult new_admission(RunningRows running, Py_ssize_t row)
+cdef void launch_admission(RunningRows running, StepResult step, StepResult call, int32_t num_hits, int32_t num_slots) noexcept
+cdef Py_ssize_t count_rows(StepResult step) noexcept

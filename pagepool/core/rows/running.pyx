@@ -18,6 +18,7 @@ from pagepool.core.holding cimport (
 from pagepool.core.pool cimport (
     FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
 )
+from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
 from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
@@ -39,6 +40,13 @@ cdef object ROW_RECORD = np.dtype(
     [(name, "u4" if name == "stamp" else "i4") for name in (
         "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "num_external",
     )] + [("is_admitted", "?"), ("is_claimed", "?"), ("padding", "i2")]
+)
+
+
+cdef object FLIGHT_RECORD = np.dtype(
+    [("stay", "i8")] + [(name, "i4") for name in (
+        "num_planned", "num_ahead", "num_launched", "num_told", "num_resolved", "next_full",
+    )]
 )
 
 
@@ -76,13 +84,27 @@ cdef class Buffer:
 
 
 @cython.final
+@cython.no_gc  # in no cycle: it has numbers alone
+@cython.auto_pickle(False)
+cdef class Stays:
+    """The stays of a batch's rows at the time of its next exchange of rows.
+
+    Results of calls refer to it instead of listing the stays of their rows, which costs time in each call.
+    """
+
+    def __dealloc__(self):
+        free(self.by_row)
+
+
+@cython.final
 @cython.no_gc  # in no cycle: a batch has no reference to its results
 @cython.auto_pickle(False)
 cdef class StepResult:
-    """The result of a call of `RunningBatch.grow` or `step`.
+    """A step in flight: its rows, with their tokens and new pages.
 
-    The first `num_grown` rows of the call have their room; the next row, if there is one, did not fit.
-    `RunningBatch.undo` takes the call back.
+    `RunningBatch.grow`, `step` and `step_ahead` return one, and `new_step` an empty one. With ``step=`` these calls and `admit`
+    add rows to a step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit.
+    `len` is the number of rows of the step. `RunningBatch.resolve` ends a step, `undo` takes it back.
     """
 
     def __init__(self):
@@ -92,28 +114,80 @@ cdef class StepResult:
         free(self.growth.new_ids)
         free(self.growth.grown)
 
+    def __len__(self):
+        return count_rows(self)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
+        cdef StepResult call
+        return joined([array_of(call.growth.grown_rows, call.growth.num_grown) for call in calls_of(self)])
+
     @property
     def new_page_ids(self) -> np.ndarray:
-        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group."""
-        return array_of(self.growth.new_ids, self.growth.num_new)
+        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group. Pages of admitted rows
+        are not listed.
+        """
+        cdef StepResult call
+        return joined([array_of(call.growth.new_ids, call.growth.num_new) for call in calls_of(self)])
 
     @property
     def new_page_rows(self) -> np.ndarray:
-        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the call."""
-        return array_of(self.growth.new_rows, self.growth.num_new)
+        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the calls."""
+        cdef StepResult call
+        return joined([array_of(call.growth.new_rows, call.growth.num_new) for call in calls_of(self)])
 
     @property
     def new_page_groups(self) -> np.ndarray:
         """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
-        return array_of(self.growth.new_groups, self.growth.num_new)
+        cdef StepResult call
+        return joined([array_of(call.growth.new_groups, call.growth.num_new) for call in calls_of(self)])
 
     @property
     def refusal(self) -> Refusal | None:
         """Why the row behind the first `num_grown` got no pages; None if all have their room. O(1)."""
-        return refusal_of(self.store, &self.growth.shortage) if self.num_grown < self.growth.num_rows else None
+        cdef StepResult call = calls_of(self)[::-1][0]
+        return refusal_of(self.store, &call.growth.shortage) if call.growth.num_grown < call.growth.num_rows else None
 
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef StepResult new_result(RunningRows running):
+    """Return an empty step of a batch."""
+    cdef StepResult result = StepResult.__new__(StepResult)
+    result.store, result.batch, result.stays = running.store, running, running.stays_now
+    return result
+
+
+cdef list calls_of(StepResult step):
+    """Return the results of the calls of a step, in order."""
+    return [step] if step.calls is None else [step, *step.calls]
+
+
+cdef Py_ssize_t count_rows(StepResult step) noexcept:
+    """Count the rows of a step."""
+    cdef StepResult call
+    cdef Py_ssize_t n = step.growth.num_grown
+    for item in step.calls or ():
+        call = item
+        n += call.growth.num_grown
+    return n
+
+
+cdef object joined(list arrays):
+    """Return arrays one after another."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+cdef StepResult checked_step(RunningRows running, object step, str name):
+    """Return a step of the batch that was neither taken back nor resolved."""
+    cdef StepResult checked = require_instance(step, StepResult, name)
+    if checked.batch is not running:
+        raise ArgumentError(f"{name}: got one {'of another batch' if checked.batch else 'that was taken back already'}")
+    if checked.is_resolved:
+        raise ArgumentError(f"{name}: got one that was resolved already")
+    return checked
 
 
 @cython.final
@@ -165,6 +239,18 @@ cdef object refusal_of(PageStore store, const Shortage *shortage):
     )
 
 
+cdef enum ReleaseOutcome:
+    RELEASED
+    WRONG_ROW                 # a row is not admitted, or has fewer computed tokens
+    OVERDRAWN                 # a page would be given back more often than it is held
+    SHORT_OF_ROOM             # memory is short
+
+cdef struct Release:          # how a release of rows ended
+    ReleaseOutcome outcome
+    Py_ssize_t at             # index of the wrong row
+    int32_t page_id           # the page without references
+
+
 cdef PageIds ZERO = PageIds([0])
 cdef PageIds ONE = PageIds([1])
 cdef PageIds NO_TERMS = PageIds([UNKNOWN])
@@ -179,6 +265,26 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
     if amounts.num != num_rows:
         raise ArgumentError(f"{name}: got {amounts.num}, allowed: one, or as many as rows, {num_rows}")
     return amounts
+
+
+cdef PageIds as_counts(object counts, PageIds tokens, Py_ssize_t num_rows):
+    """Return how many of the tokens each row gets."""
+    cdef PageIds numbers
+    cdef Amounts amounts
+    cdef int64_t total = 0
+    cdef Py_ssize_t i
+    if counts is None:
+        numbers = ONE if tokens.num else ZERO
+    else:
+        numbers = as_amounts(counts, "counts", num_rows)
+    amounts = amounts_in(numbers)
+    for i in range(num_rows):
+        if amount(&amounts, i) < 0:
+            raise ArgumentError(f"counts: got {amount(&amounts, i)} (at {i}), allowed: at least 0")
+        total += amount(&amounts, i)
+    if total != tokens.num:
+        raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows need by `counts`, {total}")
+    return numbers
 
 
 cdef PageIds as_terms(object seconds, Py_ssize_t num_rows):
@@ -210,10 +316,12 @@ cdef class RunningRows:
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False, bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False,
+        bint caches_computed=False,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
-        `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere.
+        `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere. With
+        `caches_computed` pages are cached once the steps that computed them are resolved.
         """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
@@ -238,6 +346,8 @@ cdef class RunningRows:
         self.batch.has_boundaries = checked.boundaries.multiple != 0
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
+        self.batch.tracks_steps, self.batch.caches_computed = num_steps_ahead > 0 or caches_computed, caches_computed
+        self.stays_now = Stays.__new__(Stays)
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
             check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
@@ -330,64 +440,166 @@ cdef class RunningRows:
 
     # Growth and undo.
 
-    def grow(self, rows, num_new_tokens=1, num_lookahead_tokens=0) -> StepResult:
+    def new_step(self) -> StepResult:
+        """Return an empty step, to which `grow`, `step`, `step_ahead` and `admit` add rows."""
+        self.check_made()
+        return new_result(self)
+
+    def grow(self, rows, num_new_tokens=1, num_lookahead_tokens=0, step=None) -> StepResult:
         """Give the next known tokens of each row their slots, and room for drafts behind them, row by row in the given order.
 
         `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
         or one for each. For each row, pages that fell out of the attention window are given back first, then the missing pages
         are taken, then full pages are cached. The first row that does not fit stops the call and stays as it was: preempt, and
         call again from ``num_grown``. A row without new tokens gives no pages back and keeps no checkpoint, since its last step
-        may not have run yet.
+        may not have run yet. With `step` the rows are added to a step, which is returned.
 
         StateAheadError if lookahead passes the next checkpoint of a state, since the step would overwrite the state (see
         `RunningBatch`, `restores_states`); RequestTooLargeError for a row that would hold more pages than the pool, or its
-        shard, has; ArgumentError for more tokens than a row knows, and for rows not admitted or repeated; RowIndexError outside
-        the table. Nothing has changed then. O(rows + new pages).
+        shard, has; ArgumentError for more tokens than a row knows, for rows not admitted, repeated, or in the step already, and
+        for a step of another batch, or one resolved or taken back; RowIndexError outside the table. Nothing has changed then.
+        O(rows + new pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
         cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return run_growth(self, row_ids, new, ahead, None)
+        return run_growth(self, row_ids, new, ahead, None, step, False)
 
-    def step(self, rows, token_ids) -> StepResult:
+    def step(self, rows, token_ids, step=None) -> StepResult:
         """Append one token to each row and give its next token a slot: the decode step of the whole batch.
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
-        the call and gets no token. RowOverflowError, and nothing changed, for a row that is full; other errors as in `grow`.
-        O(rows + new pages), native.
+        the call and gets no token. With `step` the rows are added to a step, which is returned. RowOverflowError, and nothing
+        changed, for a row that is full; other errors as in `grow`. O(rows + new pages), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_lengths(tokens, row_ids)
-        return run_growth(self, row_ids, ONE, ZERO, tokens)
+        return run_growth(self, row_ids, ONE, ZERO, tokens, step, False)
+
+    # Steps ahead.
+
+    def step_ahead(self, rows, num_drafts=0, step=None) -> StepResult:
+        """Plan the next step of rows whose last token is not known yet, since the step that samples it is in flight: give that
+        token a slot, and `num_drafts` behind it, a number for all rows or one for each.
+
+        The known tokens of such a row are computed, by at most `max_steps_ahead` steps that are not resolved; the rest of a
+        prompt goes by `grow`. Slots are for the longest outcome: with D drafts and a step in flight, 2 (D + 1) - 1 of them lie
+        behind the known tokens. Pages are given back by the tokens counted before the call, and nothing is cached. The first
+        row that does not fit stops the call, and with `step` rows are added to a step, as in `grow`.
+
+        ArgumentError for rows with known tokens to compute, without a step in flight that samples a token, or with too many;
+        RowOverflowError for a row that may be full; StateAheadError for drafts of a model whose states are kept, unless the
+        batch has `restores_states`; other errors as in `grow`. Nothing has changed then. O(rows + new pages), native.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> table = PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64)
+        >>> batch = RunningBatch(manager, table, max_steps_ahead=1)
+        >>> first = batch.new_step()
+        >>> batch.admit(0, [1, 2, 3, 4, 5], step=first)
+        0
+        >>> second = batch.step_ahead([0])                     # the first runs, and its token is not known
+        >>> batch.num_tokens.tolist(), batch.num_ahead_tokens.tolist()
+        ([5, 0], [1, 0])
+        >>> batch.resolve(first, [6]).tolist()                 # it is 6, and the second step computes it
+        [0]
+        >>> batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.num_ahead_tokens.tolist()
+        ([6, 0], [6, 0], [0, 0])
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds drafts = as_amounts(num_drafts, "num_drafts", row_ids.num)
+        self.check_made()
+        if self.batch.max_steps_ahead == 0:
+            raise ArgumentError("step_ahead: got a batch with max_steps_ahead 0, allowed: at least 1")
+        return run_growth(self, row_ids, ZERO, drafts, None, step, True)
+
+    def resolve(self, step, token_ids=None, counts=None) -> np.ndarray:
+        """End a step that has run: append the tokens sampled by it, and cache the pages filled by now.
+
+        `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
+        of tokens of row i, or one number for all: at most one more than the row's drafts, and 0 inside a prompt, or where the
+        engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
+        accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
+
+        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released, swapped
+        out or cut since; its tokens are dropped. int32 ``[len(step)]``.
+
+        Steps of a row are resolved in the order of their launch, each once. ArgumentError, and nothing changed, for a wrong
+        number of tokens, for none where a later step computes them, for negative ones, for rows that got tokens otherwise, or
+        were grown since in a batch without `max_steps_ahead`, and for a step of another batch, or one taken back or resolved;
+        RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native.
+        """
+        cdef StepResult ended = checked_step(self, step, "step"), call
+        cdef list calls = calls_of(ended)
+        cdef Py_ssize_t n = count_rows(ended), at = 0, first = 0
+        cdef PageIds tokens = PageIds.__new__(PageIds) if token_ids is None else as_own_ids(token_ids, "token_ids")
+        cdef PageIds numbers = as_counts(counts, tokens, n)
+        cdef PageIds places = PageIds.__new__(PageIds)
+        cdef const int32_t *token_ids_left
+        cdef Resolution resolution
+        cdef ResolveFault fault = RESOLVABLE
+        refuse_negative(tokens.ids, tokens.num, 0)
+        places.reserve(n)
+        self.acquire_locks()
+        for call in calls:
+            resolution = resolution_of(call, numbers, places.ids + first, first)
+            fault = check_resolution(&self.batch, &resolution, &at)
+            if fault != RESOLVABLE:
+                break
+            first += call.growth.num_grown
+        first, token_ids_left = 0, tokens.ids
+        for call in calls if fault == RESOLVABLE else ():
+            resolution = resolution_of(call, numbers, places.ids + first, first)
+            token_ids_left = resolve_rows(&self.batch, &resolution, token_ids_left)
+            first += call.growth.num_grown
+        if fault == RESOLVABLE:
+            ended.is_resolved = self.batch.resolves = True
+        self.release_locks()
+        if fault != RESOLVABLE:
+            refuse_resolution(self, &resolution, fault, at)
+        return array_of(places.ids, n)
 
     def undo(self, result) -> None:
-        """Take back a call of `step` or `grow` whose model run failed. The rows are as before, without the tokens appended by
-        `step`; pages taken by the call are given back, and pages cached by it lose their entries.
+        """Take back the last step of its rows, whose model run failed. The rows are as before, without the tokens appended by
+        `step`; rows that it admitted are released, pages taken by it are given back, and pages cached by it lose their entries.
 
-        Take several calls back in reverse order, after releasing rows admitted since, with the `num_computed_tokens` of their
-        hits. Pages that an attention window left stay given back. pagepool does not restore the
+        Take several steps back in reverse order. Release rows admitted since by other calls before, with the
+        `num_computed_tokens` of their hits. Pages that an attention window left stay given back. pagepool does not restore the
         state of a state group: restore it, or release the row, if the model may have begun to write it.
 
-        ArgumentError, and nothing changed, for another batch's result, for one taken back before, where a row was grown, cut,
-        moved, forked or released since, where it needs pages again that a later call gave back, where others hit or share a
-        page to which it would write again, and where a load into such a page is in flight; release such rows with
+        ArgumentError, and nothing changed, for a step of another batch, for one resolved or taken back before, where a row was
+        grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, where others hit or
+        share a page to which it would write again, and where a load into such a page is in flight; release such rows with
         `num_computed_tokens`. O(rows + pages taken and cached).
         """
-        cdef StepResult step = require_instance(result, StepResult, "result")
-        cdef Growth *growth = &step.growth
-        cdef Py_ssize_t num_left
+        cdef StepResult step = checked_step(self, result, "result"), call = step
+        cdef list calls = calls_of(step)[::-1]
+        cdef PageIds admitted = PageIds.__new__(PageIds), hits = PageIds.__new__(PageIds)
+        cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
+        cdef Py_ssize_t num_left = 0
         cdef bint is_due
-        if step.batch is not self:
-            raise ArgumentError(f"result: got one {'of another batch' if step.batch else 'that was taken back already'}")
+        list_admitted(calls, admitted, hits)
         self.acquire_locks()
-        num_left = undo_rows(&self.batch, growth, step.num_grown)
-        if num_left == 0:
+        count_admitted(&self.batch, admitted, -1)
+        for call in calls:
+            num_left = count_kept(&self.batch, &call.growth)
+            if num_left:
+                break
+        count_admitted(&self.batch, admitted, 1)
+        if num_left == 0 and admitted.num:
+            release = release_rows(self, admitted, hits, NO_TERMS, None)
+        if num_left == 0 and release.outcome == RELEASED:
+            for call in calls:
+                if not call.growth.is_admission:
+                    undo_rows(&self.batch, &call.growth)
             step.batch = None
-        is_due = num_left > 0 and has_due(self, growth.grown_rows[num_left - 1], False)
+        is_due = num_left > 0 and has_due(self, call.growth.grown_rows[num_left - 1], False)
         self.release_locks()
         if num_left:
-            refuse_undo(self, growth, num_left - 1, is_due)
+            refuse_undo(self, &call.growth, num_left - 1, is_due)
+        refuse_release(self, admitted, hits, &release)
 
     # Known tokens.
 
@@ -448,37 +660,16 @@ cdef class RunningRows:
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds counts
-        cdef Amounts computed = Amounts(values=NULL, stride=0)
-        cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
-        cdef Amounts terms
-        cdef Py_ssize_t num_right, num_staying = 0, bad = -1
-        cdef int32_t overdrawn = NULL_PAGE
-        cdef bint has_room = True
+        cdef PageIds counts = None, page_terms = None, row_terms = NO_TERMS
+        cdef Release release
         if num_computed_tokens is not None:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
-            computed = amounts_in(counts)
         if seconds is not None:
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
-        terms = amounts_in(row_terms)
         self.acquire_locks()
-        num_right = copy_rows_to_release(self, row_ids, &computed)
-        if num_right == row_ids.num and (self.batch.has_boundaries or page_terms is not None):
-            overdrawn = find_overdrawn_page(self, num_right)  # before pages are rated, or the queue is divided
-        if num_right == row_ids.num and overdrawn == NULL_PAGE:
-            has_room = reserve_rows(self, num_right, ids, page_terms)
-            has_room = has_room and (num_right == 0 or self.store.make_terms(row_terms))
-            has_room = has_room and order_pages(self, num_right, &computed, ids, &num_staying, &terms, page_terms)
-        if num_right == row_ids.num and overdrawn == NULL_PAGE and has_room:
-            bad = release_checked(self, ids, num_staying, num_right, &computed, &terms, page_terms)
-            overdrawn = ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE
+        release = release_rows(self, row_ids, counts, row_terms, page_terms)
         self.release_locks()
-        if num_right < row_ids.num:
-            refuse_release(self, row_ids, &computed, num_right)
-        if not has_room:
-            raise MemoryError("the pages of the rows, or their terms")
-        if overdrawn != NULL_PAGE:
-            raise DoubleFreeError(f"{self.store.shown_page(overdrawn)} is given back by a row more often than it is held")
+        refuse_release(self, row_ids, counts, &release)
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
@@ -524,7 +715,7 @@ cdef class RunningRows:
         self.acquire_locks()
         holding = holding_of(batch, source)
         is_due = awaits_copies(batch.pool, holding) or has_writes_due(batch, source)
-        is_moving = has_state_in_flight(batch, source)
+        is_moving = is_in_flight(batch, source)
         is_ready = batch.records[source].is_admitted and not batch.records[source].num_external
         is_ready = is_ready and not is_due and not is_moving
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
@@ -610,7 +801,7 @@ cdef class RunningRows:
         holding = holding_of(batch, source)
         is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
         is_running = is_running and not batch.records[source].num_external
-        is_moving = has_state_in_flight(batch, source)
+        is_moving = is_in_flight(batch, source)
         if is_running:
             is_due = has_row_due(batch, source) or is_moving
         if is_running and not is_due:
@@ -855,6 +1046,9 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     running.num_cached_tokens = records["num_hits"]
     running.is_admitted = records["is_admitted"]
     running.num_external_tokens = records["num_external"]
+    running.batch.flights = <Flight *>new_buffer(running, n, sizeof(Flight) // sizeof(int32_t))
+    flights = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=FLIGHT_RECORD)
+    running.stays, running.num_ahead_tokens = flights["stay"], flights["num_ahead"]
     running.batch.rows = <Row *>new_buffer(running, n, sizeof(Row) // sizeof(int32_t))
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
@@ -909,30 +1103,32 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
 
 # Growth.
 
-cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_tokens, PageIds num_ahead, PageIds tokens):
-    """Check all rows and reserve memory for the result; then grow the rows, which cannot fail."""
-    cdef StepResult result = StepResult.__new__(StepResult)
+cdef StepResult run_growth(
+    RunningRows running, PageIds rows, PageIds num_new_tokens, PageIds num_ahead, PageIds tokens, object step, bint is_ahead
+):
+    """Check all rows and reserve memory for the result; then grow the rows, which cannot fail. Rows that go ahead have drafts
+    in `num_ahead`.
+    """
+    cdef StepResult head = None if step is None else checked_step(running, step, "step")
+    cdef StepResult result = new_result(running)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t num_right
+    cdef Py_ssize_t i, num_right, at_joined = -1
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
-    result.store, result.batch = running.store, running
     result.num_new_tokens, result.num_ahead = num_new_tokens, num_ahead
     growth.rows, growth.num_rows = rows.ids, rows.num
     growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), amounts_in(num_ahead)
     growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
-        return result
-    growth.grown = <Grown *>malloc(rows.num * (sizeof(Grown) + 2 * sizeof(int32_t)))
-    if growth.grown == NULL:
-        raise MemoryError(f"{rows.num} rows")
-    growth.grown_rows = <int32_t *>(growth.grown + rows.num)
-    if running.batch.max_steps_ahead and tokens is None:
-        growth.num_planned = growth.grown_rows + rows.num
+        return result if head is None else add_call(head, result)
+    reserve_rows_of(running, growth, is_ahead)
     running.acquire_locks()
     assert running.batch.waiting.num_to_hash == 0
-    num_right = advance_counts(&running.batch, growth)
+    num_right = advance_ahead(&running.batch, growth) if is_ahead else advance_counts(&running.batch, growth)
+    if head is not None and num_right == growth.num_rows:
+        at_joined = find_joined(&running.batch, head, running.batch.checked_rows, growth.num_rows)
+        num_right = num_right if at_joined < 0 else at_joined
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
         has_room = reserve_new(growth) and reserve_copies(
@@ -941,13 +1137,21 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         thread = let_others_run(growth.num_rows + growth.max_num_new)
-        result.num_grown = grow_rows(&running.batch, growth)
+        grow_rows(&running.batch, growth)
+        if growth.launches != NULL:
+            launch_rows(&running.batch, growth)
         go_on(thread)
-        growth.num_admissions = running.batch.num_admissions
+        result.num_grown, growth.num_admissions = growth.num_grown, running.batch.num_admissions
+        growth.num_stays = running.batch.num_stays
+        running.batch.resolves |= is_ahead
+        for i in range(growth.num_grown if head is not None else 0):
+            running.batch.rows[growth.grown_rows[i]].step = head.number
     else:
-        revert_counts(&running.batch, growth, 0, num_right)
-    is_due = num_right < growth.num_rows and has_due(running, growth.rows[num_right], True)
+        revert_counts(&running.batch, growth, 0, growth.num_rows if at_joined >= 0 else num_right)
+    is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right], True)
     running.release_locks()
+    if at_joined >= 0:
+        raise ArgumentError(f"row {running.batch.checked_rows[at_joined]} (at {at_joined}) is in the step already")
     if num_right < growth.num_rows:
         if tokens is not None:
             refuse_negative(tokens.ids, tokens.num, 0)
@@ -955,7 +1159,84 @@ cdef StepResult run_growth(RunningRows running, PageIds rows, PageIds num_new_to
     if not has_room:
         raise MemoryError(f"{growth.max_num_new} new pages")
     running.store.check_untaken(held_free)
-    return result
+    return result if head is None else add_call(head, result)
+
+
+cdef void number_step(Batch *batch, StepResult step) noexcept:
+    """Number a step to which a call adds rows, so that its rows know it. The locks are held."""
+    cdef Growth *growth = &step.growth
+    cdef Py_ssize_t i
+    if step.number == 0:
+        batch.num_steps += 1
+        step.number = batch.num_steps
+        for i in range(growth.num_grown):
+            if is_last_step(batch, growth, i):
+                batch.rows[growth.grown_rows[i]].step = step.number
+
+
+cdef Py_ssize_t find_joined(Batch *batch, StepResult step, const int32_t *rows, Py_ssize_t n) noexcept:
+    """Return the index of the first row that a step has already; -1 if there is none. The locks are held."""
+    cdef Py_ssize_t i
+    number_step(batch, step)
+    for i in range(n):
+        if batch.rows[rows[i]].step == step.number:
+            return i
+    return -1
+
+
+cdef StepResult add_call(StepResult step, StepResult call):
+    """Add the result of a call to a step, and return the step."""
+    if step.calls is None:
+        step.calls = []
+    step.calls.append(call)
+    step.num_grown = call.num_grown
+    return step
+
+
+cdef StepResult new_admission(RunningRows running, Py_ssize_t row):
+    """Return the call that admits a row, before it is part of a step."""
+    cdef StepResult call = new_result(running)
+    call.num_new_tokens, call.num_ahead = PageIds([0]), PageIds([0])
+    call.growth.is_admission, call.growth.num_rows = True, 1
+    call.growth.num_new_tokens, call.growth.num_ahead = amounts_in(call.num_new_tokens), amounts_in(call.num_ahead)
+    reserve_rows_of(running, &call.growth, False)
+    call.growth.grown_rows[0] = <int32_t>row
+    return call
+
+
+cdef void launch_admission(
+    RunningRows running, StepResult step, StepResult call, int32_t num_hits, int32_t num_slots
+) noexcept:
+    """Count the first tokens of an admitted row as part of a step. The locks are held."""
+    cdef Batch *batch = &running.batch
+    cdef Growth *growth = &call.growth
+    cdef Py_ssize_t row = growth.grown_rows[0]
+    cdef int32_t num_computed = batch.records[row].num_computed
+    growth.grown[0] = Grown(num_tokens=batch.records[row].num_tokens, num_computed=num_computed)
+    call.num_new_tokens.ids[0], call.num_ahead.ids[0] = num_computed - num_hits, num_slots - num_computed
+    growth.num_grown = call.num_grown = 1
+    if growth.launches != NULL:
+        launch_rows(batch, growth)
+    growth.num_admissions, growth.num_stays = batch.num_admissions, batch.num_stays
+    number_step(batch, step)
+    batch.rows[row].step = step.number
+
+
+cdef int reserve_rows_of(RunningRows running, Growth *growth, bint is_ahead) except -1:
+    """Allocate the vectors of a call's rows."""
+    cdef Py_ssize_t n = growth.num_rows, size = sizeof(Grown) + sizeof(int32_t)
+    if running.batch.tracks_steps:
+        size += sizeof(Launch) + sizeof(int32_t)
+    growth.grown = <Grown *>malloc(n * size)
+    if growth.grown == NULL:
+        raise MemoryError(f"{n} rows")
+    growth.grown_rows = <int32_t *>(growth.grown + n)
+    if running.batch.tracks_steps:
+        growth.launches = <Launch *>(growth.grown_rows + n)
+    if is_ahead and growth.launches != NULL:
+        growth.num_drafts, growth.ahead = growth.num_ahead, <int32_t *>(growth.launches + n)
+        growth.num_ahead = Amounts(values=growth.ahead, stride=1)
+    return 0
 
 
 cdef bint reserve_new(Growth *growth) noexcept:
@@ -978,7 +1259,63 @@ cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept
     return has_copies_due(&running.store.pool, holding_of(&running.batch, row))
 
 
+# Steps are resolved, and taken back.
+
+cdef Resolution resolution_of(StepResult call, PageIds counts, int32_t *places, Py_ssize_t first) noexcept:
+    """Return the resolution of a call whose rows begin at index `first` of the step."""
+    cdef Amounts each = amounts_in(counts)
+    each.values += first * each.stride
+    return Resolution(growth=&call.growth, stays=call.stays.by_row, counts=each, places=places)
+
+
+cdef int list_admitted(list calls, PageIds admitted, PageIds hits) except -1:
+    """List the rows admitted by a step, and their numbers of hit tokens."""
+    cdef StepResult call
+    cdef int32_t num_hits
+    for call in calls:
+        if call.growth.is_admission:
+            num_hits = call.growth.grown.num_computed - amount(&call.growth.num_new_tokens, 0)
+            admitted.reserve(admitted.num + 1)
+            hits.reserve(hits.num + 1)
+            admitted.put(call.growth.grown_rows, 1)
+            hits.put(&num_hits, 1)
+    return 0
+
+
+cdef void count_admitted(Batch *batch, PageIds admitted, int32_t change) noexcept:
+    """Change the references to the pages of rows that a step has admitted, which are released before it is taken back."""
+    cdef Py_ssize_t i
+    for i in range(admitted.num):
+        draw_references(batch.pool, holding_of(batch, admitted.ids[i]), change)
+
+
 # Release and exchange of rows.
+
+cdef Release release_rows(RunningRows running, PageIds rows, PageIds counts, PageIds row_terms, PageIds page_terms) noexcept:
+    """Give back the pages of rows, and make the rows free, or change nothing. `counts` are their computed tokens, if they were
+    given, and `page_terms` has room for terms, if there are any. The locks are held.
+    """
+    cdef PageIds ids = PageIds.__new__(PageIds)
+    cdef Amounts computed = Amounts(values=NULL, stride=0)
+    cdef Amounts terms = amounts_in(row_terms)
+    cdef Py_ssize_t num_right, num_staying = 0, bad
+    cdef int32_t overdrawn = NULL_PAGE
+    if counts is not None:
+        computed = amounts_in(counts)
+    num_right = copy_rows_to_release(running, rows, &computed)
+    if num_right < rows.num:
+        return Release(outcome=WRONG_ROW, at=num_right, page_id=NULL_PAGE)
+    if running.batch.has_boundaries or page_terms is not None:
+        overdrawn = find_overdrawn_page(running, num_right)  # before pages are rated, or the queue is divided
+    if overdrawn != NULL_PAGE:
+        return Release(outcome=OVERDRAWN, at=0, page_id=overdrawn)
+    if not reserve_rows(running, num_right, ids, page_terms) or (num_right and not running.store.make_terms(row_terms)) or not (
+        order_pages(running, num_right, &computed, ids, &num_staying, &terms, page_terms)
+    ):
+        return Release(outcome=SHORT_OF_ROOM, at=0, page_id=NULL_PAGE)
+    bad = release_checked(running, ids, num_staying, num_right, &computed, &terms, page_terms)
+    return Release(outcome=RELEASED if bad < 0 else OVERDRAWN, at=0, page_id=ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE)
+
 
 cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
     """Copy the rows, and return the number of rows before the first wrong one."""
@@ -1065,7 +1402,7 @@ cdef Py_ssize_t release_checked(
         holding = holding_of(&running.batch, row)
         assert running.batch.records[row].is_admitted and running.batch.records[row].stamp == running.batch.stamp
         if running.batch.keeps_states and not awaits_copies(&running.store.pool, holding):
-            if computed.values == NULL or amount(computed, i) == running.batch.records[row].num_computed:
+            if count_cacheable(&running.batch, row, computed_by(computed, i)) >= running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row, amount(terms, i))
         drop_copies(&running.store.pool, holding)
         if running.batch.writes_states:
@@ -1082,19 +1419,29 @@ cdef Py_ssize_t release_checked(
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     cdef Batch *batch = &running.batch
     cdef bint is_right, has_source, has_target
+    cdef Py_ssize_t i
     cdef object _forgotten, _forgotten_too  # freed after unlocking: destructors may need the fork lock
+    cdef Stays before, now = Stays.__new__(Stays)
+    cdef int64_t *by_row = <int64_t *>malloc(batch.num_rows * sizeof(int64_t))
+    if by_row == NULL:
+        raise MemoryError(f"{batch.num_rows} rows")
     running.acquire_locks()
+    before = running.stays_now
     has_source, has_target = batch.records[source].is_admitted, batch.records[target].is_admitted
     is_right = not is_move or (has_source and not batch.records[target].is_claimed)
     is_right = is_right and has_source == batch.records[source].is_claimed
     is_right = is_right and has_target == batch.records[target].is_claimed
     if is_right and source != target:
+        for i in range(batch.num_rows):
+            by_row[i] = batch.flights[i].stay
+        before.by_row, by_row, running.stays_now = by_row, NULL, now
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]
         running.refusals[source] = running.refusals[target] = None
         keys = running.extra_key_bytes
         keys[source], keys[target] = keys[target], keys[source]
     running.release_locks()
+    free(by_row)
     if not is_right:
         raise ArgumentError(
             f"rows {source} and {target}: {'admitted' if has_source else 'free'} and "
@@ -1161,6 +1508,8 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     set_context(batch, row, batch.rows[source].context)
     set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
     begin_admission(batch, row)
+    begin_stay(batch, row)
+    batch.flights[row].num_resolved = batch.flights[source].num_resolved
     if batch.has_boundaries:
         new.boundaries[0] = forked.boundaries[0]
     for g in range(batch.num_groups):
@@ -1169,9 +1518,10 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     plan_next_event(batch, row)
 
 
-cdef bint has_state_in_flight(const Batch *batch, Py_ssize_t row) noexcept:
-    """Whether planned steps change the row's states behind its computed tokens."""
-    return batch.has_state and batch.rows[row].num_planned > batch.records[row].num_computed
+cdef bint is_in_flight(const Batch *batch, Py_ssize_t row) noexcept:
+    """Whether planned steps write behind the row's known tokens, or change its states behind the computed ones."""
+    cdef const Flight *flight = &batch.flights[row]
+    return flight.num_ahead > 0 or (batch.has_state and flight.num_planned > batch.records[row].num_computed)
 
 
 # Tokens from elsewhere.
@@ -1210,6 +1560,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
+    batch.flights[row].num_resolved = batch.records[row].num_computed
     cache_row(batch, row, batch.records[row].num_computed)
     cache_waiting(&batch.waiting)
     plan_next_event(batch, row)
@@ -1325,7 +1676,7 @@ cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
     empty(holding)
     show_end(batch, row)
     batch.records[row].num_computed = batch.records[row].num_hits = 0
-    batch.rows[row].num_planned = 0
+    begin_stay(batch, row)
     begin_admission(batch, row)
     plan_next_event(batch, row)
 
@@ -1376,7 +1727,7 @@ cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
         load_uncached(batch, row, <int32_t>g)
     show_row(batch, row)
     record_loads(batch.pool, holding, tier.last_number + 1 if num_missing else number)
-    batch.records[row].num_computed = swapped.num_computed
+    batch.records[row].num_computed = batch.flights[row].num_resolved = swapped.num_computed
     drop_swapped(batch, row)
     find_oldest_load(tier)
     begin_admission(batch, row)
@@ -1487,13 +1838,39 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
 
 cdef int refuse_in_flight(const Batch *batch, Py_ssize_t row) except -1:
     raise StateAheadError(
-        f"row {row}: a planned step computes its tokens up to {batch.rows[row].num_planned}, and its state; allowed: a row "
-        f"with as many computed tokens, and not {batch.records[row].num_computed}"
+        f"row {row}: a planned step computes its tokens up to {batch.flights[row].num_planned}; allowed: none behind its "
+        f"{batch.records[row].num_tokens} known tokens, and with a state none behind the {batch.records[row].num_computed} "
+        "computed ones; resolve the step before"
     )
+
+
+cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int32_t num_drafts) except -1:
+    """Raise if the row cannot be planned ahead."""
+    cdef Batch *batch = &running.batch
+    cdef Flight flight = batch.flights[row]
+    cdef int32_t num_left = batch.records[row].num_tokens - batch.records[row].num_computed
+    if num_drafts < 0:
+        raise ArgumentError(f"row {row} (at {at}): got {num_drafts} drafts, allowed: at least 0")
+    if num_left:
+        raise ArgumentError(f"row {row} (at {at}): has {num_left} known tokens to compute, allowed: 0; grow it")
+    if not 0 < flight.num_launched - flight.num_told <= batch.max_steps_ahead:
+        raise ArgumentError(
+            f"row {row} (at {at}): {flight.num_launched - flight.num_told} of its steps that sample a token are not resolved, "
+            f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead"
+        )
+    if num_drafts and batch.writes_states and not batch.restores_states:
+        raise StateAheadError(
+            f"row {row} (at {at}): got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
+        )
+    if flight.num_planned >= batch.max_num_tokens:
+        running.refuse_row_length(row, <int64_t>flight.num_planned + 1)
+    return 0
 
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, growth.rows, at)
+    if growth.ahead != NULL:
+        refuse_step_ahead(running, row, at, amount(&growth.num_drafts, at))
     cdef int32_t num_new = amount(&growth.num_new_tokens, at), num_ahead = amount(&growth.num_ahead, at)
     cdef int32_t num_computed = running.batch.records[row].num_computed
     cdef int32_t num_left = running.batch.records[row].num_tokens - num_computed
@@ -1517,11 +1894,28 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     )
 
 
+cdef int refuse_resolution(RunningRows running, const Resolution *resolution, ResolveFault fault, Py_ssize_t at) except -1:
+    cdef int32_t row = resolution.places[at], num = amount(&resolution.counts, at)
+    cdef str name = f"row {row} (at {at} of its call)"
+    if fault == FULL_ROW:
+        running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + num)
+    if fault == NOT_SAMPLED:
+        raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since its step samples none")
+    if fault == TOO_MANY:
+        num_drafts = drafts_of(&running.batch, resolution.growth, at)
+        raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
+    if fault == TOO_EARLY:
+        raise ArgumentError(f"{name}: an earlier step of it is not resolved; allowed: steps in the order of their launch")
+    if fault == NONE_TOLD:
+        raise ArgumentError(f"{name}: got no token, allowed: at least 1, which a later step in flight computes")
+    raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since it was grown or got tokens otherwise since the step")
+
+
 cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = growth.grown_rows[at]
     if is_due:
         refuse_unready(&running.batch, row, True, True, at)
-    if not is_as_grown(&running.batch, growth, at):
+    if growth.is_admission or not is_as_grown(&running.batch, growth, at):
         raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
     raise ArgumentError(
         f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
@@ -1543,6 +1937,8 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
     if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
         raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
     refuse_unready(&running.batch, row, is_due, False, at)
+    if running.batch.flights[row].num_ahead:
+        refuse_in_flight(&running.batch, row)
     if has_state_behind(&running.batch, row, num_tokens):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
@@ -1554,14 +1950,25 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
     )
 
 
-cdef int refuse_release(RunningRows running, PageIds rows, const Amounts *computed, Py_ssize_t at) except -1:
-    cdef int32_t row = refuse_row(running, rows.ids, at)
-    if computed.values == NULL:
-        raise ArgumentError("rows: changed during the call")
-    raise ArgumentError(
-        f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
-        f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
-    )
+cdef int refuse_release(RunningRows running, PageIds rows, PageIds counts, const Release *release) except -1:
+    """Raise the error for rows that were not released."""
+    cdef Amounts computed
+    cdef int32_t row
+    if release.outcome == SHORT_OF_ROOM:
+        raise MemoryError("the pages of the rows, or their terms")
+    if release.outcome == OVERDRAWN:
+        page = running.store.shown_page(release.page_id)
+        raise DoubleFreeError(f"{page} is given back by a row more often than it is held")
+    if release.outcome == WRONG_ROW:
+        row = refuse_row(running, rows.ids, release.at)
+        if counts is None:
+            raise ArgumentError("rows: changed during the call")
+        computed = amounts_in(counts)
+        raise ArgumentError(
+            f"num_computed_tokens: got {amount(&computed, release.at)} (at {release.at}), "
+            f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
+        )
+    return 0
 
 
 cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
